@@ -26,7 +26,7 @@ import transformers
 from measure import figure, machine, ratio, recorded
 
 import hf_packing as hfp
-from hf_packing.training import run_with_loss
+from hf_packing.training import logits
 
 SIDES = ("whole logits", "in chunks", "TRL's fused head")
 GB = 10**9
@@ -53,7 +53,7 @@ def measure_side(side: str, tokens: int, arguments: argparse.Namespace) -> dict[
     """Measure a side in this process; with --gradients, also save gradients."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if side == "whole logits":
-        run_with_loss.CHUNK_LOGITS = sys.maxsize
+        logits.CHUNK_LOGITS = sys.maxsize
     config = transformers.LlamaConfig(
         vocab_size=arguments.vocabulary,
         hidden_size=arguments.hidden,

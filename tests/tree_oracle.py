@@ -37,9 +37,12 @@ def oracle(name):
     (stock,) = model.stock
     without_trees = model.forward
 
-    def forward(input_ids, segment_lengths=None, parents=None, position_ids=None, **others):
+    def forward(
+        input_ids, segment_lengths=None, parents=None, position_ids=None, labels=None, num_items_in_batch=None, **others
+    ):
         if parents is None:
-            return without_trees(input_ids=input_ids, position_ids=position_ids, **others)
+            items = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            return without_trees(input_ids=input_ids, position_ids=position_ids, labels=labels, **items, **others)
         assert not others
         hidden = [None] * input_ids.shape[1]
         row = {
@@ -54,7 +57,12 @@ def oracle(name):
             states = stock.base_model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
             for place, state in zip(path, states, strict=True):
                 hidden[place] = state
-        return CausalLMOutput(logits=model.lm_head(torch.stack(hidden)[None]))
+        logits = model.lm_head(torch.stack(hidden)[None])
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        vocabulary = model.config.vocab_size
+        loss = model.loss_function(logits, labels, vocabulary, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)
 
     model.forward = forward
     return model

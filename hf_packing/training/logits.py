@@ -159,7 +159,7 @@ def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel)
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values(), *layer._backward_hooks.values()]
-    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
+    if not all(map(_is_of_torch, hooks)):
         return "the output layer has a hook", True  # it would see some of the tokens only
     return "", True
 
@@ -225,7 +225,7 @@ class _Head:
         places = torch.arange(self.shape.numel()).view(self.shape)
         if self._hidden is not None:
             hidden, self._hidden = self._hidden, None
-            return Logits.later(self, hidden, output, places, ())
+            return Logits.later(self, hidden, output, places, [])
         if type(output) is not Tensor or output.shape[:2] != self.shape:
             return None
         return Logits.known(self, output, places)
@@ -249,52 +249,81 @@ class Logits(Tensor):
     head: _Head
     places: Tensor
     """The index of each token in the batch, int64 [...] on the CPU."""
-    whole: Tensor | None
-    """The logits, once they are known."""
     hidden: Tensor
     """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
     gate: Tensor
     """float [1, 1, vocabulary], the output of the layer for the first token."""
-    steps: tuple[_Step, ...]
-    """The functions that the forward has called on the logits."""
+    steps: list[_Step]
+    """The functions that the forward has called on the logits. Views have the same list, since they share memory."""
+    base: "Logits | None" = None
+    """The logits of which these are a view or a selection."""
+    taken: _Step
+    """Returns these logits, or their hidden states, given those of `base`."""
+    is_used: bool = False
+    """True if something was computed of the logits in chunks, or is going to be."""
+    _whole: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The logits, once they are known."""
+        if self._whole is None and self.base is not None and self.base.whole is not None:
+            self._whole = self.taken(self.base.whole)
+        return self._whole
 
     @classmethod
     def known(cls, head: _Head, whole: Tensor, places: Tensor) -> "Logits":
         logits = whole.as_subclass(cls)
-        logits.head, logits.whole, logits.places = head, whole, places
+        logits.head, logits._whole, logits.places = head, whole, places
         return logits
 
     @classmethod
     def later(
-        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: tuple[_Step, ...], like: Any = None
+        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: list[_Step], like: Any = None
     ) -> "Logits":
         trained = [each for each in head.layer.parameters() if each.requires_grad]
         of = partial(head.of, steps=steps)
         apply: Callable[..., Tensor] = _InGraph.apply
-        logits = apply(of, gate if like is None else like, gate, hidden, *trained).as_subclass(cls)
-        logits.head, logits.whole, logits.places = head, None, places
+        logits: Any = apply(of, gate if like is None else like, gate, hidden, *trained)
+        logits.head, logits.places = head, places
         logits.hidden, logits.gate, logits.steps = hidden, gate, steps
         return logits
 
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
+        if self.base is not None:
+            self.base.values()
         if self.whole is None:
             with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
-                self.whole = self.head.of(self.hidden, self.steps)
+                self._whole = self.head.of(self._in_graph(), self.steps)
+        assert self.whole is not None
         return self.whole
+
+    def _in_graph(self) -> Tensor:
+        """Return the hidden states. Their gradients also reach the stand-in, on which DDP and FSDP may have hooks."""
+        apply: Callable[..., Tensor] = _Reaching.apply
+        return apply(self.hidden, self._stand_in())
+
+    def _stand_in(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def _use(self) -> None:
+        self.is_used = True
+        if self.base is not None:
+            self.base._use()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
-        if name in _WITHOUT_VALUES:
+        if name in _WITHOUT_VALUES or (name == "register_hook" and args[0].whole is None and _is_of_torch(args[1])):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         found = None
         if function is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
-        elif isinstance(args[0], cls):
+        elif args and isinstance(args[0], cls):
             found = args[0]._after(function, name, args[1:], kwargs)
         if found is not None:
             return found
@@ -302,47 +331,76 @@ class Logits(Tensor):
         def read(each: Any) -> Any:
             return each.values() if isinstance(each, cls) else each
 
-        return function(*tree_map(read, args), **tree_map(read, kwargs))
+        result = function(*tree_map(read, args), **tree_map(read, kwargs))
+        if args and isinstance(args[0], cls) and isinstance(result, Tensor):
+            if result is args[0].whole:  # changed in place
+                return args[0]
+            if name.strip("_") in _OF_SINGLE_LOGITS and result.shape == args[0].shape:
+                return cls.known(args[0].head, result, args[0].places)
+        return result
 
     def _after(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
-        """Return the result of a function that leaves every token's logits apart, or None for any other function."""
+        """Return the result of a function that needs no values yet, or None for any other function."""
+        if name in ("register_hook", "retain_grad") and self.is_used and self.whole is None:
+            raise PackingError(
+                f"logits: expected a hook before the loss is computed, got {name} afterwards; the loss of a long row "
+                "is computed from chunks of its logits, so that no gradient of these logits arrives here. Compute the "
+                "loss from logits that you have called register_hook or retain_grad on"
+            )
         numbers = all(not isinstance(each, Tensor) or _is_number(each) for each in (*args, *kwargs.values()))
-        if name.strip("_") in _OF_SINGLE_LOGITS and numbers:
+        if name.strip("_") in _OF_SINGLE_LOGITS and numbers and (args or kwargs or name != "type"):
 
             def step(logits: Tensor) -> Tensor:
                 result: Tensor = function(logits, *args, **kwargs)
                 return result
 
             if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):  # in place
-                if self.whole is None:
-                    self.steps = (*self.steps, step)
+                if self.whole is None and self.base is None:
+                    self.steps.append(step)
                 else:
-                    step(self.whole)
+                    step(self.values())
                 return self
-            return self._with(self.places, lambda rows: rows, step)
+            return self._with(self.places, step=step)
         if name in _OF_SHAPES:
-            shape = function(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
-            if shape[-1:] == self.shape[-1:]:
-                return self._with(
+            reshaped = function(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
+            shape = reshaped.shape
+            if shape[-1:] == self.shape[-1:] and reshaped.dtype == self.dtype:
+                return self._view(
                     self.places.reshape(shape[:-1]), lambda rows: rows.reshape(*shape[:-1], rows.shape[-1])
                 )
         if name == "__getitem__":
-            index = _index_of_tokens(args[0], self.ndim)
-            if index is not None:
+            index, last = _index_of_tokens(args[0], self.ndim)
+            if last is not None and last != slice(None):
+                tokens: Any = self[(*index, slice(None))]
+                return Logits.known(self.head, tokens.values()[..., last], tokens.places)
+            if last is not None:
+                copies = any(isinstance(each, Tensor) for each in index)
                 on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
-                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))])
+                make = self._with if copies else self._view
+                return make(self.places[on_cpu], lambda rows: rows[(*index, slice(None))])
         return None
 
-    def _with(self, places: Tensor, select: Callable[[Tensor], Tensor], step: _Step | None = None) -> "Logits":
+    def _with(self, places: Tensor, select: _Step | None = None, step: _Step | None = None) -> "Logits":
         """Return the logits of other tokens, or the same after one more function."""
         if self.whole is not None:
-            whole = select(self.whole)
+            whole = self.whole if select is None else select(self.whole)
             return Logits.known(self.head, whole if step is None else step(whole), places)
-        steps = self.steps if step is None else (*self.steps, step)
+        self._use()
         like = torch.empty(1, dtype=self.dtype, device=self.device)
-        return Logits.later(
-            self.head, select(self.hidden), self.gate, places, steps, like if step is None else step(like)
-        )
+        hidden, steps = self.hidden if select is None else select(self.hidden), [*self.steps]
+        if step is not None:
+            like = step(like)
+            steps.append(step)
+        return Logits.later(self.head, hidden, self.gate, places, steps, like)
+
+    def _view(self, places: Tensor, select: _Step) -> "Logits":
+        """Return logits of the same memory in another shape, or of some of the tokens."""
+        if self.whole is not None:
+            return Logits.known(self.head, select(self.whole), places)
+        like = torch.empty(1, dtype=self.dtype, device=self.device)
+        view = Logits.later(self.head, select(self.hidden), self.gate, places, self.steps, like)
+        view.base, view.taken = self, select
+        return view
 
     def of_tokens(self, tokens: Tensor) -> "Logits":
         """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
@@ -358,6 +416,7 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole, slice(0, len(self.whole)))
+        self._use()
 
         def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
             return function(self.head.of(hidden[None], self.steps)[0], chunk)
@@ -365,7 +424,8 @@ class Logits(Tensor):
         chunks = _chunks(len(self.hidden), self.head.observed.size)
         if torch.is_grad_enabled():
             again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-            return torch.cat([again(self.hidden[chunk], chunk) for chunk in chunks])
+            hidden = self._in_graph()
+            return torch.cat([again(hidden[chunk], chunk) for chunk in chunks])
         return torch.cat([of_chunk(self.hidden[chunk], chunk) for chunk in chunks])
 
     def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -377,14 +437,13 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
+        self._use()
 
         def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
             return function(self.head.of(hidden, self.steps)[0], chunk)
 
-        with torch._C.DisableTorchFunctionSubclass():
-            gate = self.as_subclass(Tensor)
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
-        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, gate)
+        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, self._stand_in())
 
 
 def _cross_entropy(
@@ -404,6 +463,12 @@ def _cross_entropy(
     logits: Logits = input
     observed, is_first = logits.head.observed, not logits.head.observed.sums
     if observed.weighting is not None:
+        if reduction == "none" or label_smoothing:
+            raise PackingError(
+                "loss: expected a cross-entropy with reduction='sum' or 'mean' and without label smoothing for "
+                f"loss='sequence' and for documents that share prefixes, got reduction={reduction!r} and "
+                f"label_smoothing={label_smoothing}; it cannot be weighted. Use loss='token' and no shared prefixes"
+            )
         found = _weighted(logits, observed.weighting, observed.token_losses)
         observed.sums.append(found.detach())
         if reduction == "mean":
@@ -450,21 +515,21 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
         )
     weights = weighting.weights[0, tokens]
 
-    def sum_of(losses: Tensor, chunk: slice) -> Tensor:
+    def sum_of(losses: Tensor, own: Any) -> Tensor:
         if token_losses is not None:
-            token_losses.put(losses, predictors[chunk].cpu())
-        return losses @ weights[chunk].to(losses)
+            token_losses.put_at(losses, tokens[own])
+        return losses @ weights[own].to(losses)
 
     if logits.whole is not None:
         return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
-    if not len(predictors):  # so that the sum always has a gradient
-        predictors, labels, weights = (each.new_zeros(1) for each in (predictors, labels, weights))
+    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # in a tree, one may predict several
 
     def losses_of(rows: Tensor, chunk: slice) -> Tensor:
-        exact = rows if rows.dtype == torch.float64 else rows.float()
-        return sum_of(F.cross_entropy(exact, labels[chunk].to(rows.device), reduction="none"), chunk)
+        own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
+        following = NextTokens(row_of_label[own] - chunk.start, tokens[own], labels[own])
+        return sum_of(-following.log_probs(rows), own)
 
-    return logits.summed(predictors, losses_of)
+    return logits.summed(chosen if len(chosen) else chosen.new_zeros(1), losses_of)
 
 
 class _InGraph(torch.autograd.Function):
@@ -478,8 +543,11 @@ class _InGraph(torch.autograd.Function):
     def forward(ctx: Any, of: _Step, like: Tensor, gate: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.of, ctx.trained = of, trained
         ctx.save_for_backward(gate, hidden)
-        nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
-        return nan.expand(*hidden.shape[:-1], gate.shape[-1])
+        nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
+        shape = torch.Size((*hidden.shape[:-1], gate.shape[-1]))
+        # no view, since FSDP2 warns of views
+        nan = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
+        return Tensor._make_subclass(Logits, nan)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -492,20 +560,38 @@ class _InGraph(torch.autograd.Function):
         return None, None, None, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
 
 
+class _Reaching(torch.autograd.Function):
+    """Hidden states whose backward pass also reaches a stand-in, with a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, stand_in: Tensor) -> Tensor:
+        ctx.shape = stand_in.shape
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(()).expand(ctx.shape)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Return whether a hook is one of DDP or FSDP, which only wait for the backward pass."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
+
+
 def _is_number(value: Tensor) -> bool:
     return value.ndim == 0 and not value.requires_grad and not isinstance(value, Logits)
 
 
-def _index_of_tokens(index: Any, ndim: int) -> tuple[Any, ...] | None:
-    """Return an index without its last part, if that takes the whole vocabulary; None for any other index."""
+def _index_of_tokens(index: Any, ndim: int) -> tuple[tuple[Any, ...], slice | None]:
+    """Return an index of tokens and the slice of the vocabulary; None for the slice if the index is another one."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(each is None or isinstance(each, (bool, list)) for each in parts):
-        return None
+        return (), None
     taken = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts)
     dots = [number for number, each in enumerate(parts) if each is Ellipsis]
     begin = dots[0] if dots else len(parts)
     parts = (*parts[:begin], *[slice(None)] * (ndim - taken + len(dots)), *parts[begin + len(dots) :])
-    return parts[:-1] if isinstance(parts[-1], slice) and parts[-1] == slice(None) else None
+    return parts[:-1], parts[-1] if isinstance(parts[-1], slice) else None
 
 
 def _chunks(tokens: int, size: int) -> list[slice]:
@@ -515,15 +601,16 @@ def _chunks(tokens: int, size: int) -> list[slice]:
 _OF_SINGLE_LOGITS = frozenset(
     ("float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous", "neg", "tanh")
     + ("mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide")
+    + ("add", "radd", "iadd", "sub", "isub", "rsub", "clamp", "masked_fill")
 )
-"""Names, without underscores, of functions that change each logit by itself, if all other arguments are numbers."""
+"""Names, without underscores, of functions that change each logit by itself. With numbers alone, they can wait."""
 
 _OF_SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze"))
 
 _WITHOUT_VALUES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta")
     + ("is_sparse", "_base", "_backward_hooks", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
-    + ("is_tensor", "register_hook", "get_device", "element_size", "__len__")
+    + ("is_tensor", "_is_view", "get_device", "element_size", "__len__", "__hash__")
 )
 """Names of functions and attributes that need no values of logits."""
 

@@ -68,6 +68,8 @@ def weighting_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss, items: 
 
 def weighting(model: nn.Module, batch: Mapping[str, Any], labels: Tensor, weights: Tensor, items: Any) -> Weighting:
     """Return a weighted sum over the labels of a batch, int64 [1, tokens], with weights of the same shape."""
+    if is_tree_batch(batch):
+        check_predicts_next(model)
     return Weighting(NextTokens.of_batch(batch, labels, predicts_next(model)), weights, items)
 
 

@@ -35,8 +35,11 @@ class TokenLosses:
             losses: float [labels].
             tokens: the tokens whose logits predict the labels, int64 [labels]. A token without a label has a loss of 0.
         """
-        places = (tokens.to(self.of_labels.device) + self._shift).clamp(max=self.of_labels.shape[1] - 1)
-        self.of_labels[0, places] = losses.detach().to(self.of_labels)
+        self.put_at(losses, (tokens + self._shift).clamp(max=self.of_labels.shape[1] - 1))
+
+    def put_at(self, losses: Tensor, labeled: Tensor) -> None:
+        """Keep losses by the tokens that the labels belong to, int64 [labels]; see `put`."""
+        self.of_labels[0, labeled.to(self.of_labels.device)] = losses.detach().to(self.of_labels)
         self.are_known = True
 
     @contextmanager

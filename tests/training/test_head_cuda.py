@@ -6,7 +6,7 @@ from patched_models import patched
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.training import run_with_loss as module
+from hf_packing.training import logits as module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_logits_of_a_whole_row_are_never_in_memory(monkeypatch):
     batch, peaks = batch_on_cuda([list(range(3, 203))] * 40), []
     for tokens in (10_000, 200):
         monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * 100_000)
-        for _ in range(2):  # the first call tests the model on a short document
+        for _ in range(2):  # the first call asks the model for its loss on a short document
             model.zero_grad()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

@@ -9,25 +9,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patched_models import patched
 from tiers import slow
 from tiny_models import build, with_loss_times
+from torch.nn import functional as F
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import (
-    items_in,
-    loss_of_model,
-    predicts_next,
-    trainable_per_document,
-    weighted_loss,
-    weights_of,
-    without_router_loss,
-)
+from hf_packing.training.losses import items_in, trainable_per_document, weights_of
+from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.ranks import StepCounts, micro_batch_counts
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+def weighted_loss(logits, labels, weights, shift):
+    """The weighted sum of cross-entropies over the tokens of a packed batch."""
+    if shift:
+        logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses @ weights.flatten().to(losses)
 
 
 def batch_of(labels):
@@ -57,18 +60,21 @@ def test_weights(labels):
     assert weights_of(batch, "sequence")[0].tolist() == pytest.approx(list(chain(*by_document)))
 
 
-@pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_weighted_loss(loss, shift):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("name", ["Llama", "BertForMaskedLM"])
+def test_weighted_loss(loss, name):
     labels = [[5, 6, 3], [-100, -100], [1, -100, 2, 4], [9]]
-    batch = batch_of(labels)
-    logits = torch.randn(1, 10, 12, dtype=torch.float64)
-    found = weighted_loss(logits, batch["labels"], weights_of(batch, loss), shift)
+    model, shift = patched(name, torch.float64), name == "Llama"
+    batch = hfp.PackingCollator(keep_first_labels=not shift)(
+        [{"input_ids": [7, 8, 9, 10][: len(row)], "labels": row} for row in labels]
+    )
+    found = hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=1).detach()
+    with torch.no_grad():
+        logits = model(**{key: each for key, each in batch.items() if key != "labels"}).logits
     means, sums, first = [], 0.0, 0
     for row in labels:
         each = []
-        for place in range(1, len(row)):
+        for place in range(int(shift), len(row)):
             if row[place] != -100:
                 scores = logits[0, first + place - shift]
                 each.append(float(torch.logsumexp(scores, 0) - scores[row[place]]))
@@ -76,13 +82,10 @@ def test_weighted_loss(loss, shift):
         sums += sum(each)
         if each:
             means.append(sum(each) / len(each))
-    assert float(found) == pytest.approx(sum(means) if loss == "sequence" else sums, rel=1e-12)
-
-
-def test_half_precision_is_summed_in_float32():
-    batch = batch_of([[5, 6, 3]])
-    logits = torch.randn(1, 3, 12, dtype=torch.bfloat16)
-    assert weighted_loss(logits, batch["labels"], weights_of(batch, "token"), True).dtype == torch.float32
+    assert float(found) == pytest.approx(sum(means) if loss == "sequence" else sums, rel=1e-6)
+    assert float(found) == pytest.approx(
+        float(weighted_loss(logits, batch["labels"], weights_of(batch, loss), shift)), rel=1e-6
+    )
 
 
 def test_which_logits_are_about_the_next_token():
@@ -104,7 +107,7 @@ def test_which_logits_are_about_the_next_token():
 )
 def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     model = hfp.patch_model(tiny_model(architecture, kind))
-    assert loss_of_model(model).divided_by_items == divided
+    assert own_loss_of(model).is_divided == divided
     assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
     with torch.no_grad():
@@ -116,30 +119,18 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
 
 
 def test_a_loss_that_is_another():
-    assert loss_of_model(with_loss_times(2.0)) is None
-    assert loss_of_model(with_loss_times(1.0)) == (True, True)
+    """It is the model's own, and nobody compares it with anything."""
+    assert own_loss_of(with_loss_times(2.0)) == own_loss_of(with_loss_times(1.0)) == (True, True, 1)
 
 
 def test_a_model_without_a_loss():
-    assert loss_of_model(with_loss_times(None)) is None
+    assert own_loss_of(with_loss_times(None)) is None
 
 
 def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
     with torch.device("meta"):
         model = type(tiny_model("bart", "causal"))(tiny_model("bart", "causal").config)
     assert not predicts_next(model)
-
-
-def test_evaluation_is_about_the_logits_alone():
-    model = hfp.patch_model(build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5))
-    batch = batch_of([[5, 6, 3], [4, 4]])
-    model.requires_grad_(False)
-    before = model(**batch)
-    with without_router_loss(model):
-        without = model(**batch)
-    assert float(without.aux_loss) == 0
-    assert float(without.loss) == pytest.approx(float(before.loss - 0.5 * before.aux_loss), rel=1e-5)
-    assert float(model(**batch).loss) == float(before.loss)
 
 
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))

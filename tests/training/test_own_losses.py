@@ -5,6 +5,7 @@ micro-batches of whatever is not divided by that number.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,8 +13,6 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
-from chunks import chunks_of
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
@@ -336,8 +335,8 @@ def test_steps_in_chunks(tmp_path, name):
     stock, inner = copy.deepcopy(model), inner_model(model)
     with chunks_of(5, inner) as chunks:
         found = train(tmp_path, case, model, 2)
-    by_trl = case.kind is SFTTrainer and name not in ("SFTTrainer of compute_loss_func", "SFTTrainer of smoothed")
-    assert bool(chunks) != (by_trl or "smoothed" in name or name == "SFTTrainer of compute_loss_func")
+    if case.kind is not SFTTrainer and not case.smoothing:  # which need no logits, or all of them
+        assert chunks
     check_close(found.gradients, right_step(case, stock, found.batches)[1])
 
 
@@ -404,3 +403,30 @@ def test_evaluation_leaves_out_what_models_add(tmp_path, name):
         trainer.args.per_device_eval_batch_size = rows
         assert trainer.evaluate(data)["eval_loss"] == pytest.approx(right, rel=1e-6)
     assert hfp.evaluation_loss(Accelerator(cpu=True), trainer.model, data) == pytest.approx(right, rel=1e-6)
+
+
+ON_TWO_RANKS = ["plain", "smoothed", "compute_loss_func", "regularized", "AdaLoRA", "Qwen3-MoE", "Bamba", "mean"]
+ACCUMULATIONS = [1, 4]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    launch("own_losses_process.py", folder, json.dumps(ON_TWO_RANKS), json.dumps(ACCUMULATIONS), ranks=2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_steps_on_two_ranks(on_two_ranks, name, accumulation):
+    """All ranks have the gradients of all micro-batches; what is not divided is a mean over them."""
+    found = [torch.load(on_two_ranks / f"{name}-{accumulation}-{rank}.pt", weights_only=False) for rank in range(2)]
+    batches = [batch for each in found for batch in each["batches"]]
+    assert len(batches) == 2 * accumulation
+    assert len({str(batch["input_ids"].tolist()) for batch in batches}) == 2 * accumulation
+    case = CASES[name]
+    loss, gradients = right_step(case, case.model(), batches)
+    for each in found:
+        assert each["loss"] == pytest.approx(loss, rel=1e-5)
+        check_close(each["gradients"], gradients)

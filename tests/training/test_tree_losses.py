@@ -14,6 +14,7 @@ from tree_oracle import check_gradients, gradients, loss_alone, oracle, patched_
 from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
+from hf_packing.training.logits import observed_logits
 from hf_packing.training.losses import (
     ITEMS,
     TARGETS,
@@ -24,6 +25,7 @@ from hf_packing.training.losses import (
     weights_of,
     with_share,
 )
+from hf_packing.training.model_loss import weighting_of, with_labels
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.ranks import micro_batch_counts
 from hf_packing.training.token_losses import TokenLosses
@@ -140,10 +142,11 @@ def test_losses_of_tokens_are_kept():
     model = model_of("Llama")
     batch = batch_of((DOCUMENTS, LABELS))
     weights = weights_of(batch, "token")
-    kept = [TokenLosses(batch["input_ids"]) for _ in range(2)]
-    total, _ = run_with_loss(model, batch, batch["tree_labels"], weights, token_losses=kept[0])
-    with chunks_of(2, model):
-        run_with_loss(model, batch, batch["tree_labels"], weights, token_losses=kept[1])
+    kept = [TokenLosses(batch["input_ids"], predicts_next=True) for _ in range(2)]
+    for tokens, losses in zip((1000, 2), kept, strict=True):
+        shape, weighting = batch["input_ids"].shape, weighting_of(model, batch, "token", 1)
+        with chunks_of(tokens, model), observed_logits(model, shape, weighting=weighting, token_losses=losses):
+            total = model(**with_labels(batch), num_items_in_batch=1).loss
     assert all(each.are_known for each in kept)
     assert torch.allclose(kept[0].of_labels, kept[1].of_labels, rtol=1e-12)
     assert ((kept[0].of_labels > 0) == (batch["tree_labels"] != -100)).all()
@@ -155,9 +158,9 @@ def test_sixteen_bit_logits_become_float32():
     following = NextTokens.of_batch(batch, batch["tree_labels"])
     torch.manual_seed(0)
     logits = torch.randn(*batch["input_ids"].shape, 100).to(torch.bfloat16)
-    found = following.weighted_loss(logits, weights_of(batch, "token"))
+    found = following.log_probs(logits)
     assert found.dtype == torch.float32
-    assert float(found) == float(following.weighted_loss(logits.float(), weights_of(batch, "token")))
+    assert torch.equal(found, following.log_probs(logits.float()))
 
 
 def test_counts_of_micro_batches():

@@ -1,0 +1,788 @@
+"""Losses of logits that are computed in chunks are those of whole logits, and so are their gradients.
+
+Whoever else reads the logits gets the values of the whole row, with a place in the graph.
+"""
+
+import copy
+import io
+import logging
+import pickle
+
+import peft
+import pytest
+import torch
+from chunks import chunks_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patched_models import patched, patched_tiny
+from tiers import fast_only
+from tiny_models import build, exact
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import logged, trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.attention import architectures, takes_argument
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.errors import PackingError
+from hf_packing.training import logits as module
+from hf_packing.training.logits import Logits, observed_logits
+from hf_packing.training.model_loss import own_loss_of, predicts_next, run_with_loss
+
+DOCUMENTS = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], list(range(40, 60))]
+LABELS = [[*DOCUMENTS[0]], [-100, 17, 22], [-100] * 9 + list(range(50, 61))]
+LABELED = 19
+ALL = 1000
+"""More tokens than any row has, so that logits are not computed in chunks."""
+
+
+def batch_for(model, labels=LABELS, documents=DOCUMENTS):
+    rows = [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(documents, labels, strict=True)]
+    return hfp.PackingCollator(keep_first_labels=not predicts_next(model))(rows)
+
+
+def gradients_of(model):
+    names = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters()}
+    return {name: each.grad.clone() for name, each in names.items() if each.grad is not None}
+
+
+def result_of(model, batch, loss="token"):
+    """The loss and gradients by parameter."""
+    model.zero_grad()
+    found = hfp.compute_loss(model, batch, loss=loss)
+    found.backward()
+    return found.item(), gradients_of(model)
+
+
+def check_equal(model, batch=None, close=1e-12, tokens=5, called=None):
+    """Compare the results in chunks and from whole logits, for both losses; return the gradients.
+
+    Args:
+        called: the model with its wrappers; None for the model itself.
+    """
+    batch = batch_for(model) if batch is None else batch
+    called = model if called is None else called
+    for loss in ("sequence", "token"):
+        with chunks_of(ALL, model) as chunks:
+            expected, gradients = result_of(called, batch, loss)
+        assert not chunks
+        with chunks_of(tokens, model) as chunks:
+            value, found = result_of(called, batch, loss)
+        assert [size for _, size in chunks if size == tokens], module._REPORTED.get(model)
+        check_same(value, found, expected, gradients, close)
+        assert any(each.any() for each in gradients.values()) or (batch["labels"] == -100).all()
+    return found
+
+
+def check_same(value, found, expected, gradients, close=1e-12):
+    assert value == pytest.approx(expected, rel=close, abs=0)
+    assert found.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert all(float((found[name] - gradients[name]).abs().max()) <= close * largest for name in found)
+
+
+def check_whole(model, reason, caplog, called=None):
+    """The loss and gradients are right, whole logits are computed, and the log says why, once."""
+    batch = batch_for(model)
+    with chunks_of(ALL, model):
+        expected, gradients = result_of(model, batch)
+    with chunks_of(5, model) as chunks, caplog.at_level(logging.INFO, logger=module.__name__):
+        for _ in range(2):
+            value, found = result_of(model if called is None else called, batch)
+    assert [entry.getMessage() for entry in caplog.records if entry.name == module.__name__] == [
+        f"{type(model).__name__}: the loss needs the logits of whole rows, since {reason}"
+    ]
+    check_same(value, found, expected, gradients, 1e-5)
+    assert not chunks
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(st.sampled_from([-100, 5, 60]), min_size=1, max_size=8), min_size=2, max_size=4),
+    st.integers(1, 9),
+)
+def test_any_labels_and_any_size_of_chunks(labels, tokens):
+    labels = [*labels, [-100] * 10]  # a row that does not fit into one chunk
+    documents = [[3 + place for place in range(len(row))] for row in labels]
+    model = patched("Llama", torch.float64)
+    check_equal(model, batch_for(model, labels, documents), tokens=tokens)
+
+
+MODELS = [
+    ("Gemma2", {"final_logit_softcapping": 3.0}),
+    ("Cohere", {"logit_scale": 0.3}),
+    ("Granite", {"logits_scaling": 4.0}),
+    ("Phi", {"num_key_value_heads": 4}),
+    ("GPT2", {}),
+    ("Llama", {"tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("name", fast_only([name for name, _ in MODELS], "Gemma2", "Llama"))
+def test_models_that_change_their_logits(name):
+    model = hfp.patch_model(build(name, torch.float64, **dict(MODELS)[name]))
+    check_equal(model)
+
+
+HEADS = [
+    ("causal", "bamba"),
+    ("causal", "falcon_h1"),
+    ("causal", "minicpm3"),
+    ("causal", "mpt"),
+    ("causal", "opt"),
+    ("causal", "qwen3_moe"),
+    ("causal", "bart"),
+    ("causal", "xlm"),
+    ("masked", "bert"),
+    ("masked", "modernbert"),
+    ("masked", "distilbert"),
+    ("masked", "deberta-v2"),
+    ("masked", "xlm"),
+]
+
+
+@pytest.mark.parametrize(("kind", "architecture"), fast_only(HEADS, ("masked", "bert")))
+def test_heads_of_many_architectures(kind, architecture):
+    in_float64 = architecture != "qwen3_moe"  # its experts have no float64
+    model = patched_tiny(architecture, kind, torch.float64 if in_float64 else torch.float32)
+    check_equal(model, close=1e-12 if in_float64 else 1e-5)
+
+
+@pytest.mark.survey
+@pytest.mark.parametrize(("kind", "fewest"), [("causal", 150), ("masked", 35)])
+def test_every_architecture(kind, fewest):
+    """Without a patch, which takes longer and has no effect on the head."""
+    whole, differences = set(), []
+    for architecture in architectures(kind):
+        try:
+            model = exact(tiny_model(architecture, kind, torch.float64, experts_implementation="eager"))
+            ids = torch.arange(3, 26)[None]
+            inputs = {"input_ids": ids} | ({"use_cache": False} if takes_argument(model, "use_cache") else {})
+            with chunks_of(ALL, model):
+                expected = run_with_loss(model, inputs, ids, 23.0)[0]
+            expected.backward()
+        except Exception:  # it cannot be built, or has no float64
+            continue
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        with chunks_of(5, model) as chunks:
+            loss = run_with_loss(model, inputs, ids, 23.0)[0]
+        if not chunks:
+            whole.add(architecture)
+        loss.backward()
+        differences.append(abs(float(loss.detach() / expected.detach()) - 1))
+        known = [each.abs().max() for each in gradients if each is not None and each.isfinite().all()]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert (parameter.grad is None) == (gradient is None), architecture
+            if gradient is not None and gradient.isfinite().all():  # Longformer's are not
+                # some gradients, such as those of biases of keys, are 0 but for rounding
+                assert float((parameter.grad - gradient).abs().max()) <= 1e-6 * float(max(known)), architecture
+    assert len(differences) >= fewest
+    assert max(differences) <= 1e-6  # the logits of a few are in float32
+    assert whole <= {"prophetnet"}
+
+
+def test_single_precision():
+    check_equal(patched(), close=2e-6)
+
+
+@pytest.mark.slow
+def test_routers_of_experts():
+    model = hfp.patch_model(build("Mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=0.5))
+    check_equal(model)
+    with_routers = result_of(model, batch_for(model))[0]
+    model.router_aux_loss_coef = 0.0
+    assert with_routers > result_of(model, batch_for(model))[0] + 0.1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+@pytest.mark.parametrize("how", ["lora", "dora", "saved"])
+def test_adapters_on_the_output_layer(how):
+    base = patched("Llama", torch.float64)
+    modules = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]} if how == "saved" else {}
+    config = {"target_modules": ["lm_head", "q_proj"], **modules, "use_dora": how == "dora"}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **config))
+    model.to(torch.float64)
+    found = check_equal(base, called=model)
+    trained = [name for name in found if "lm_head" in name]
+    assert trained
+    assert not [name for name in trained if "base_layer" in name or "original" in name]
+    assert all(float(found[name].abs().max()) > 0 for name in trained)
+
+
+def test_a_frozen_model_below_a_trained_head_and_above_a_frozen_one():
+    model = patched("Llama", torch.float64)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    assert list(check_equal(model)) == ["lm_head.weight"]
+    model.lm_head.requires_grad_(False)
+    model.model.requires_grad_(True)
+    assert "lm_head.weight" not in check_equal(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers has renamed gradient_checkpointing
+def test_activation_checkpointing():
+    model = patched("Llama", torch.float64).train()
+    model.gradient_checkpointing_enable()
+    check_equal(model)
+
+
+def test_autocast():
+    """In bfloat16, gradients differ from those in float32 no more than those of whole logits do, and a little."""
+    model = patched()
+    batch = batch_for(model)
+    right = result_of(model, batch)[1]
+    found = []
+    for tokens in (ALL, 5):
+        with torch.autocast("cpu", torch.bfloat16), chunks_of(tokens, model) as chunks:
+            found.append(result_of(model, batch))
+    assert chunks
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
+    for name, gradient in right.items():
+        whole, in_chunks = (float((each[1][name] - gradient).norm()) for each in found)
+        assert in_chunks <= 1.5 * whole + 1e-3 * float(gradient.norm()), name
+
+
+def test_autocast_inside_of_the_model():
+    """As accelerate puts it around the forward."""
+    model = patched()
+    stock, dtypes = model.forward, []
+    forward = model.lm_head.forward
+
+    def noting(hidden):
+        dtypes.append(forward(hidden).dtype)
+        return forward(hidden)
+
+    model.lm_head.forward = noting
+    model.forward = torch.autocast("cpu", torch.bfloat16)(stock)
+    with chunks_of(5, model) as chunks:
+        result_of(model, batch_for(model))
+    assert chunks
+    assert set(dtypes) == {torch.bfloat16}
+
+
+def test_nothing_to_train_on():
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model, [[-100] * len(row) for row in DOCUMENTS])
+    gradients = check_equal(model, batch)
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of float32 elements in the memory of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        found = result if isinstance(result, (tuple, list)) else [result]
+        sizes = [
+            each.untyped_storage().nbytes() for each in found if isinstance(each, torch.Tensor) and not each.is_meta
+        ]
+        self.elements = max([self.elements, *(size // 4 for size in sizes)])
+        return result
+
+
+def test_logits_of_a_whole_row_are_never_in_memory():
+    model = hfp.patch_model(build("Llama", vocab_size=20_000))
+    batch = batch_for(model, [list(range(128))], [list(range(128))])
+    for tokens, expected in ((ALL, 128 * 20_000), (4, model.lm_head.weight.numel())):
+        with chunks_of(tokens, model), LargestTensor() as largest:
+            result_of(model, batch)
+        assert largest.elements == expected
+
+
+def test_tokens_without_labels_have_no_logits():
+    model = patched()
+    with chunks_of(5, model) as chunks:
+        result_of(model, batch_for(model))
+    assert chunks[-1] == (LABELED, 5)  # of 30 tokens
+
+
+def test_short_rows_are_left_alone():
+    model = patched()
+    with chunks_of(30, model) as chunks, observed_logits(model, (shape := batch_for(model)["input_ids"].shape)):
+        assert type(model(**batch_for(model)).logits) is torch.Tensor
+    assert shape == (1, 30)
+    assert not chunks
+
+
+def test_evaluation():
+    model = patched("Llama", torch.float64)
+    batch, found = batch_for(model), []
+    for tokens in (5, ALL):
+        with torch.no_grad(), chunks_of(tokens, model) as chunks:
+            loss = hfp.compute_loss(model, batch)
+        assert bool(chunks) == (tokens == 5)
+        assert not loss.requires_grad
+        found.append(float(loss))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_the_model_is_left_as_it_was():
+    model = patched().train()
+    before = [dict(vars(each)) for each in model.modules()]
+    hooks = [(dict(each._forward_hooks), dict(each._forward_pre_hooks)) for each in model.modules()]
+    with chunks_of(5, model) as chunks:
+        result_of(model, batch_for(model))
+    assert chunks
+    assert [(dict(each._forward_hooks), dict(each._forward_pre_hooks)) for each in model.modules()] == hooks
+    assert [vars(each).keys() for each in model.modules()] == [each.keys() for each in before]
+    assert all(each.training for each in model.modules())
+
+
+def changed(change, only_in_training=False):
+    """A patched model whose forward does something with its logits before it computes the loss."""
+    model = build("Llama", torch.float64)
+
+    class Changed(type(model)):
+        def forward(self, labels=None, num_items_in_batch=None, **inputs):
+            outputs = super().forward(**inputs)
+            if self.training or not only_in_training:
+                outputs.logits = change(outputs.logits)
+            if labels is not None:
+                outputs.loss = self.loss_function(
+                    outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch
+                )
+            return outputs
+
+    model.__class__ = Changed
+    return hfp.patch_model(model)
+
+
+def in_place(logits):
+    logits.div_(2)
+    logits *= 3
+    return logits
+
+
+def one_after_the_other(logits):
+    return 2 * (-logits.float().double() / 3.0).tanh().contiguous()
+
+
+def capped_by_torch(logits):
+    return torch.tanh(torch.div(logits, 3.0)) * torch.tensor(3.0)
+
+
+@pytest.mark.parametrize("change", [in_place, one_after_the_other, capped_by_torch])
+def test_functions_of_single_logits_are_kept_for_later(change):
+    model = changed(change)
+    before = result_of(patched("Llama", torch.float64), batch_for(model))[0]
+    assert abs(result_of(model, batch_for(model))[0] - before) > 1e-3
+    check_equal(model, close=1e-6 if change is one_after_the_other else 1e-12)
+
+
+def without_some(logits):
+    logits[..., :7] = -1e4
+    return logits
+
+
+def cut(logits):
+    return logits[..., :100]
+
+
+def by_its_type(logits):
+    return logits * 2 if logits.type() == "torch.DoubleTensor" else logits
+
+
+def by_a_vector(logits):
+    logits *= torch.linspace(1, 2, 128, dtype=logits.dtype)
+    return logits + torch.linspace(0, 1, 128, dtype=logits.dtype)
+
+
+def cut_and_filled(logits):
+    return logits.masked_fill(torch.arange(128) > 120, -50.0).clamp(-20, 20)
+
+
+def written_out(logits):
+    torch.mul(logits.detach(), 3, out=logits.data)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_some,
+        cut,
+        by_its_type,
+        by_a_vector,
+        cut_and_filled,
+        written_out,
+    ],
+)
+def test_all_other_functions_get_the_values(change):
+    model = changed(change)
+    batch = batch_for(model)
+    for loss in ("token", "sequence"):
+        with chunks_of(ALL, model):
+            expected = result_of(model, batch, loss)
+        with chunks_of(5, model):
+            check_same(*result_of(model, batch, loss), *expected)
+
+
+def test_a_trained_scale():
+    scale = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    model = changed(lambda logits: logits * scale)
+    model.scale = scale
+    batch = batch_for(model)
+    with chunks_of(ALL, model):
+        expected = result_of(model, batch)
+    with chunks_of(5, model):
+        found = result_of(model, batch)
+    check_same(*found, *expected)
+    assert float(found[1]["scale"]) != 0
+
+
+def test_a_forward_that_is_another_one_in_training():
+    model = changed(without_some, only_in_training=True)
+    check_equal(model.eval())
+    batch = batch_for(model)
+    expected = result_of(model.train(), batch)
+    with chunks_of(5, model):
+        check_same(*result_of(model, batch), *expected)
+
+
+def test_an_output_layer_that_is_called_twice():
+    heads = []
+    model = changed(lambda logits: logits + sum(head(logits[..., :64].detach()) for head in heads))
+    heads.append(model.lm_head)
+    batch = batch_for(model)
+    expected = result_of(model, batch)
+    with chunks_of(5, model):
+        check_same(*result_of(model, batch), *expected)
+
+
+def test_an_output_layer_that_is_not_called(caplog):
+    model = build("Llama")
+    model.get_output_embeddings = lambda: model.model.embed_tokens
+    hfp.patch_model(model)
+    check_whole(model, "the input of the output layer is not a tensor [1, tokens, width]", caplog)
+    model = patched()
+    model.get_output_embeddings = lambda: None
+    caplog.clear()
+    check_whole(model, "the model's get_output_embeddings returns no output layer", caplog)
+
+
+def test_a_hook_on_a_weight(caplog):
+    """It would see the gradient of each chunk, and then of the sum."""
+    model = patched()
+    model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(max=0.01))
+    check_whole(model, "a weight of the output layer has a hook", caplog)
+
+
+@pytest.mark.parametrize("where", ["autocast", "weights"])
+def test_half_precision_with_scaled_gradients(where):
+    model = patched() if where == "autocast" else patched().half()
+    batch = batch_for(model)
+    with torch.autocast("cpu", torch.float16, enabled=where == "autocast"), chunks_of(5, model) as chunks:
+        result_of(model, batch)
+    assert not chunks
+    assert module._REPORTED[model] == "gradients in float16 have to be scaled before they are computed"
+
+
+def test_an_output_layer_of_deepspeed(caplog):
+    model = patched()
+    model.lm_head.weight.ds_id = 7
+    check_whole(model, "DeepSpeed ZeRO-3 shards the output layer", caplog)
+
+
+def test_an_output_layer_that_is_distributed(caplog):
+    class DTensor(torch.nn.Parameter):
+        pass
+
+    model = patched()
+    model.lm_head.weight = DTensor(model.lm_head.weight.detach())
+    check_whole(model, "the output layer is distributed by tensor parallelism", caplog)
+
+
+COMPILED = {
+    "model": lambda model: torch.compile(model, backend="eager"),
+    "in place": lambda model: model.compile(backend="eager"),
+    "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+    "head": lambda model: model.lm_head.compile(backend="eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize("how", fast_only(COMPILED, "head"))
+def test_compiled_models(how, caplog):
+    torch._dynamo.reset()
+    model = patched()
+    check_whole(model, "the output layer is compiled", caplog, COMPILED[how](model))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers():
+    torch._dynamo.reset()
+    model = patched()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    check_equal(model, close=2e-6)
+    torch._dynamo.reset()
+
+
+def test_a_hook_on_the_output_layer(caplog):
+    """It would see some tokens only."""
+    model = patched()
+    model.lm_head.register_forward_hook(lambda _, __, output: output * 2)
+    check_whole(model, "the output layer has a hook", caplog)
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_a_trainer_trains_in_chunks(tmp_path, loss):
+    found = []
+    for tokens in (5, ALL):
+        trainer = trainer_of(tmp_path, model=patched("Llama", torch.float64), max_steps=3)
+        hfp.attach(trainer, hfp.TokenBudget(64), loss=loss)
+        with chunks_of(tokens, trainer.model) as chunks:
+            found.append(logged(trainer))
+        assert bool(chunks) == (tokens == 5)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class Shifts(Trainer):
+    """Computes its loss as in many tutorials."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        shift_logits = outputs.logits[..., :-1, :].contiguous()
+        shift_labels = labels[..., 1:].contiguous()
+        loss = torch.nn.CrossEntropyLoss(reduction="sum")(
+            shift_logits.view(-1, shift_logits.size(-1)), shift_labels.view(-1)
+        )
+        return (loss / num_items_in_batch, outputs) if return_outputs else loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("kind", [OwnLoss, Shifts])
+def test_a_trainer_with_a_loss_of_its_own_trains_in_chunks(tmp_path, kind):
+    found = []
+    for tokens in (5, ALL):
+        trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64))
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        with chunks_of(tokens, trainer.model) as chunks:
+            found.append(logged(trainer))
+            found[-1].append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+        assert bool(chunks) == (tokens == 5)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert len(found[0]) == 3
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+def test_the_fused_head_of_trl_is_left_alone(tmp_path):
+    trainer = trainer_of(tmp_path, SFTTrainer)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with chunks_of(5, trainer.model) as chunks:
+        assert len(logged(trainer)) == 2
+        trainer.evaluate(trainer.train_dataset)
+    assert not chunks
+
+
+def run_later(model, batch, tokens=5):
+    """The outputs of a model whose logits nobody has read."""
+    with chunks_of(tokens, model), observed_logits(model, batch["input_ids"].shape):
+        outputs = model(**batch)
+    assert tokens == ALL or (isinstance(outputs.logits, Logits) and outputs.logits.whole is None)
+    return outputs
+
+
+READERS = {
+    "z-loss": lambda logits, _: logits.logsumexp(-1).square().mean(),
+    "z-loss by keyword": lambda logits, _: torch.logsumexp(input=logits, dim=-1).square().mean(),
+    "entropy": lambda logits, _: (logits.softmax(-1) * F.log_softmax(logits, -1)).sum(),
+    "smoothing": lambda logits, labels: F.cross_entropy(logits[0], labels[0], label_smoothing=0.3),
+    "smoothed sum": lambda logits, labels: F.cross_entropy(
+        logits.view(-1, 128), labels[0].where(labels[0] >= 0, 5), reduction="sum", label_smoothing=0.3, ignore_index=5
+    ),
+    "single losses": lambda logits, labels: (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().sum()
+    ),
+    "classes before tokens": lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
+    "weights of classes": lambda logits, labels: F.cross_entropy(
+        logits[0], labels[0], weight=torch.linspace(0, 1, 128, dtype=torch.float64)
+    ),
+    "probabilities": lambda logits, _: F.cross_entropy(logits[0], logits[0].detach().roll(1, 0).softmax(-1)),
+    "old arguments": lambda logits, labels: F.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100),
+    "nll": lambda logits, labels: F.nll_loss(F.log_softmax(logits, -1)[0], labels[0]),
+    "two": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) * F.cross_entropy(logits[0, 3:], labels[0, 3:]),
+    "tokens by mask": lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
+    "tokens by number": lambda logits, labels: F.cross_entropy(
+        logits[0, torch.tensor([3, 2, 2])], labels[0, torch.tensor([3, 2, 2])]
+    ),
+    "every second token": lambda logits, labels: F.cross_entropy(logits[0, ::2], labels[0, ::2]),
+    "last token": lambda logits, _: logits[:, -1].square().sum(),
+    "distillation": lambda logits, _: F.kl_div(
+        F.log_softmax(logits / 2, -1), torch.ones_like(logits).softmax(-1), reduction="batchmean"
+    ),
+    "one of two": lambda logits, labels: F.cross_entropy(torch.stack([logits, logits])[0, 0], labels[0]),
+    "mixed": lambda logits, labels: F.cross_entropy(sliced_and_mixed(logits)[0], labels[0]),
+    "mixed over tokens": lambda logits, labels: F.cross_entropy(logits.cumsum(1)[0], labels[0]),
+    "by length": lambda logits, labels: F.cross_entropy((logits * logits.shape[1])[0], labels[0]),
+    "by bits": lambda logits, labels: (logits.view(torch.int64) > 0).sum() * F.cross_entropy(logits[0], labels[0]),
+    "changed after a view": lambda logits, labels: F.cross_entropy(view_and_change(logits)[0], labels[0]),
+    "changed through a view": lambda logits, labels: F.cross_entropy(change_view(logits)[0], labels[0]),
+    "changed after a copy": lambda logits, labels: F.cross_entropy(copy_and_change(logits), labels[0]),
+    "changed for an own function": lambda logits, _: Square.apply(logits.div_(3)).sum(),
+    "own function": lambda logits, _: Square.apply(logits).sum(),
+    "both": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) + logits.logsumexp(-1).mean(),
+    "read first": lambda logits, labels: logits.logsumexp(-1).mean() + F.cross_entropy(logits[0], labels[0]),
+}
+
+
+def sliced_and_mixed(logits):
+    largest = torch.tensor(2.0, dtype=logits.dtype)
+    return (
+        torch.sigmoid(logits)[..., -128:] * logits[..., -128:].clamp(min=-2, max=largest) + logits.mean(-1)[..., None]
+    )
+
+
+def view_and_change(logits):
+    view = logits.view(1, 30, 128)
+    logits.mul_(0.5)
+    return view
+
+
+def change_view(logits):
+    logits.view(-1, 128)[3:].mul_(0.5)
+    return logits
+
+
+def copy_and_change(logits):
+    taken = logits[0, torch.arange(30)]
+    logits.mul_(0.5)
+    return taken
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_anybody_else_who_reads_logits(name):
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model)
+    labels = torch.cat([batch["labels"][:, 1:], torch.tensor([[-100]])], 1)
+    found = []
+    for tokens in (ALL, 5):
+        model.zero_grad()
+        outputs = run_later(model, batch, tokens)
+        loss = READERS[name](outputs.logits, labels) + 0.5 * outputs.loss
+        loss.backward()
+        found.append((loss.item(), gradients_of(model)))
+    check_same(*found[1], *found[0])
+
+
+def test_logits_that_are_read_without_a_graph_keep_theirs():
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model)
+    outputs = run_later(model, batch)
+    with torch.no_grad():
+        accuracy = (outputs.logits.argmax(-1) == batch["labels"]).double().mean()
+    assert not accuracy.requires_grad
+    outputs.logits.square().sum().backward()
+    found = gradients_of(model)
+    model.zero_grad()
+    loss = run_later(model, batch, ALL).logits.square().sum()
+    loss.backward()
+    check_same(loss.item(), found, loss.item(), gradients_of(model))
+
+
+def test_logits_are_printed_pickled_and_copied_as_tensors():
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model)
+    with torch.no_grad():
+        outputs, expected = run_later(model, batch), run_later(model, batch, ALL).logits
+        assert repr(outputs.logits) == repr(expected)
+        assert f"{outputs.logits[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
+        for again in (
+            pickle.loads(pickle.dumps(run_later(model, batch).logits)),  # made here
+            pickle.loads(pickle.dumps(dict(run_later(model, batch))))["logits"],
+            copy.deepcopy(run_later(model, batch)).logits,
+            copy.copy(run_later(model, batch)).logits.clone() * 1,
+            torch.from_numpy(run_later(model, batch).logits.numpy()),
+            torch.tensor(run_later(model, batch).logits.tolist(), dtype=torch.float64),
+            saved_and_loaded(run_later(model, batch).logits),
+        ):
+            again = again.values() if isinstance(again, Logits) else again
+            assert torch.equal(again, expected)
+    outputs = run_later(model, batch)
+    with pytest.raises(RuntimeError, match="explicitly by the user"):  # as for all tensors with a graph
+        copy.deepcopy(outputs.logits)
+
+
+def saved_and_loaded(logits):
+    file = io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_facts_about_logits_need_no_values():
+    logits = run_later(patched("Llama", torch.float64), batch_for(patched())).logits
+    facts = logits.shape, logits.size(-1), logits.dtype, logits.device, logits.ndim, len(logits), logits.requires_grad
+    assert facts == ((1, 30, 128), 128, torch.float64, torch.device("cpu"), 3, 1, True)
+    assert len({logits, logits}) == 1
+    assert logits.is_floating_point()
+    assert logits.whole is None
+
+
+@pytest.mark.parametrize("when", ["before the loss", "after the loss"])
+def test_a_hook_on_logits_sees_their_gradient(when):
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model)
+    labels = batch["labels"][0, 1:]
+    found = []
+    for tokens in (ALL, 5):
+        outputs = run_later(model, {name: each for name, each in batch.items() if name != "labels"}, tokens)
+        if when == "before the loss":
+            outputs.logits.register_hook(lambda gradient: found.append(gradient.clone()))
+        loss = F.cross_entropy(outputs.logits[0, :-1], labels)
+        if when == "after the loss" and tokens == 5:
+            for ask in (lambda tensor: tensor.register_hook(print), lambda tensor: tensor.retain_grad()):
+                with pytest.raises(PackingError, match="expected a hook before"):
+                    ask(outputs.logits)
+        loss.backward()
+    if when == "before the loss":
+        assert found[0].any()
+        assert torch.allclose(found[0], found[1], rtol=0, atol=1e-12)
+
+
+def weighted_by_hand(logits, labels):
+    losses = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")
+    return (losses * (labels[0, 1:] != -100)).sum()
+
+
+def smoothed_by_torch(logits, labels):
+    return F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("tokens", [5, ALL])
+@pytest.mark.parametrize("function", [weighted_by_hand, smoothed_by_torch])
+def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
+    model = patched("Llama", torch.float64)
+    model.loss_function = lambda logits, labels, vocab_size, num_items_in_batch=1, **_: (
+        function(logits, labels) / num_items_in_batch
+    )
+    batch = batch_for(model)
+    own_loss_of(model)
+    with chunks_of(tokens, model), pytest.raises(PackingError, match="expected a cross-entropy"):
+        hfp.compute_loss(model, batch, loss="sequence")
+    assert hfp.compute_loss(model, batch, loss="token") > 0
