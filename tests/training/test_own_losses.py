@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
+from chunks import chunks_of
+from processes import launch
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
