@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 import torch
 from chunks import chunks_of
-from hf_packing.training.run_with_loss import run_with_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
