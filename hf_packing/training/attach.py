@@ -225,5 +225,4 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
     trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
     trainer.add_callback(EpochOfSteps())
     trainer.__class__ = planned.kind
-    trainer.loss_is_scaled_for_ga = True
     planned.batches.remember_settings(trainer)

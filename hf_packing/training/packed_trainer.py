@@ -38,7 +38,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
     planned_batches: PlannedBatches
     gather_function: Any
-    loss_is_scaled_for_ga = True
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         planned = self.planned_batches
@@ -102,6 +101,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
+        planned.trainer_loss.micro_batches = len(batches)
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]

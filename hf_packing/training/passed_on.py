@@ -3,6 +3,7 @@
 Trainer keeps the columns that the model's forward takes, or all of them with remove_unused_columns=False.
 """
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +28,9 @@ def taken_by_trainer(trainer: Trainer) -> Takes:
     """Return which columns a trainer keeps in its datasets."""
     if not trainer.args.remove_unused_columns:
         return lambda _: True
-    trainer._set_signature_columns_if_needed()
-    return trainer._signature_columns.__contains__  # type: ignore[no-any-return]
+    asked = copy.copy(trainer)  # which keeps the columns
+    asked._set_signature_columns_if_needed()
+    return asked._signature_columns.__contains__  # type: ignore[no-any-return]
 
 
 def taken_by_model(model: nn.Module | None) -> Takes:

@@ -66,10 +66,10 @@ class TrainerLoss:
     """True if the trainer computes the loss itself instead of taking the loss from the model's outputs."""
     sums_log_probs: bool
     """True if the loss is the negative sum of the log-probabilities that SFTTrainer's fused LM head returns."""
-    is_scaled: bool
-    """True if loss_is_scaled_for_ga says that the trainer has divided its loss for gradient accumulation."""
     is_divided: bool | None = None
     """True if the loss depends on num_items_in_batch; None until the first micro-batch has shown it."""
+    micro_batches: int = 1
+    """The number of micro-batches of each rank in the current optimizer step."""
 
     def of_micro_batch(
         self,
@@ -92,13 +92,9 @@ class TrainerLoss:
             items: the items of the optimizer step on all ranks; None for a batch outside of train().
             token_losses: where the cross-entropies of all labels are kept; None to keep none.
         """
-        own = items_in(inputs, loss)
-        micro_batches, ranks = 1, 1
+        own, micro_batches, ranks = items_in(inputs, loss), 1, 1
         if items is not None:
-            micro_batches, ranks = (
-                trainer.current_gradient_accumulation_steps,
-                data_rank(trainer.accelerator).world_size,
-            )
+            micro_batches, ranks = self.micro_batches, data_rank(trainer.accelerator).world_size
         items = (own.clamp(min=1) if items is None else items).to(exact_type(own.device))
         given = items / (micro_batches * ranks)
         if sft_trainer_of(trainer) is not None:
@@ -131,7 +127,7 @@ class TrainerLoss:
             found = run(given_inputs, given)
         elif self.is_divided is None:
             found, self.is_divided = _run_and_ask(run, given_inputs, with_a_label(given_inputs, own), given, trainer)
-            if not self.is_divided and self.is_scaled:
+            if not self.is_divided and getattr(trainer, "loss_is_scaled_for_ga", None):
                 raise PackingError(
                     f"loss_is_scaled_for_ga: expected None or False for {self.kind.__name__}, whose loss does not "
                     f"depend on {ITEMS}, got True; attach weights the loss of each micro-batch by its labels. Divide "
@@ -199,7 +195,6 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
         and computes_loss_as(kind, sft_trainer)
         and trainer.args.loss_type == "nll"
         and not replaced,
-        is_scaled=bool(getattr(trainer, "loss_is_scaled_for_ga", None)),
     )
 
 
@@ -303,16 +298,15 @@ def _casts_inputs(model: nn.Module) -> bool:
 
 @contextmanager
 def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
-    """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks."""
-    steps, averages = (
-        getattr(trainer, "current_gradient_accumulation_steps", 1),
-        trainer.args.average_tokens_across_devices,
-    )
+    """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks.
+
+    The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
+    """
+    averages = trainer.args.average_tokens_across_devices
     trainer.current_gradient_accumulation_steps, trainer.args.average_tokens_across_devices = 1, False
     try:
         yield
     finally:
-        trainer.current_gradient_accumulation_steps = steps
         trainer.args.average_tokens_across_devices = averages
 
 

@@ -162,7 +162,6 @@ def attach_stream(
     trainer.planned_batches, trainer.data_collator = batches, batches.collator
     trainer.add_callback(_EpochOfStream)
     trainer.__class__ = subclass_with(StreamTrainer, type(trainer), "Packed")
-    trainer.loss_is_scaled_for_ga = True
     batches.remember_settings(trainer)
     return summary
 
