@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
+from processes import launch
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
