@@ -304,16 +304,16 @@ def _casts_inputs(model: nn.Module) -> bool:
 @contextmanager
 def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
     """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks."""
-    steps, averages = (
-        getattr(trainer, "current_gradient_accumulation_steps", 1),
-        trainer.args.average_tokens_across_devices,
-    )
-    trainer.current_gradient_accumulation_steps, trainer.args.average_tokens_across_devices = 1, False
+    args = trainer.args  # a compute_loss may divide by these steps itself
+    steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
+    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
+    trainer.current_gradient_accumulation_steps = 1
+    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
     try:
         yield
     finally:
         trainer.current_gradient_accumulation_steps = steps
-        trainer.args.average_tokens_across_devices = averages
+        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 @contextmanager

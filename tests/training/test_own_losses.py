@@ -112,6 +112,24 @@ class MeanAndNorm(Mean):
         return super().compute_loss(model, inputs, **others) + norm(model)
 
 
+class MeanOfSteps(Mean):
+    """Divides by the number of micro-batches, as was usual before Trainer passed the number of items."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+
+
+class PopsLabels(Trainer):
+    """Keeps the labels from the model, and shifts them itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")[..., 1:].reshape(-1)
+        outputs = model(**inputs)
+        logits = outputs.logits[..., :-1, :].reshape(len(labels), -1)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
 class ByFloat(Mean):
     """Divides by the number of items, but not as a tensor."""
 
@@ -177,6 +195,22 @@ def by_function(outputs, labels, num_items_in_batch=None):
     return losses.sum() / num_items_in_batch + 0.01 * outputs.logits.square().mean()
 
 
+def focal():
+    model = build("Llama", torch.float64)
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch, **_):
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        losses = F.cross_entropy(logits.view(-1, vocab_size), labels, reduction="none")
+        return focused(losses) / num_items_in_batch
+
+    model.loss_function = loss_function
+    return model
+
+
+def focused(losses):
+    return ((1 - torch.exp(-losses)) ** 2 * losses).sum()
+
+
 def experts_of(name, experts, top, coefficient, **changes):
     return Case(
         lambda: build(name, torch.float64, output_router_logits=True, **changes),
@@ -220,6 +254,9 @@ CASES = {
     "mean": Case(lambda: build("Llama", torch.float64), kind=Mean),
     "mean and norm": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), MeanAndNorm),
     "by float": Case(lambda: build("Llama", torch.float64), kind=ByFloat),
+    "mean of steps": Case(lambda: build("Llama", torch.float64), kind=MeanOfSteps),
+    "pops labels": Case(lambda: build("Llama", torch.float64), kind=PopsLabels),
+    "focal": Case(focal, divided=lambda of: focused(F.cross_entropy(of.logits, of.labels, reduction="none"))),
     "z-loss in training": Case(in_training, z_loss(0.1)),
     "AdaLoRA": Case(ada_lora, orthogonal),
     "AdaptionPrompt": Case(adaption_prompt),
