@@ -280,8 +280,8 @@ class Logits(Tensor):
     ) -> "Logits":
         trained = [each for each in head.layer.parameters() if each.requires_grad]
         of = partial(head.of, steps=steps)
-        apply: Callable[..., Tensor] = _InGraph.apply
-        logits: Any = apply(of, gate if like is None else like, gate, hidden, *trained)
+        apply: Callable[..., Logits] = _InGraph.apply
+        logits: Logits = apply(of, gate if like is None else like, gate, hidden, *trained)
         logits.head, logits.places = head, places
         logits.hidden, logits.steps = hidden, steps
         return logits
@@ -521,7 +521,8 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
 
     if logits.whole is not None:
         return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
-    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # in a tree, one may predict several
+    # in a tree, a token may predict several labels
+    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
 
     def losses_of(rows: Tensor, chunk: slice) -> Tensor:
         own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
