@@ -7,6 +7,7 @@ micro-batches of whatever is not divided by that number.
 import copy
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import peft
@@ -56,7 +57,7 @@ def alone(model, batch) -> Alone:
     """Run the documents of a packed batch one by one through an unpatched model."""
     borders = batch["cu_seq_lens_q"].tolist()
     logits, labels, everything, routers = [], [], [], []
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         outputs = model(input_ids=batch["input_ids"][:, begin:end], use_cache=False)
         own = batch["labels"][0, begin + 1 : end]
         logits.append(outputs.logits[0, :-1][own != -100])
@@ -67,10 +68,6 @@ def alone(model, batch) -> Alone:
     return Alone(torch.cat(logits), torch.cat(labels), torch.cat(everything), gates)
 
 
-def balance(model, of: Alone, experts, top):
-    return load_balancing_loss_func(of.routers, experts, top)
-
-
 class Case(NamedTuple):
     """A way to compute a loss."""
 
@@ -79,12 +76,12 @@ class Case(NamedTuple):
     """What is not divided by the number of labels, given the model and a micro-batch."""
     kind: type[Trainer] = Trainer
     divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
     prepare: Callable[[Trainer], Any] = lambda _: None
 
 
 class Regularized(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **others):
+    def compute_loss(self, model, inputs, **others):
         loss = super().compute_loss(model, inputs, **others)
         return loss + norm(model)
 
@@ -101,21 +98,21 @@ class CallsSuper(Trainer):
 class Mean(Trainer):
     """Knows nothing of other micro-batches."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
+    def compute_loss(self, model, inputs, **_):
         labels = inputs["labels"][0, 1:]
         inputs = {name: each for name, each in inputs.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits[0, :-1], labels)
 
 
 class MeanAndNorm(Mean):
-    def compute_loss(self, model, inputs, return_outputs=False, **others):
+    def compute_loss(self, model, inputs, **others):
         return super().compute_loss(model, inputs, **others) + norm(model)
 
 
 class MeanOfSteps(Mean):
     """Divides by the number of micro-batches, as was usual before Trainer passed the number of items."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, **_):
         return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
 
 
@@ -133,7 +130,7 @@ class PopsLabels(Trainer):
 class ByFloat(Mean):
     """Divides by the number of items, but not as a tensor."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
         count = (inputs["labels"][0, 1:] != -100).sum()
         return super().compute_loss(model, inputs) * count / float(num_items_in_batch)
 
@@ -214,7 +211,7 @@ def focused(losses):
 def experts_of(name, experts, top, coefficient, **changes):
     return Case(
         lambda: build(name, torch.float64, output_router_logits=True, **changes),
-        lambda model, of: coefficient * load_balancing_loss_func(of.routers, experts, top),
+        lambda _, of: coefficient * load_balancing_loss_func(of.routers, experts, top),
     )
 
 
@@ -288,7 +285,7 @@ class Gradients(TrainerCallback):
     def __init__(self):
         self.gradients = {}
 
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
+    def on_pre_optimizer_step(self, *_, model, **__):
         if not self.gradients:
             self.gradients = gradients_of(model)
 
