@@ -251,8 +251,6 @@ class Logits(Tensor):
     """The index of each token in the batch, int64 [...] on the CPU."""
     hidden: Tensor
     """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
-    gate: Tensor
-    """float [1, 1, vocabulary], the output of the layer for the first token."""
     steps: list[_Step]
     """The functions that the forward has called on the logits. Views have the same list, since they share memory."""
     base: "Logits | None" = None
@@ -282,10 +280,10 @@ class Logits(Tensor):
     ) -> "Logits":
         trained = [each for each in head.layer.parameters() if each.requires_grad]
         of = partial(head.of, steps=steps)
-        apply: Callable[..., Tensor] = _InGraph.apply
-        logits: Any = apply(of, gate if like is None else like, gate, hidden, *trained)
+        apply: Callable[..., Logits] = _InGraph.apply
+        logits: Logits = apply(of, gate if like is None else like, gate, hidden, *trained)
         logits.head, logits.places = head, places
-        logits.hidden, logits.gate, logits.steps = hidden, gate, steps
+        logits.hidden, logits.steps = hidden, steps
         return logits
 
     def values(self) -> Tensor:
@@ -391,14 +389,14 @@ class Logits(Tensor):
         if step is not None:
             like = step(like)
             steps.append(step)
-        return Logits.later(self.head, hidden, self.gate, places, steps, like)
+        return Logits.later(self.head, hidden, self._stand_in(), places, steps, like)
 
     def _view(self, places: Tensor, select: _Step) -> "Logits":
         """Return logits of the same memory in another shape, or of some of the tokens."""
         if self.whole is not None:
             return Logits.known(self.head, select(self.whole), places)
         like = torch.empty(1, dtype=self.dtype, device=self.device)
-        view = Logits.later(self.head, select(self.hidden), self.gate, places, self.steps, like)
+        view = Logits.later(self.head, select(self.hidden), self._stand_in(), places, self.steps, like)
         view.base, view.taken = self, select
         return view
 
@@ -443,7 +441,8 @@ class Logits(Tensor):
             return function(self.head.of(hidden, self.steps)[0], chunk)
 
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
-        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, self._stand_in())
+        with _unsharded(self.head.inner, self.head.layer):  # also while gradients are computed
+            return sum_of_chunks(of_chunk, hidden, self.head.observed.size, self._stand_in())
 
 
 def _cross_entropy(
@@ -522,7 +521,8 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
 
     if logits.whole is not None:
         return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
-    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # in a tree, one may predict several
+    # in a tree, a token may predict several labels
+    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
 
     def losses_of(rows: Tensor, chunk: slice) -> Tensor:
         own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
@@ -542,7 +542,8 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of: _Step, like: Tensor, gate: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.of, ctx.trained = of, trained
-        ctx.save_for_backward(gate, hidden)
+        ctx.gate_shape = gate.shape
+        ctx.save_for_backward(hidden)
         nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
         shape = torch.Size((*hidden.shape[:-1], gate.shape[-1]))
         # no view, since FSDP2 warns of views
@@ -551,13 +552,14 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gate, hidden = ctx.saved_tensors
+        (hidden,) = ctx.saved_tensors
+        of_gate = gradient.new_zeros(()).expand(ctx.gate_shape)
         if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
-            return None, None, torch.zeros_like(gate), *[None] * (1 + len(ctx.trained))
+            return None, None, of_gate, *[None] * (1 + len(ctx.trained))
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
             logits = ctx.of(leaf)
-        return None, None, None, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
+        return None, None, of_gate, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
 
 
 class _Reaching(torch.autograd.Function):

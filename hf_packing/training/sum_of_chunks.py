@@ -80,7 +80,7 @@ class _GradientsInForward(torch.autograd.Function):
         return (
             None,
             None,
-            torch.zeros_like(gate),
+            gate.new_zeros(()).expand(gate.shape),  # in no memory, since the gate may be as large as all logits
             None if of_hidden is None else _scaled(of_hidden, of_loss, of_hidden.dtype),
             *(_scaled(total, of_loss, dtype) for total, dtype in zip(of_parameters, ctx.dtypes, strict=True)),
         )

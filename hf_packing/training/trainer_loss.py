@@ -302,12 +302,14 @@ def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
 
     The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
     """
-    averages = trainer.args.average_tokens_across_devices
-    trainer.current_gradient_accumulation_steps, trainer.args.average_tokens_across_devices = 1, False
+    args = trainer.args  # a compute_loss may divide by these steps itself
+    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
+    trainer.current_gradient_accumulation_steps = 1
+    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
     try:
         yield
     finally:
-        trainer.args.average_tokens_across_devices = averages
+        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 @contextmanager

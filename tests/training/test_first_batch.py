@@ -175,6 +175,59 @@ def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
     assert hfp.check_isolation(model).isolated
 
 
+SEEN = []
+"""What a hook sees, as in a script that logs from hooks."""
+
+
+class Watcher:
+    """Keeps what a module returns."""
+
+    def __init__(self):
+        self.calls, self.losses = 0, []
+
+    def watch(self, _, __, outputs):
+        self.calls += 1
+        self.losses.append(outputs.loss)
+
+
+def hook_into_a_list():
+    losses = []
+    return lambda _, __, outputs: losses.append(outputs.loss), lambda: len(losses)
+
+
+def hook_that_counts():
+    calls = 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    return count, lambda: calls
+
+
+def hook_of_an_object():
+    watcher = Watcher()
+    return watcher.watch, lambda: (watcher.calls + len(watcher.losses)) / 2
+
+
+def hook_into_a_global_list():
+    SEEN.clear()
+    return lambda _, __, outputs: SEEN.append(outputs.loss), lambda: len(SEEN)
+
+
+@pytest.mark.parametrize("make", [hook_into_a_list, hook_that_counts, hook_of_an_object, hook_into_a_global_list])
+def test_what_hooks_keep_is_of_training_alone(tmp_path, make):
+    model = build("Llama", max_position_embeddings=1024)
+    hook, calls = make()
+    model.register_forward_hook(hook)
+    trainer = trainer_on(tmp_path, model, max_steps=2, gradient_accumulation_steps=1)
+    summary = hfp.attach(trainer, BUDGET)
+    assert calls() == 0
+    trainer.train()
+    assert "documents equal the same documents run alone" in str(summary)
+    assert calls() == 2  # one for each micro-batch
+
+
 @pytest.mark.slow
 def test_ranks_that_share_a_model(tmp_path):
     """Two processes with FSDP2, LoRA and checkpointing: all of them go on, or all of them stop."""

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
+<<<<<<< HEAD
 from accelerate import Accelerator
 from chunks import chunks_of
+=======
+>>>>>>> lossrel
 from processes import launch
 from tiers import fast_only
 from tiny_models import build
@@ -79,7 +82,11 @@ class Case(NamedTuple):
     """What is not divided by the number of labels, given the model and a micro-batch."""
     kind: type[Trainer] = Trainer
     divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
+<<<<<<< HEAD
     smoothing: float = 0.0
+=======
+    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
+>>>>>>> lossrel
     prepare: Callable[[Trainer], Any] = lambda _: None
 
 
@@ -110,6 +117,24 @@ class Mean(Trainer):
 class MeanAndNorm(Mean):
     def compute_loss(self, model, inputs, **others):
         return super().compute_loss(model, inputs, **others) + norm(model)
+
+
+class MeanOfSteps(Mean):
+    """Divides by the number of micro-batches, as was usual before Trainer passed the number of items."""
+
+    def compute_loss(self, model, inputs, **_):
+        return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+
+
+class PopsLabels(Trainer):
+    """Keeps the labels from the model, and shifts them itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")[..., 1:].reshape(-1)
+        outputs = model(**inputs)
+        logits = outputs.logits[..., :-1, :].reshape(len(labels), -1)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
 
 
 class ByFloat(Mean):
@@ -177,6 +202,22 @@ def by_function(outputs, labels, num_items_in_batch=None):
     return losses.sum() / num_items_in_batch + 0.01 * outputs.logits.square().mean()
 
 
+def focal():
+    model = build("Llama", torch.float64)
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch, **_):
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        losses = F.cross_entropy(logits.view(-1, vocab_size), labels, reduction="none")
+        return focused(losses) / num_items_in_batch
+
+    model.loss_function = loss_function
+    return model
+
+
+def focused(losses):
+    return ((1 - torch.exp(-losses)) ** 2 * losses).sum()
+
+
 def experts_of(name, experts, top, coefficient, **changes):
     return Case(
         lambda: build(name, torch.float64, output_router_logits=True, **changes),
@@ -218,6 +259,9 @@ CASES = {
     "mean": Case(lambda: build("Llama", torch.float64), kind=Mean),
     "mean and norm": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), MeanAndNorm),
     "by float": Case(lambda: build("Llama", torch.float64), kind=ByFloat),
+    "mean of steps": Case(lambda: build("Llama", torch.float64), kind=MeanOfSteps),
+    "pops labels": Case(lambda: build("Llama", torch.float64), kind=PopsLabels),
+    "focal": Case(focal, divided=lambda of: focused(F.cross_entropy(of.logits, of.labels, reduction="none"))),
     "z-loss in training": Case(in_training, z_loss(0.1)),
     "AdaLoRA": Case(ada_lora, orthogonal),
     "AdaptionPrompt": Case(adaption_prompt),
@@ -249,7 +293,11 @@ class Gradients(TrainerCallback):
     def __init__(self):
         self.gradients = {}
 
+<<<<<<< HEAD
     def on_pre_optimizer_step(self, args, state, control, model, **_):  # noqa: ARG002
+=======
+    def on_pre_optimizer_step(self, *_, model, **__):
+>>>>>>> lossrel
         if not self.gradients:
             self.gradients = gradients_of(model)
 
