@@ -187,7 +187,8 @@ def test_every_page_is_in_the_navigation_of_the_site():
 
 
 def test_every_make_target_that_pages_name_exists():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = {target for rule in rules for target in rule.split()}
     for page in PAGES:
         for target in re.findall(r"\bmake ([a-z][\w-]*)`|^make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"

@@ -261,7 +261,7 @@ def _ask(model: nn.Module) -> OwnLoss | str:
     if not is_patched(inner) and takes_argument(inner, "use_cache"):
         batch = {**batch, "use_cache": False}
     labels = torch.full_like(packed[LABELS], IGNORED_LABEL)
-    labels[0, _LABELED] = 3  # small, since labels out of range would put a CUDA device into an error state for good
+    labels[0, _LABELED] = 1  # small, since labels out of range would put a CUDA device into an error state for good
     items = torch.tensor(1.0, dtype=exact_type(labels.device), device=labels.device)
 
     leaves: list[Tensor] = []
@@ -289,6 +289,8 @@ def _ask(model: nn.Module) -> OwnLoss | str:
             loss, observed = run(items.requires_grad_())
             if not isinstance(loss, Tensor) or not leaves:
                 return "returns no loss, or no logits of every token"
+            if leaves[0].shape[-1] <= int(packed["input_ids"].max()):
+                return "has logits of other things than tokens"
             *of_logits, of_items = torch.autograd.grad(loss, [*leaves, items], allow_unused=True)
             is_divided = of_items is not None
             if not is_divided and takes_argument(inner, ITEMS):

@@ -270,7 +270,7 @@ def _run_and_ask(
         warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True")  # compute_loss may do so
         found = run(inputs, items.requires_grad_())
     loss = _loss_in(found)
-    if not _casts_inputs(model) and not any(is_compiled(module) for module in model.modules()):
+    if loss.requires_grad and not _casts_inputs(model) and not any(map(is_compiled, model.modules())):
         (gradient,) = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)
         if gradient is not None:
             return found, True

@@ -234,7 +234,7 @@ def test_another_attention_for_a_part_of_the_model():
     hfp.patch_model(model)
     own._attn_implementation_internal = "eager"
     with pytest.raises(
-        hfp.PackingError, match="the LlamaConfig of a patched model, got 'eager', which was set after the model"
+        hfp.PackingError, match="on a patched model, in its LlamaConfig, got 'eager', which was set after the model"
     ):
         model(**batch_of(DOCUMENTS))
 

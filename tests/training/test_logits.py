@@ -778,11 +778,7 @@ def smoothed_by_torch(logits, labels):
 @pytest.mark.parametrize("function", [weighted_by_hand, smoothed_by_torch])
 def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
     model = patched("Llama", torch.float64)
-<<<<<<< HEAD
-    model.loss_function = lambda logits, labels, num_items_in_batch=1, **_: (
-=======
     model.loss_function = lambda logits, labels, *_, num_items_in_batch=1, **__: (
->>>>>>> lossrel
         function(logits, labels) / num_items_in_batch
     )
     batch = batch_for(model)

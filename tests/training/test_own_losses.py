@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
-<<<<<<< HEAD
 from accelerate import Accelerator
 from chunks import chunks_of
-=======
->>>>>>> lossrel
 from processes import launch
 from tiers import fast_only
 from tiny_models import build
@@ -82,11 +79,7 @@ class Case(NamedTuple):
     """What is not divided by the number of labels, given the model and a micro-batch."""
     kind: type[Trainer] = Trainer
     divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
-<<<<<<< HEAD
     smoothing: float = 0.0
-=======
-    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
->>>>>>> lossrel
     prepare: Callable[[Trainer], Any] = lambda _: None
 
 
@@ -293,11 +286,7 @@ class Gradients(TrainerCallback):
     def __init__(self):
         self.gradients = {}
 
-<<<<<<< HEAD
     def on_pre_optimizer_step(self, args, state, control, model, **_):  # noqa: ARG002
-=======
-    def on_pre_optimizer_step(self, *_, model, **__):
->>>>>>> lossrel
         if not self.gradients:
             self.gradients = gradients_of(model)
 

@@ -170,7 +170,7 @@ def test_counts_of_micro_batches():
         attended_here = [2 * (attended[segment] + 1) // 2 - 1 - 2 * above for above in range(length)]
         places += sum(attended_here)
     batch = batch_of((DOCUMENTS, LABELS))
-    expected = [sum(lengths), len(DOCUMENTS), places, int(items_in(batch, "token"))]
+    expected = [sum(lengths), len(DOCUMENTS), places, int(items_in(batch, "token")), 0]
     assert micro_batch_counts([batch], "token").tolist() == [expected]
 
 
