@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from operator import is_, methodcaller
@@ -140,9 +140,9 @@ class _KeptByHooks:
             self.add(hook.__func__)
         elif isinstance(hook, FunctionType):
             for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
-                if cell not in self.cells:
-                    self.cells.append(cell)
+                with suppress(ValueError):  # a cell that is still empty
                     self._add_value(name, cell.cell_contents)
+                    self.cells.append(cell)
             for name in hook.__code__.co_names:
                 if isinstance(hook.__globals__.get(name), (list, dict, set, deque)):
                     self.variables.append((name, hook.__globals__[name]))

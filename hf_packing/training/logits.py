@@ -183,6 +183,8 @@ class _Head:
         self.inner, self.layer, self.shape, self.observed = inner, layer, shape, observed
         self.reason = "the output layer was not called"
         """Why the logits of whole rows are computed; empty if they are not."""
+        self.biases: list[Tensor] = []
+        """Trained tensors with which the forward has changed the logits."""
         self._hidden: Tensor | None = None
         self._autocast = False, torch.bfloat16
         self.has_graph = False
@@ -278,7 +280,7 @@ class Logits(Tensor):
     def later(
         cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: list[_Step], like: Any = None
     ) -> "Logits":
-        trained = [each for each in head.layer.parameters() if each.requires_grad]
+        trained = [each for each in (*head.layer.parameters(), *head.biases) if each.requires_grad]
         of = partial(head.of, steps=steps)
         apply: Callable[..., Logits] = _InGraph.apply
         logits: Logits = apply(of, gate if like is None else like, gate, hidden, *trained)
@@ -345,8 +347,10 @@ class Logits(Tensor):
                 "is computed from chunks of its logits, so that no gradient of these logits arrives here. Compute the "
                 "loss from logits that you have called register_hook or retain_grad on"
             )
-        numbers = all(not isinstance(each, Tensor) or _is_number(each) for each in (*args, *kwargs.values()))
-        if name.strip("_") in _OF_SINGLE_LOGITS and numbers and (args or kwargs or name != "type"):
+        others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        of_every_token = all(_is_of_every_token(each, self.shape[-1]) for each in others)
+        if name.strip("_") in _OF_SINGLE_LOGITS and of_every_token and (args or kwargs or name != "type"):
+            self.head.biases += [each for each in others if each.requires_grad]
 
             def step(logits: Tensor) -> Tensor:
                 result: Tensor = function(logits, *args, **kwargs)
@@ -580,8 +584,10 @@ def _is_of_torch(hook: Any) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
 
 
-def _is_number(value: Tensor) -> bool:
-    return value.ndim == 0 and not value.requires_grad and not isinstance(value, Logits)
+def _is_of_every_token(value: Tensor, vocabulary: int) -> bool:
+    """Return whether a tensor is a number, or a bias of the vocabulary."""
+    is_bias = value.ndim > 0 and value.shape[:-1].numel() == 1 and value.shape[-1] == vocabulary
+    return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
 
 
 def _index_of_tokens(index: Any, ndim: int) -> tuple[tuple[Any, ...], slice | None]:
@@ -605,7 +611,7 @@ _OF_SINGLE_LOGITS = frozenset(
     + ("mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide")
     + ("add", "radd", "iadd", "sub", "isub", "rsub", "clamp", "masked_fill")
 )
-"""Names, without underscores, of functions that change each logit by itself. With numbers alone, they can wait."""
+"""Names, without underscores, of functions that change each logit by itself. With numbers and biases, they can wait."""
 
 _OF_SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze"))
 
