@@ -14,7 +14,7 @@ OLDEST = {
     "transformers": "5.17",
     "accelerate": "1.12",
     "trl": "1.16",
-    "peft": "0.21",
+    "peft": "0.18",
 }
 """The packages that change what is packed, computed or trained, as in pyproject.toml."""
 

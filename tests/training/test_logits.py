@@ -198,6 +198,7 @@ def test_routers_of_experts():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT 0.18, of any such model
 @pytest.mark.parametrize("how", ["lora", "dora", "saved"])
 def test_adapters_on_the_output_layer(how):
     base = patched("Llama", torch.float64)
