@@ -2,7 +2,6 @@
 
     python -m tools.trace_calls                     # every call
     python -m tools.trace_calls pack attach --list  # with the files, in the order in which they are entered
-    python -m tools.trace_calls --limits            # exit with 1 if a call enters more files than its limit
 
 Each call runs in a new process, right after all imports. Module and class bodies are not counted.
 """
@@ -27,9 +26,6 @@ from rich.table import Table
 import hf_packing as hfp
 
 PACKAGE = Path(hfp.__file__).parent
-
-LIMITS = {"plan_packing": 9, "pack": 14, "patch_model": 16, "attach": 32, "patched forward": 10}
-"""The most files that each call may enter."""
 
 Entered = dict[str, list[str]]
 """Names of functions by file. Files and functions are in the order in which they are first entered."""
@@ -151,7 +147,7 @@ def trace_in_own_process(name: str) -> Entered:
     return entered
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.trace_calls",
         description=__doc__,
@@ -159,31 +155,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("calls", nargs="*", metavar="CALL", help=f"some of {', '.join(PREPARE)}; default: all")
     parser.add_argument("--list", action="store_true", help="print the files and functions that each call enters")
-    parser.add_argument("--limits", action="store_true", help="exit with 1 if a count is above its limit")
     given = parser.parse_args(arguments)
     if unknown := set(given.calls) - set(PREPARE):
         parser.error(f"CALL: expected names from {', '.join(PREPARE)}, got {', '.join(sorted(unknown))}")
     console = Console()
-    table = Table("call", *(("files", "limit", "functions")), box=None)
+    table = Table("call", "files", "functions", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
-    above = []
     for name in given.calls or PREPARE:
         entered = trace_in_own_process(name)
-        count = len(entered)
-        if count > LIMITS[name]:
-            above.append(name)
-        table.add_row(name, str(count), str(LIMITS[name]), str(sum(map(len, entered.values()))))
+        table.add_row(name, str(len(entered)), str(sum(map(len, entered.values()))))
         if given.list:
-            console.print(f"{name}: {count} files", style="bold")
+            console.print(f"{name}: {len(entered)} files", style="bold")
             for file, functions in entered.items():
                 console.print(f"  {file}: {', '.join(functions)}", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    if above and given.limits:
-        console.print(f"above the limit: {', '.join(above)}")
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

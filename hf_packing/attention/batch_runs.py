@@ -52,10 +52,10 @@ _SHARE_ALONE = 4
 _DUMMY_TOKENS = 8
 """Number of tokens in a call that a rank makes only because the other ranks make it, too."""
 
-_OF_THE_LOSS = (
-    *("labels", "shift_labels", "num_items_in_batch", "targets", "target_weights"),
-    *(TREE_LABELS, ENDS, TRAINED),
-)
+_OF_OWN_LOSS = {"labels", "num_items_in_batch"}
+"""Names of the arguments with which a model computes its own loss."""
+
+_OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "targets", "target_weights", TREE_LABELS, ENDS, TRAINED}
 
 
 Watch = Callable[[list[int], tuple[int, int]], AbstractContextManager[None]]
@@ -109,9 +109,11 @@ class BatchRuns:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         device = input_device(self.inner)
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        given = {name: value for name, value in given.items() if name not in _OF_THE_LOSS}
+        # a compiled model would be compiled once more for calls without labels
+        kept = _OF_OWN_LOSS if self.is_compiled else set()
+        given = {name: value for name, value in given.items() if name in kept or name not in _OF_THE_LOSS}
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-        given = {name: value for name, value in given.items() if name in (*KNOWN_COLUMNS, *signature.names)}
+        given = {name: value for name, value in given.items() if name in (*KNOWN_COLUMNS, *kept, *signature.names)}
         self.row = self._read_row(given)
         self._inputs = {n: value for n, value in given.items() if n in read_by_patch or signature.takes(n)}
         shape = self._inputs["input_ids"].shape

@@ -18,6 +18,7 @@ from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
+from hf_packing.training.losses import ITEMS, exact_type
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import (
     Predictions,
@@ -131,7 +132,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         **others: Any,
     ) -> Any:
         planned = self.planned_batches
-        planned.prove_on_first_batch(model, inputs)
+        if num_items_in_batch is None:
+            planned.prove_on_first_batch(model, inputs)
+        else:  # as compute_loss gets it, for models that are compiled
+            items = num_items_in_batch.to(exact_type(num_items_in_batch.device))
+            planned.prove_on_first_batch(model, {**inputs, ITEMS: items})
         # trees are taken by Trainer's compute_loss alone; settings are passed on as Trainer passes them
         own = partial(Trainer.compute_loss, self) if is_tree_batch(inputs) else super().compute_loss
         compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)

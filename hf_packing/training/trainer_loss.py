@@ -266,11 +266,13 @@ def _run_and_ask(
     device, model = items.device, trainer.model_wrapped
     cuda = [device] if device.type == "cuda" else []
     states = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+    # torch.compile would compile once more for a number with a gradient, and keeps no graph to ask twice
+    has_gradient = not _casts_inputs(model) and not any(map(is_compiled, model.modules()))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True")  # compute_loss may do so
-        found = run(inputs, items.requires_grad_())
+        found = run(inputs, items.requires_grad_(has_gradient))
     loss = _loss_in(found)
-    if loss.requires_grad and not _casts_inputs(model) and not any(map(is_compiled, model.modules())):
+    if has_gradient and loss.requires_grad:
         (gradient,) = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)
         if gradient is not None:
             return found, True

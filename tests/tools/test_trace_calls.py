@@ -35,24 +35,14 @@ def test_threads_are_traced():
     assert any(name.endswith("metrics") for name in trace_calls.trace(in_thread)["planning/plan.py"])
 
 
-def test_limits(monkeypatch, capsys):
+def test_the_table(monkeypatch, capsys):
     monkeypatch.setattr(trace_calls, "trace_in_own_process", lambda _: {"a.py": ["f"], "b.py": ["g", "h"]})
-    monkeypatch.setattr(trace_calls, "LIMITS", dict.fromkeys(trace_calls.LIMITS, 2))
-    assert trace_calls.main(["pack", "--limits", "--list"]) == 0
-    assert "b.py: g, h" in capsys.readouterr().out
-    monkeypatch.setitem(trace_calls.LIMITS, "pack", 1)
-    assert trace_calls.main(["pack"]) == 0
-    assert trace_calls.main(["attach", "--limits"]) == 0
-    assert trace_calls.main(["--limits"]) == 1
-    assert "above the limit: pack" in capsys.readouterr().out
+    trace_calls.main(["pack", "--list"])
+    shown = capsys.readouterr().out
+    assert "b.py: g, h" in shown
+    assert shown.split()[-3:] == ["pack", "2", "3"]
     with pytest.raises(SystemExit):
         trace_calls.main(["packing"])
-
-
-@pytest.mark.slow
-def test_no_call_enters_more_files_than_its_limit(capsys):
-    assert trace_calls.main(["--limits"]) == 0, capsys.readouterr().out
-    assert trace_calls.LIMITS.keys() == trace_calls.PREPARE.keys()
 
 
 @pytest.mark.slow
