@@ -110,7 +110,7 @@ REFUSED = {
     "label_smoother": (set_on_trainer("label_smoother", LabelSmoother(0.1)), "expected None, .* got LabelSmoother"),
     "compute_loss_func": (set_on_trainer("compute_loss_func", lambda *_, **__: 0), "expected None, the value .*, got"),
     "model_accepts_loss_kwargs": (set_on_trainer("model_accepts_loss_kwargs", False), "expected True, .* got False"),
-    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected True, .* got False"),
+    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected None, .* got False"),
     "data_collator": (set_on_trainer("data_collator", lambda rows: rows[0]), "expected the collator set by attach"),
     "compute_loss": (set_on_trainer("compute_loss", lambda *_, **__: 0), "expected the method of .*Trainer"),
     "get_train_dataloader": (set_on_trainer("get_train_dataloader", list), "expected the method of .*Trainer"),
