@@ -242,6 +242,7 @@ def truncated_parquet(folder):
     (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
 
 
+@OPEN_TABLES
 @pytest.mark.parametrize(
     ("make", "rows", "reason"),
     [
