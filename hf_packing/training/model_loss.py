@@ -139,7 +139,7 @@ def with_a_label(batch: Mapping[str, Any], items: Tensor) -> dict[str, Any]:
 
 
 class OwnLoss(NamedTuple):
-    """How a model computes its own loss."""
+    """The way in which a model computes its own loss."""
 
     predicts_next: bool
     """True if the logits of a token predict the next token; False if they predict the token itself."""

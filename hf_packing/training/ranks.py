@@ -356,7 +356,7 @@ class StepCounts:
 
 
 class Predictions:
-    """What the ranks have predicted in an evaluation, without the copies of rows that some of them had to run.
+    """The predictions of all ranks in an evaluation, without the copies of rows that some of them had to run.
 
     Args:
         accelerator: the accelerator of the trainer.
