@@ -210,7 +210,7 @@ def _with_masked_labels(row: Row) -> Row:
     if TREE_LABELS in row:
         return {**row, TREE_LABELS: np.full(len(row[TREE_INPUT_IDS]), IGNORED_LABEL), TRAINED: np.zeros(0, np.int32)}
     tokens = len(row[INPUT_IDS])
-    lengths = row.get(SEQ_LENGTHS, [tokens])
+    lengths = np.asarray(row.get(SEQ_LENGTHS, [tokens]), np.int64)  # np.repeat refuses uint64
     segments = np.repeat(COPIED_SEGMENT - np.arange(len(lengths)), lengths)
     return {**row, LABELS: np.full(tokens, IGNORED_LABEL), SEQ_IDX: segments}
 

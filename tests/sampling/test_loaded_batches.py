@@ -88,6 +88,15 @@ def test_documents(columns, overflow, data):
     assert_same(dataset, batching, data.draw(st.integers(1, 2)))
 
 
+def test_unsigned_lengths():
+    """Also for the copies of rows that fill up a rank, whose segments are numbered anew."""
+    features = datasets.Features(
+        {"input_ids": datasets.List(datasets.Value("int32")), "seq_lengths": datasets.List(datasets.Value("uint64"))}
+    )
+    dataset = datasets.Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 3, "seq_lengths": [[1, 3]] * 3}, features)
+    assert_same(dataset, hfp.TokenBudget(4), world_size=2)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("writer", [2, 1000])
 def test_packed_rows(change, writer, tmp_path):
