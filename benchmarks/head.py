@@ -3,7 +3,7 @@
 python benchmarks/head.py
 
 The model is a Llama of one layer, so that its head is nearly all of a step. Each side runs in its own process: with
-whole logits, as `compute_loss` computed its loss before; in chunks, as it does now; and with TRL's fused head, as
+whole logits, as the model itself computes its loss; in chunks, as `compute_loss` does; and with TRL's fused head, as
 SFTTrainer uses it. Memory is what a step needs at its peak beyond what the process had before. Where the machine is too
 small for the whole logits of a row, they are measured for shorter rows: their memory grows in proportion to the tokens.
 The losses and gradients of all sides are compared.
@@ -26,7 +26,6 @@ import transformers
 from measure import figure, machine, ratio, recorded
 
 import hf_packing as hfp
-from hf_packing.training import logits
 
 SIDES = ("whole logits", "in chunks", "TRL's fused head")
 GB = 10**9
@@ -43,6 +42,8 @@ def step(side: str, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     if side == "TRL's fused head":
         outputs = model(**batch, fused_lm_head=True)
         loss = -outputs.log_probs.sum() / (batch["labels"] != -100).sum()
+    elif side == "whole logits":
+        loss = model(**batch).loss
     else:
         loss = hfp.compute_loss(model, batch)
     loss.backward()
@@ -52,8 +53,6 @@ def step(side: str, model: Any, batch: dict[str, Any]) -> torch.Tensor:
 def measure_side(side: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a side in this process; with --gradients, also save gradients."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if side == "whole logits":
-        logits.CHUNK_LOGITS = sys.maxsize
     config = transformers.LlamaConfig(
         vocab_size=arguments.vocabulary,
         hidden_size=arguments.hidden,

@@ -5,6 +5,8 @@ from unittest.mock import patch
 
 from hf_packing.training import logits as module
 
+WHOLE = None
+
 
 @contextmanager
 def chunks_summed():
@@ -21,7 +23,16 @@ def chunks_summed():
 
 @contextmanager
 def chunks_of(tokens, model):
-    """Within the block, compute the loss of a model for so many tokens at a time; yield what `chunks_summed` yields."""
-    size = tokens * model.config.get_text_config().vocab_size
-    with patch.object(module, "CHUNK_LOGITS", size), chunks_summed() as found:
+    """Within the block, compute the loss of a model for so many tokens at a time; yield what `chunks_summed` yields.
+
+    Args:
+        tokens: the size of a chunk; WHOLE to compute all logits of a row at once, in the output layer itself.
+        model: the model.
+    """
+    if tokens is WHOLE:
+        reason = "a test asks for whole logits"
+        how = patch.object(module, "_reason_against_chunks", lambda layer, *_: (reason, layer is not None))
+    else:
+        how = patch.object(module, "CHUNK_LOGITS", tokens * model.config.get_text_config().vocab_size)
+    with how, chunks_summed() as found:
         yield found

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from patched_models import patched
 from process_group import end_process_group
 from tiny_models import build
@@ -93,14 +93,14 @@ def result_of(case, batch, tokens):
             model.zero_grad()
             loss = hfp.compute_loss(model, batch, num_items_in_batch=5)
             loss.backward()
-    in_chunks = tokens == 3 and (len(batch["labels"][0]) > 3 or "FSDP2" in case) and case != "FSDP1, head alone"
-    assert bool(chunks) == (in_chunks or "FSDP2" in case)
+    in_chunks = tokens == 3 and case != "FSDP1, head alone"
+    assert bool(chunks) == in_chunks
     assert not in_chunks or chunks[-1][1] == 3
     return loss.item(), gradients_of(model), module._REPORTED.get(inner_model(model))
 
 
 def measure(case, batch):
-    expected, gradients, _ = result_of(case, batch, 1000)
+    expected, gradients, _ = result_of(case, batch, WHOLE)
     loss, found, reason = result_of(case, batch, 3)
     return {
         "expected": expected,

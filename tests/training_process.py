@@ -14,14 +14,13 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
-from unittest.mock import patch
 
 import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
-from chunks import chunks_summed
+from chunks import chunks_of
 from patched_models import patched
 from process_group import end_process_group
 from tokenizers import Tokenizer, models
@@ -29,7 +28,6 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.training import logits
 from hf_packing.tree_segments import TreeSegments
 
 SETTINGS = {
@@ -234,11 +232,11 @@ def train(folder, **changes):
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = patched("Llama", getattr(torch, settings["dtype"]))
-    logits_of_chunk = 10 * model.config.vocab_size if settings["in_chunks"] else logits.CHUNK_LOGITS
+    tokens = 10 if settings["in_chunks"] else 10_000
     try:
-        with patch.object(logits, "CHUNK_LOGITS", logits_of_chunk), chunks_summed() as chunks:
+        with chunks_of(tokens, model) as chunks:
             (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
-        assert bool(chunks) == settings["in_chunks"], chunks
+        assert {size for _, size in chunks} == {tokens}
     except StoppedError:
         GradientState._reset_state()  # else the loader that was broken off stays the active one
     except hfp.PackingError as error:

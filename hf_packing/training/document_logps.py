@@ -1,7 +1,7 @@
 """Define `document_logps`, the log-probabilities of the documents of a batch, with gradients."""
 
-import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,10 @@ def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextToken
     """Return the log-probability of each label, float [labels], from the logits of chunks wherever that is possible."""
     is_sharded = any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules())
     # the backward pass would need weights of the output layer again, which are sharded by then
-    size = sys.maxsize if is_sharded and torch.is_grad_enabled() else None
-    with observed_logits(model, labels.shape, size=size), reduced_logits(model, partial(log_probs_of, following)):
+    whole = is_sharded and torch.is_grad_enabled()
+    with (
+        nullcontext() if whole else observed_logits(model, labels.shape),
+        reduced_logits(model, partial(log_probs_of, following)),
+    ):
         found: Tensor = model(**inputs).logits
     return found

@@ -58,16 +58,15 @@ def _last_hidden_state(output: Any) -> Tensor:
 
 def _log_probs(model: nn.Module, given: dict[str, Any], following: NextTokens) -> tuple[Tensor, Tensor]:
     def reduce(logits: Tensor) -> Tensor:
-        if isinstance(logits, Logits) and logits.whole is None:
+        if isinstance(logits, Logits):
             return logits.of_tokens(following.predictors).in_chunks(
                 lambda rows, chunk: _scores_of(rows, following.labels[chunk])
             )
-        rows = (logits.values() if isinstance(logits, Logits) else logits)[0]
         chunks = zip(torch.split(following.predictors, size), torch.split(following.labels, size), strict=True)
-        return torch.cat([_scores_of(rows[predictors], labels) for predictors, labels in chunks])
+        return torch.cat([_scores_of(logits[0, predictors], labels) for predictors, labels in chunks])
 
     size = min(_CHUNK_TOKENS, tokens_of_chunk(inner_model(model)))
-    with observed_logits(model, given[INPUT_IDS].shape, size=size, in_chunks=True), reduced_logits(model, reduce):
+    with observed_logits(model, given[INPUT_IDS].shape, size=size), reduced_logits(model, reduce):
         found = model(**given).logits
     return found[:, 0], found[:, 1] > 0
 

@@ -9,7 +9,7 @@ needs values gets the logits of the whole row.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,38 +68,30 @@ def observed_logits(
     shape: torch.Size,
     *,
     size: int | None = None,
-    in_chunks: bool = False,
     weighting: Weighting | None = None,
     token_losses: TokenLosses | None = None,
-    sums: bool = False,
 ) -> Iterator[Observed]:
-    """Context manager: within the block, a model's logits are `Logits`, if they are many or are to be observed.
+    """Context manager: within the block, a model's logits are `Logits`.
 
     Args:
         model: a model, with or without wrappers.
         shape: numbers of rows and tokens of the batch.
         size: the largest number of tokens in a chunk; None for as many as make CHUNK_LOGITS logits.
-        in_chunks: True to compute the logits of short rows in chunks, too, since few of them are read.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
         token_losses: where the cross-entropies of all labels are kept; None to keep none.
-        sums: whether the sums of cross-entropies are needed.
     """
     inner = inner_model(model)
-    observed = Observed(tokens_of_chunk(inner) if size is None else size, weighting, token_losses)
-    # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
-    in_chunks |= shape.numel() > observed.size or (size is None and isinstance(inner, FSDPModule))
-    if not (in_chunks or weighting or token_losses or sums):
-        yield observed
-        return
+    observed = Observed(size or tokens_of_chunk(inner), weighting, token_losses)
     layer = inner.get_output_embeddings()
     head = _Head(inner, layer, shape, observed)
     reason, can_observe = _reason_against_chunks(layer, model, inner)
     with (
-        head.installed(in_chunks and not reason) if can_observe else nullcontext(),
+        head.installed(in_chunks=not reason) if can_observe else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
         yield observed
-    if in_chunks and (reason := reason or head.reason) and _REPORTED.get(inner) != reason:
+    reason = reason or head.reason
+    if reason and shape.numel() > observed.size and _REPORTED.get(inner) != reason:
         _REPORTED[inner] = reason
         _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, reason)
 
@@ -123,9 +115,9 @@ def reduced_logits(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> Iter
 
 
 def log_probs_of(following: NextTokens, logits: Tensor) -> Tensor:
-    """Return the log-probability of each label, float [labels], in chunks where the logits are not known."""
-    if not isinstance(logits, Logits) or logits.whole is not None:
-        return following.log_probs(logits.values() if isinstance(logits, Logits) else logits)
+    """Return the log-probability of each label, float [labels]."""
+    if not isinstance(logits, Logits):
+        return following.log_probs(logits)
 
     def of_chunk(rows: Tensor, chunk: slice) -> Tensor:
         exact = rows if rows.dtype == torch.float64 else rows.float()
@@ -188,6 +180,8 @@ class _Head:
         self._hidden: Tensor | None = None
         self._autocast = False, torch.bfloat16
         self.has_graph = False
+        self.is_used = False
+        """True if something was computed of the logits in chunks, or is going to be."""
 
     @contextmanager
     def installed(self, in_chunks: bool) -> Iterator[None]:
@@ -227,12 +221,12 @@ class _Head:
         places = torch.arange(self.shape.numel()).view(self.shape)
         if self._hidden is not None:
             hidden, self._hidden = self._hidden, None
-            return Logits.later(self, hidden, output, places, [])
+            return Logits.later(self, hidden, output, places, [], output)
         if type(output) is not Tensor or output.shape[:2] != self.shape:
             return None
         return Logits.known(self, output, places)
 
-    def of(self, hidden: Tensor, steps: Sequence[_Step]) -> Tensor:
+    def of(self, hidden: Tensor, steps: list[_Step]) -> Tensor:
         """Return the logits for inputs of the output layer, float [..., width], after some functions of the forward."""
         enabled, dtype = self._autocast
         with _unsharded(self.inner, self.layer), torch.autocast(hidden.device.type, dtype, enabled=enabled):
@@ -256,11 +250,9 @@ class Logits(Tensor):
     steps: list[_Step]
     """The functions that the forward has called on the logits. Views have the same list, since they share memory."""
     base: "Logits | None" = None
-    """The logits of which these are a view or a selection."""
+    """The logits with which these share memory, as views do."""
     taken: _Step
-    """Returns these logits, or their hidden states, given those of `base`."""
-    is_used: bool = False
-    """True if something was computed of the logits in chunks, or is going to be."""
+    """Returns these logits, given those of `base`."""
     _whole: Tensor | None = None
 
     @property
@@ -278,14 +270,12 @@ class Logits(Tensor):
 
     @classmethod
     def later(
-        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: list[_Step], like: Any = None
+        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: list[_Step], like: Tensor
     ) -> "Logits":
         trained = [each for each in (*head.layer.parameters(), *head.biases) if each.requires_grad]
-        of = partial(head.of, steps=steps)
         apply: Callable[..., Logits] = _InGraph.apply
-        logits: Logits = apply(of, gate if like is None else like, gate, hidden, *trained)
-        logits.head, logits.places = head, places
-        logits.hidden, logits.steps = hidden, steps
+        logits: Logits = apply(partial(head.of, steps=steps), like, gate, hidden, *trained)
+        logits.head, logits.places, logits.hidden, logits.steps = head, places, hidden, steps
         return logits
 
     def values(self) -> Tensor:
@@ -306,11 +296,6 @@ class Logits(Tensor):
     def _stand_in(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
-
-    def _use(self) -> None:
-        self.is_used = True
-        if self.base is not None:
-            self.base._use()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -341,7 +326,7 @@ class Logits(Tensor):
 
     def _after(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
         """Return the result of a function that needs no values yet, or None for any other function."""
-        if name in ("register_hook", "retain_grad") and self.is_used and self.whole is None:
+        if name in ("register_hook", "retain_grad") and self.head.is_used and self.whole is None:
             raise PackingError(
                 f"logits: expected a hook before the loss is computed, got {name} afterwards; the loss of a long row "
                 "is computed from chunks of its logits, so that no gradient of these logits arrives here. Compute the "
@@ -353,22 +338,21 @@ class Logits(Tensor):
             self.head.biases += [each for each in others if each.requires_grad]
 
             def step(logits: Tensor) -> Tensor:
-                result: Tensor = function(logits, *args, **kwargs)
-                return result
+                return function(logits, *args, **kwargs)  # type: ignore[no-any-return]
 
-            if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):  # in place
-                if self.whole is None and self.base is None:
-                    self.steps.append(step)
-                else:
-                    step(self.values())
-                return self
-            return self._with(self.places, step=step)
+            if (name.endswith("__") and not name.startswith("__i")) or not name.endswith("_"):
+                return self._with(self.places, step=step)
+            if self.whole is None and self.base is None:
+                self.steps.append(step)
+            else:
+                step(self.values())
+            return self
         if name in _OF_SHAPES:
             reshaped = function(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
-            shape = reshaped.shape
-            if shape[-1:] == self.shape[-1:] and reshaped.dtype == self.dtype:
-                return self._view(
-                    self.places.reshape(shape[:-1]), lambda rows: rows.reshape(*shape[:-1], rows.shape[-1])
+            shape = reshaped.shape[:-1]
+            if reshaped.shape[-1:] == self.shape[-1:] and reshaped.dtype == self.dtype:
+                return self._with(
+                    self.places.reshape(shape), lambda rows: rows.reshape(*shape, rows.shape[-1]), view=True
                 )
         if name == "__getitem__":
             index, last = _index_of_tokens(args[0], self.ndim)
@@ -378,31 +362,23 @@ class Logits(Tensor):
             if last is not None:
                 copies = any(isinstance(each, Tensor) for each in index)
                 on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
-                make = self._with if copies else self._view
-                return make(self.places[on_cpu], lambda rows: rows[(*index, slice(None))])
+                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))], view=not copies)
         return None
 
-    def _with(self, places: Tensor, select: _Step | None = None, step: _Step | None = None) -> "Logits":
-        """Return the logits of other tokens, or the same after one more function."""
+    def _with(
+        self, places: Tensor, select: _Step = lambda rows: rows, step: _Step = lambda rows: rows, view: bool = False
+    ) -> "Logits":
+        """Return the logits of some tokens, or in another shape, or after one more function."""
         if self.whole is not None:
-            whole = self.whole if select is None else select(self.whole)
-            return Logits.known(self.head, whole if step is None else step(whole), places)
-        self._use()
-        like = torch.empty(1, dtype=self.dtype, device=self.device)
-        hidden, steps = self.hidden if select is None else select(self.hidden), [*self.steps]
-        if step is not None:
-            like = step(like)
-            steps.append(step)
-        return Logits.later(self.head, hidden, self._stand_in(), places, steps, like)
-
-    def _view(self, places: Tensor, select: _Step) -> "Logits":
-        """Return logits of the same memory in another shape, or of some of the tokens."""
-        if self.whole is not None:
-            return Logits.known(self.head, select(self.whole), places)
-        like = torch.empty(1, dtype=self.dtype, device=self.device)
-        view = Logits.later(self.head, select(self.hidden), self._stand_in(), places, self.steps, like)
-        view.base, view.taken = self, select
-        return view
+            return Logits.known(self.head, step(select(self.whole)), places)
+        like = step(torch.empty(1, dtype=self.dtype, device=self.device))
+        steps = self.steps if view else [*self.steps, step]
+        found = Logits.later(self.head, select(self.hidden), self._stand_in(), places, steps, like)
+        if view:
+            found.base, found.taken = self, select
+        else:
+            self.head.is_used = True
+        return found
 
     def of_tokens(self, tokens: Tensor) -> "Logits":
         """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
@@ -418,17 +394,15 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole, slice(0, len(self.whole)))
-        self._use()
+        self.head.is_used, hidden, size = True, self._in_graph(), self.head.observed.size
 
         def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
             return function(self.head.of(hidden[None], self.steps)[0], chunk)
 
-        chunks = _chunks(len(self.hidden), self.head.observed.size)
-        if torch.is_grad_enabled():
-            again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-            hidden = self._in_graph()
-            return torch.cat([again(hidden[chunk], chunk) for chunk in chunks])
-        return torch.cat([of_chunk(self.hidden[chunk], chunk) for chunk in chunks])
+        chunks = [slice(begin, begin + size) for begin in range(0, max(len(hidden), 1), size)]
+        again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+        run = of_chunk if len(chunks) == 1 else again
+        return torch.cat([run(hidden[chunk], chunk) for chunk in chunks])
 
     def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
@@ -439,7 +413,7 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
-        self._use()
+        self.head.is_used = True
 
         def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
             return function(self.head.of(hidden, self.steps)[0], chunk)
@@ -483,13 +457,6 @@ def _cross_entropy(
         found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk], reduction="none"))
         observed.sums.append(found.detach().sum())
         return found
-    if logits.whole is not None and observed.token_losses is None:
-        found = losses_of(logits.whole, target, reduction=reduction)
-        if reduction == "mean":  # not a number without labels
-            observed.sums.append(torch.where(labeled.any(), found.detach() * labeled.sum(), 0.0))
-        else:
-            observed.sums.append(found.detach())
-        return found
     chosen = labeled.nonzero()[:, 0]
     chosen = chosen if len(chosen) else chosen.new_zeros(1)
     targets = target[chosen]
@@ -523,8 +490,6 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
             token_losses.put_at(losses, tokens[own])
         return losses @ weights[own].to(losses)
 
-    if logits.whole is not None:
-        return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
     # in a tree, a token may predict several labels
     chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
 
@@ -600,10 +565,6 @@ def _index_of_tokens(index: Any, ndim: int) -> tuple[tuple[Any, ...], slice | No
     begin = dots[0] if dots else len(parts)
     parts = (*parts[:begin], *[slice(None)] * (ndim - taken + len(dots)), *parts[begin + len(dots) :])
     return parts[:-1], parts[-1] if isinstance(parts[-1], slice) else None
-
-
-def _chunks(tokens: int, size: int) -> list[slice]:
-    return [slice(begin, begin + size) for begin in range(0, max(tokens, 1), size)]
 
 
 _OF_SINGLE_LOGITS = frozenset(

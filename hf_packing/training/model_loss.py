@@ -53,14 +53,7 @@ def with_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weighting_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss, items: Any) -> Weighting | None:
-    """Return what takes the place of a model's cross-entropy, or None if it is right as it is.
-
-    Args:
-        model: a patched model, with or without wrappers.
-        batch: a packed batch with labels, or a batch of trees.
-        loss: "token" or "sequence".
-        items: the number by which the model divides the loss.
-    """
+    """Return what takes the place of a model's cross-entropy, which it divides by `items`; None to leave it alone."""
     if loss == "token" and not is_tree_batch(batch):
         return None
     return weighting(model, batch, batch[labels_key(batch)], weights_of(batch, loss), items)
@@ -78,18 +71,11 @@ def run_with_loss(
 ) -> tuple[Tensor, Observed]:
     """Run a model with its own loss L(items), and return the loss and what was observed of its cross-entropies.
 
-    Args:
-        model: a patched language model, with or without wrappers.
-        batch: a packed batch or a batch of trees.
-        labels: int64 [1, tokens]; -100 marks a token without a label.
-        items: the number by which the model divides the loss, a number or a scalar tensor.
-        weighting: what takes the place of the model's cross-entropy; None to leave it as it is.
-
     Raises:
         PackingError: there is a weighting, but the model does not compute one cross-entropy of its logits.
     """
     divisor = {ITEMS: items} if takes_argument(inner_model(model), ITEMS) else {}
-    with observed_logits(model, labels.shape, weighting=weighting, sums=not torch.is_grad_enabled()) as observed:
+    with observed_logits(model, labels.shape, weighting=weighting) as observed:
         outputs = model(**inputs_of_model(batch), labels=labels, **divisor)
     if weighting is not None:
         check_is_weighted(model, observed)
@@ -127,12 +113,7 @@ def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> I
 
 
 def with_a_label(batch: Mapping[str, Any], items: Tensor) -> dict[str, Any]:
-    """Return a batch that has a label in any case, since a mean over no labels is not a number.
-
-    Args:
-        batch: a packed batch with labels.
-        items: the number of its items, an int64 scalar; if it is 0, the loss has to be multiplied by 0.
-    """
+    """Return a packed batch that has a label even if it has no items, since a mean over no labels is not a number."""
     labels = batch[LABELS].clone()
     labels[0, -1] = torch.where(items > 0, labels[0, -1], (batch["input_ids"][0, -1] == 0).to(labels))
     return {**batch, LABELS: labels}
@@ -154,10 +135,7 @@ _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | str]]" 
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
-    """Return how a model computes its own loss, from one run on a short document; None if it returns no loss.
-
-    If the model's weights are not in memory, a small model of the same class runs instead.
-    """
+    """Return how a model computes its own loss; None if it returns no loss, or if this is not known."""
     known = _known_of(model)
     return known if isinstance(known, OwnLoss) else None
 
@@ -195,11 +173,7 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def check_predicts_next(model: nn.Module) -> None:
-    """Raise PackingError unless a model's logits at a token predict the next token, from this token and earlier ones.
-
-    Args:
-        model: a patched model, with or without wrappers.
-    """
+    """Raise PackingError unless a model's logits at a token predict the next token, from this token and earlier ones."""
     inner = inner_model(model)
     if not predicts_next(model) or sees_labels(inner):
         raise PackingError(
@@ -209,13 +183,9 @@ def check_predicts_next(model: nn.Module) -> None:
 
 
 def check_loss_of_model(model: nn.Module, loss: Loss, trees: bool = False) -> None:
-    """Refuse a model that returns no loss, or whose cross-entropy cannot be weighted where this is needed.
+    """Raise PackingError if a model returns no loss, or if its cross-entropy cannot be weighted where this is needed.
 
     A model is not checked if neither its weights nor a small copy of it are in memory.
-
-    Raises:
-        PackingError: the model returns no loss; or `loss` is "sequence" or there are trees, and the model's own loss is
-            not computed from one cross-entropy of its logits.
     """
     inner, known = inner_model(model), _known_of(model)
     if isinstance(known, str):
@@ -239,8 +209,7 @@ def collator_for(
     model: nn.Module | None, tokens: int | None = None, max_segments: int | None = None
 ) -> PackingCollator:
     """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
-    keep_first_labels = model is not None and not predicts_next(model)
-    return PackingCollator(keep_first_labels, tokens, max_segments)
+    return PackingCollator(model is not None and not predicts_next(model), tokens, max_segments)
 
 
 _PROBED_TOKENS, _LABELED = 13, 6
@@ -275,7 +244,7 @@ def _ask(model: nn.Module) -> OwnLoss | str:
 
     def run(items: Tensor) -> tuple[Any, Observed]:
         divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}
-        with observed_logits(inner, labels.shape, size=_PROBED_TOKENS, sums=True) as observed:
+        with observed_logits(inner, labels.shape) as observed:
             outputs = inner(**{**batch, LABELS: labels}, **divisor)
         if not leaves and isinstance(logits := getattr(outputs, "logits", None), Tensor):
             leaves.append(logits)  # of a model that does not name its output layer

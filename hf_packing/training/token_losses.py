@@ -1,12 +1,8 @@
 """Collect losses of tokens: those of every label, for the logs of a mixture, and their mean over an evaluation."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_packing.training.losses import exact_type
 
@@ -41,21 +37,6 @@ class TokenLosses:
         """Keep losses by the tokens that the labels belong to, int64 [labels]; see `put`."""
         self.of_labels[0, labeled.to(self.of_labels.device)] = losses.detach().to(self.of_labels)
         self.are_known = True
-
-    @contextmanager
-    def of_log_probs(self, model: nn.Module) -> Iterator[None]:
-        """Context manager: within the block, keep the `log_probs` [1, tokens - 1] of SFTTrainer's fused LM head."""
-
-        def keep(_: nn.Module, __: Any, outputs: Any) -> None:
-            found = getattr(outputs, "log_probs", None)
-            if isinstance(found, Tensor) and found.shape == self.of_labels[:, 1:].shape:
-                self.put(-found[0], torch.arange(found.shape[1]))
-
-        handle = model.register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
 
 
 class TokenMean:

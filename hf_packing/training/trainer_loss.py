@@ -11,7 +11,7 @@ layer, called the fused LM head, returns `log_probs` [1, tokens - 1], whose nega
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +41,14 @@ from hf_packing.training.token_losses import TokenLosses
 _METRICS = ("_metrics", "_total_train_tokens")
 """Attributes in which SFTTrainer collects metrics of batches."""
 
-
 _PICTURES = {"image", "images", "pixel_values"}
 """Columns of pictures, as collators of TRL and processors of transformers name them."""
 
-
-_ON_TRAINER = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
-
-
-_IN_ARGUMENTS = ("label_smoothing_factor", "use_liger_kernel", "loss_type")
-
+_SETTINGS = (
+    *("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs"),
+    *("label_smoothing_factor", "use_liger_kernel", "loss_type"),
+)
+"""Attributes of a trainer or of its arguments that decide how it computes its loss."""
 
 Compute = Callable[..., Any]
 """A trainer's own compute_loss, given the inputs and num_items_in_batch: it returns a loss, or a loss and outputs."""
@@ -102,25 +100,25 @@ class TrainerLoss:
         factor = given * ranks / items
         sums_log_probs = self.sums_log_probs and not is_tree_batch(inputs)
         weighting = None if sums_log_probs else weighting_of(model, inputs, loss, given)
+        weights = weights_of(inputs, loss) if sums_log_probs and loss == "sequence" else None
         given_inputs = with_labels(inputs)
 
         def run(inputs: dict[str, Any], given: Any) -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(_as_one_micro_batch(trainer))
-                if sums_log_probs and token_losses is not None:  # before they are weighted
-                    stack.enter_context(token_losses.of_log_probs(model))
-                if sums_log_probs and loss == "sequence":
-                    stack.enter_context(weighted_log_probs(model, inputs))
-                observed = observed_logits(
-                    model,
-                    inputs[LABELS].shape,
-                    weighting=weighting,
-                    token_losses=None if sums_log_probs else token_losses,
-                )
-                cross_entropies = stack.enter_context(observed)
+            with (
+                _as_one_micro_batch(trainer),
+                _summed_log_probs(model, weights, token_losses) as log_probs,
+                observed_logits(
+                    model, inputs[LABELS].shape, weighting=weighting, token_losses=token_losses
+                ) as observed,
+            ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
-                check_is_weighted(model, cross_entropies)
+                check_is_weighted(model, observed)
+            if weights is not None and not log_probs:
+                raise PackingError(
+                    "loss: expected log_probs of all tokens from SFTTrainer's fused LM head for loss='sequence', but "
+                    "the model returned none. This version of TRL may not be supported; use loss='token'"
+                )
             return found
 
         if weighting is not None or self.is_divided:
@@ -154,8 +152,8 @@ class TrainerLoss:
         given_inputs = with_labels(inputs)
         with (
             _as_one_micro_batch(trainer),
-            summed_log_probs(model) as log_probs,
-            observed_logits(model, given_inputs[LABELS].shape, weighting=weighting, sums=True) as observed,
+            _summed_log_probs(model) as log_probs,
+            observed_logits(model, given_inputs[LABELS].shape, weighting=weighting) as observed,
             only_cross_entropy(model, observed, items),
         ):
             found = compute(given_inputs, num_items_in_batch=items)
@@ -199,9 +197,8 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
 
 
 def loss_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's attributes and arguments that decide how the trainer computes its loss, by name."""
-    on_trainer = {name: getattr(trainer, name, None) for name in _ON_TRAINER}
-    return on_trainer | {name: getattr(trainer.args, name, None) for name in _IN_ARGUMENTS}
+    """Return what decides how the trainer computes its loss, by name."""
+    return {name: getattr(trainer, name, getattr(trainer.args, name, None)) for name in _SETTINGS}
 
 
 def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
@@ -257,11 +254,7 @@ def _run_and_ask(
     randomness, and without an entry in the trainer's metrics. All ranks do the same.
 
     Args:
-        run: runs compute_loss on inputs and a number of items.
-        inputs: a packed batch with labels, or maybe without any.
-        labeled: the same batch with at least one label.
-        items: the number of items, a float scalar.
-        trainer: the trainer.
+        labeled: the inputs, with at least one label.
     """
     device, model = items.device, trainer.model_wrapped
     cuda = [device] if device.type == "cuda" else []
@@ -315,59 +308,37 @@ def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: within the block, weight the log_probs of SFTTrainer's fused LM head for loss="sequence".
+def _summed_log_probs(
+    model: nn.Module, weights: Tensor | None = None, token_losses: TokenLosses | None = None
+) -> Iterator[list[Tensor]]:
+    """Context manager: yield a list, to which every forward pass of SFTTrainer's fused LM head appends a sum.
 
-    With these weights, all documents in `inputs`, a packed batch, count equally in the loss.
-    """
-    weights = weights_of(inputs, "sequence")[:, 1:]
+    For other models, which return no `log_probs`, the list stays empty.
 
-    def weight(outputs: Any) -> None:
-        found = getattr(outputs, "log_probs", None)
-        if found is None or found.shape != weights.shape:
-            raise PackingError(
-                f"loss: expected log_probs of shape {tuple(weights.shape)} from SFTTrainer's fused LM head for "
-                f"loss='sequence', but the model returned {type(outputs).__name__} without such log_probs. This "
-                "version of TRL may not be supported; use loss='token'"
-            )
-        outputs.log_probs = found * weights.to(found)
-
-    with _seeing_outputs(model, weight):
-        yield
-
-
-@contextmanager
-def summed_log_probs(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Context manager: yield a list, to which every forward pass of the model appends the sum of its `log_probs`.
-
-    Only SFTTrainer's fused LM head returns `log_probs`; for other models, the list stays empty.
+    Args:
+        weights: float [1, tokens], by which log_probs are multiplied afterwards; None to leave them as they are.
+        token_losses: where the losses of all labels are kept; None to keep none.
     """
     sums: list[Tensor] = []
 
-    def add(outputs: Any) -> None:
-        if isinstance(found := getattr(outputs, "log_probs", None), Tensor):
-            sums.append(found.detach().to(exact_type(found.device)).sum())
+    def see(_: nn.Module, __: Any, outputs: Any) -> None:
+        if not isinstance(found := getattr(outputs, "log_probs", None), Tensor):
+            return
+        sums.append(found.detach().to(exact_type(found.device)).sum())
+        if token_losses is not None:
+            token_losses.put(-found[0], torch.arange(found.shape[1]))
+        if weights is not None:
+            outputs.log_probs = found * weights[:, 1:].to(found)
 
-    with _seeing_outputs(model, add):
-        yield sums
-
-
-@contextmanager
-def _seeing_outputs(model: nn.Module, see: Callable[[Any], None]) -> Iterator[None]:
-    handle = model.register_forward_hook(lambda _, __, outputs: see(outputs))
+    handle = model.register_forward_hook(see)
     try:
-        yield
+        yield sums
     finally:
         handle.remove()
 
 
 def subclass_with(methods: type[Trainer], kind: type[Trainer], prefix: str) -> type[Any]:
-    """Return the class that a trainer of class `kind` has after attach; the result is `methods` if `kind` is Trainer.
-
-    Args:
-        methods: a subclass of Trainer, whose methods run first, and call the methods of `kind` through super().
-        kind: the class of the trainer.
-        prefix: text before the name of `kind`, for the name of the new class.
+    """Return the class that a trainer of class `kind` has after attach, whose `methods` run first.
 
     Raises:
         TypeError: `kind` cannot be subclassed.

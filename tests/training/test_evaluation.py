@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build
 from trainers import trainer_of
@@ -127,7 +127,7 @@ def test_evaluation_in_chunks(tmp_path, kind):
     """Logits of a whole row are computed only where predictions or metrics read them."""
     data = documents(9)
     found = []
-    for tokens in (5, 1000):
+    for tokens in (5, WHOLE):
         trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64), data=data)
         hfp.attach(trainer, hfp.TokenBudget(64))
         with chunks_of(tokens, trainer.model) as chunks:

@@ -11,7 +11,7 @@ import pickle
 import peft
 import pytest
 import torch
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
@@ -34,8 +34,6 @@ from hf_packing.training.model_loss import own_loss_of, predicts_next, run_with_
 DOCUMENTS = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], list(range(40, 60))]
 LABELS = [[*DOCUMENTS[0]], [-100, 17, 22], [-100] * 9 + list(range(50, 61))]
 LABELED = 19
-ALL = 1000
-"""More tokens than any row has, so that logits are not computed in chunks."""
 
 
 def batch_for(model, labels=LABELS, documents=DOCUMENTS):
@@ -65,7 +63,7 @@ def check_equal(model, batch=None, close=1e-12, tokens=5, called=None):
     batch = batch_for(model) if batch is None else batch
     called = model if called is None else called
     for loss in ("sequence", "token"):
-        with chunks_of(ALL, model) as chunks:
+        with chunks_of(WHOLE, model) as chunks:
             expected, gradients = result_of(called, batch, loss)
         assert not chunks
         with chunks_of(tokens, model) as chunks:
@@ -86,7 +84,7 @@ def check_same(value, found, expected, gradients, close=1e-12):
 def check_whole(model, reason, caplog, called=None):
     """The loss and gradients are right, whole logits are computed, and the log says why, once."""
     batch = batch_for(model)
-    with chunks_of(ALL, model):
+    with chunks_of(WHOLE, model):
         expected, gradients = result_of(model, batch)
     with chunks_of(5, model) as chunks, caplog.at_level(logging.INFO, logger=module.__name__):
         for _ in range(2):
@@ -160,7 +158,7 @@ def test_every_architecture(kind, fewest):
             model = exact(tiny_model(architecture, kind, torch.float64, experts_implementation="eager"))
             ids = torch.arange(3, 26)[None]
             inputs = {"input_ids": ids} | ({"use_cache": False} if takes_argument(model, "use_cache") else {})
-            with chunks_of(ALL, model):
+            with chunks_of(WHOLE, model):
                 expected = run_with_loss(model, inputs, ids, 23.0)[0]
             expected.backward()
         except Exception:  # it cannot be built, or has no float64
@@ -237,7 +235,7 @@ def test_autocast():
     batch = batch_for(model)
     right = result_of(model, batch)[1]
     found = []
-    for tokens in (ALL, 5):
+    for tokens in (WHOLE, 5):
         with torch.autocast("cpu", torch.bfloat16), chunks_of(tokens, model) as chunks:
             found.append(result_of(model, batch))
     assert chunks
@@ -291,7 +289,7 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_of_a_whole_row_are_never_in_memory():
     model = hfp.patch_model(build("Llama", vocab_size=20_000))
     batch = batch_for(model, [list(range(128))], [list(range(128))])
-    for tokens, expected in ((ALL, 128 * 20_000), (4, model.lm_head.weight.numel())):
+    for tokens, expected in ((WHOLE, 128 * 20_000), (4, model.lm_head.weight.numel())):
         with chunks_of(tokens, model), LargestTensor() as largest:
             result_of(model, batch)
         assert largest.elements == expected
@@ -304,18 +302,10 @@ def test_tokens_without_labels_have_no_logits():
     assert chunks[-1] == (LABELED, 5)  # of 30 tokens
 
 
-def test_short_rows_are_left_alone():
-    model = patched()
-    with chunks_of(30, model) as chunks, observed_logits(model, (shape := batch_for(model)["input_ids"].shape)):
-        assert type(model(**batch_for(model)).logits) is torch.Tensor
-    assert shape == (1, 30)
-    assert not chunks
-
-
 def test_evaluation():
     model = patched("Llama", torch.float64)
     batch, found = batch_for(model), []
-    for tokens in (5, ALL):
+    for tokens in (5, WHOLE):
         with torch.no_grad(), chunks_of(tokens, model) as chunks:
             loss = hfp.compute_loss(model, batch)
         assert bool(chunks) == (tokens == 5)
@@ -419,7 +409,7 @@ def test_all_other_functions_get_the_values(change):
     model = changed(change)
     batch = batch_for(model)
     for loss in ("token", "sequence"):
-        with chunks_of(ALL, model):
+        with chunks_of(WHOLE, model):
             expected = result_of(model, batch, loss)
         with chunks_of(5, model):
             check_same(*result_of(model, batch, loss), *expected)
@@ -430,7 +420,7 @@ def test_a_trained_scale():
     model = changed(lambda logits: logits * scale)
     model.scale = scale
     batch = batch_for(model)
-    with chunks_of(ALL, model):
+    with chunks_of(WHOLE, model):
         expected = result_of(model, batch)
     with chunks_of(5, model):
         found = result_of(model, batch)
@@ -538,7 +528,7 @@ def test_a_hook_on_the_output_layer(caplog):
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_a_trainer_trains_in_chunks(tmp_path, loss):
     found = []
-    for tokens in (5, ALL):
+    for tokens in (5, WHOLE):
         trainer = trainer_of(tmp_path, model=patched("Llama", torch.float64), max_steps=3)
         hfp.attach(trainer, hfp.TokenBudget(64), loss=loss)
         with chunks_of(tokens, trainer.model) as chunks:
@@ -569,7 +559,7 @@ class Shifts(Trainer):
 @pytest.mark.parametrize("kind", [OwnLoss, Shifts])
 def test_a_trainer_with_a_loss_of_its_own_trains_in_chunks(tmp_path, kind):
     found = []
-    for tokens in (5, ALL):
+    for tokens in (5, WHOLE):
         trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64))
         hfp.attach(trainer, hfp.TokenBudget(64))
         with chunks_of(tokens, trainer.model) as chunks:
@@ -594,7 +584,7 @@ def run_later(model, batch, tokens=5):
     """The outputs of a model whose logits nobody has read."""
     with chunks_of(tokens, model), observed_logits(model, batch["input_ids"].shape):
         outputs = model(**batch)
-    assert tokens == ALL or (isinstance(outputs.logits, Logits) and outputs.logits.whole is None)
+    assert tokens == WHOLE or (isinstance(outputs.logits, Logits) and outputs.logits.whole is None)
     return outputs
 
 
@@ -682,7 +672,7 @@ def test_anybody_else_who_reads_logits(name):
     batch = batch_for(model)
     labels = torch.cat([batch["labels"][:, 1:], torch.tensor([[-100]])], 1)
     found = []
-    for tokens in (ALL, 5):
+    for tokens in (WHOLE, 5):
         model.zero_grad()
         outputs = run_later(model, batch, tokens)
         loss = READERS[name](outputs.logits, labels) + 0.5 * outputs.loss
@@ -701,7 +691,7 @@ def test_logits_that_are_read_without_a_graph_keep_theirs():
     outputs.logits.square().sum().backward()
     found = gradients_of(model)
     model.zero_grad()
-    loss = run_later(model, batch, ALL).logits.square().sum()
+    loss = run_later(model, batch, WHOLE).logits.square().sum()
     loss.backward()
     check_same(loss.item(), found, loss.item(), gradients_of(model))
 
@@ -710,7 +700,7 @@ def test_logits_are_printed_pickled_and_copied_as_tensors():
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
     with torch.no_grad():
-        outputs, expected = run_later(model, batch), run_later(model, batch, ALL).logits
+        outputs, expected = run_later(model, batch), run_later(model, batch, WHOLE).logits
         assert repr(outputs.logits) == repr(expected)
         assert f"{outputs.logits[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
         for again in (
@@ -751,7 +741,7 @@ def test_a_hook_on_logits_sees_their_gradient(when):
     batch = batch_for(model)
     labels = batch["labels"][0, 1:]
     found = []
-    for tokens in (ALL, 5):
+    for tokens in (WHOLE, 5):
         outputs = run_later(model, {name: each for name, each in batch.items() if name != "labels"}, tokens)
         if when == "before the loss":
             outputs.logits.register_hook(lambda gradient: found.append(gradient.clone()))
@@ -775,7 +765,7 @@ def smoothed_by_torch(logits, labels):
     return F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum", label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("tokens", [5, ALL])
+@pytest.mark.parametrize("tokens", [5, WHOLE])
 @pytest.mark.parametrize("function", [weighted_by_hand, smoothed_by_torch])
 def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
     model = patched("Llama", torch.float64)

@@ -11,7 +11,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build, with_loss_times
 from training_process import documents
@@ -450,7 +450,7 @@ def test_arguments_of_plain_batches_and_of_planned_ones():
 def test_the_head_of_a_loop_in_chunks(loss):
     model = patched("Llama", torch.float64)
     batch, found = next(iter(loader_of(loss=loss, model=model))), []
-    for tokens in (5, 1000):
+    for tokens in (5, WHOLE):
         with chunks_of(tokens, model) as chunks:
             found.append(hfp.compute_loss(model, batch).item())
             found.append(hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9), rows_per_batch=3))

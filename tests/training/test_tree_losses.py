@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
@@ -142,7 +142,7 @@ def test_losses_of_tokens_are_kept():
     batch = batch_of((DOCUMENTS, LABELS))
     weights = weights_of(batch, "token")
     kept = [TokenLosses(batch["input_ids"], predicts_next=True) for _ in range(2)]
-    for tokens, losses in zip((1000, 2), kept, strict=True):
+    for tokens, losses in zip((WHOLE, 2), kept, strict=True):
         shape, weighting = batch["input_ids"].shape, weighting_of(model, batch, "token", 1)
         with chunks_of(tokens, model), observed_logits(model, shape, weighting=weighting, token_losses=losses):
             total = model(**with_labels(batch), num_items_in_batch=1).loss
