@@ -33,9 +33,9 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.resumed_steps import EpochOfSteps
-from hf_packing.training.trainer_loss import keeps_rows_whole, subclass_with
+from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
-from hf_packing.training.whole_row_trainer import attach_whole_rows
+from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
 from hf_packing.versions import refuse_older
 
 

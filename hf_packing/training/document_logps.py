@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import functional as F
 
 from hf_packing.attention import check_patched
 from hf_packing.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import log_probs_of, observed_logits, reduced_logits
+from hf_packing.training.logits import Logits, observed_logits, reduced_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
 from hf_packing.training.next_tokens import NextTokens
@@ -83,7 +84,20 @@ def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextToken
     whole = is_sharded and torch.is_grad_enabled()
     with (
         nullcontext() if whole else observed_logits(model, labels.shape),
-        reduced_logits(model, partial(log_probs_of, following)),
+        reduced_logits(model, partial(_log_probs_of, following)),
     ):
         found: Tensor = model(**inputs).logits
     return found
+
+
+def _log_probs_of(following: NextTokens, logits: Tensor) -> Tensor:
+    """Return the log-probability of each label, float [labels]."""
+    if not isinstance(logits, Logits):
+        return following.log_probs(logits)
+
+    def of_chunk(rows: Tensor, chunk: slice) -> Tensor:
+        exact = rows if rows.dtype == torch.float64 else rows.float()
+        losses: Tensor = F.cross_entropy(exact, following.labels[chunk].to(exact.device), reduction="none")
+        return -losses
+
+    return logits.of_tokens(following.predictors).in_chunks(of_chunk)

@@ -9,9 +9,9 @@ needs values gets the logits of the whole row.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,80 +50,53 @@ class Weighting:
     """The number by which the model divides the sum, or by which the sum is divided if the model takes a mean."""
 
 
-@dataclass
-class Observed:
-    """The cross-entropies of the logits of one forward."""
-
-    size: int
-    """The largest number of tokens in a chunk."""
-    weighting: Weighting | None
-    token_losses: TokenLosses | None
-    sums: list[Tensor] = field(default_factory=list)
-    """The sum over labels of each cross-entropy, without a graph."""
-
-
 @contextmanager
 def observed_logits(
     model: nn.Module,
     shape: torch.Size,
-    *,
-    size: int | None = None,
     weighting: Weighting | None = None,
     token_losses: TokenLosses | None = None,
-) -> Iterator[Observed]:
+    size: int | None = None,
+) -> Iterator["Observed"]:
     """Context manager: within the block, a model's logits are `Logits`.
 
     Args:
         model: a model, with or without wrappers.
         shape: numbers of rows and tokens of the batch.
-        size: the largest number of tokens in a chunk; None for as many as make CHUNK_LOGITS logits.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
         token_losses: where the cross-entropies of all labels are kept; None to keep none.
+        size: the largest number of tokens in a chunk; None for as many as make CHUNK_LOGITS logits.
     """
     inner = inner_model(model)
-    observed = Observed(size or tokens_of_chunk(inner), weighting, token_losses)
     layer = inner.get_output_embeddings()
-    head = _Head(inner, layer, shape, observed)
     reason, can_observe = _reason_against_chunks(layer, model, inner)
+    head = Observed(inner, layer, shape, size or tokens_of_chunk(inner), weighting, token_losses, reason)
     with (
-        head.installed(in_chunks=not reason) if can_observe else nullcontext(),
+        head.installed() if can_observe else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
-        yield observed
-    reason = reason or head.reason
-    if reason and shape.numel() > observed.size and _REPORTED.get(inner) != reason:
-        _REPORTED[inner] = reason
-        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, reason)
+        yield head
+    if head.reason and shape.numel() > head.size and _REPORTED.get(inner) != head.reason:
+        _REPORTED[inner] = head.reason
+        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, head.reason)
 
 
 @contextmanager
-def reduced_logits(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context manager: within the block, a model returns the result of a function in place of its logits.
+def called_on_outputs(module: nn.Module, function: Callable[[Any], None]) -> Iterator[None]:
+    """Context manager: within the block, a function sees the outputs of each forward of a module, or changes them.
 
-    The function runs inside the wrappers of DDP and FSDP, as a loss does, while the weights are gathered.
+    For a model without its wrappers, it runs inside of DDP and FSDP, as a loss does, while the weights are gathered.
     """
-
-    def replace(_: nn.Module, __: Any, outputs: Any) -> Any:
-        outputs["logits"] = reduce(outputs.logits)
-        return outputs
-
-    handle = inner_model(model).register_forward_hook(replace, prepend=True)
+    handle = module.register_forward_hook(lambda _, __, outputs: function(outputs), prepend=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-def log_probs_of(following: NextTokens, logits: Tensor) -> Tensor:
-    """Return the log-probability of each label, float [labels]."""
-    if not isinstance(logits, Logits):
-        return following.log_probs(logits)
-
-    def of_chunk(rows: Tensor, chunk: slice) -> Tensor:
-        exact = rows if rows.dtype == torch.float64 else rows.float()
-        return -F.cross_entropy(exact, following.labels[chunk].to(exact.device), reduction="none")
-
-    return logits.of_tokens(following.predictors).in_chunks(of_chunk)
+def reduced_logits(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    """Context manager: within the block, a model returns the result of a function in place of its logits."""
+    return called_on_outputs(inner_model(model), lambda outputs: setattr(outputs, "logits", reduce(outputs.logits)))
 
 
 def tokens_of_chunk(inner: PreTrainedModel) -> int:
@@ -150,9 +123,8 @@ def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel)
         return "DeepSpeed ZeRO-3 shards the output layer", True
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
-    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values(), *layer._backward_hooks.values()]
-    if not all(map(_is_of_torch, hooks)):
-        return "the output layer has a hook", True  # it would see some of the tokens only
+    if not all(map(_is_of_torch, (*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()))):
+        return "the output layer has a backward hook", False
     return "", True
 
 
@@ -164,76 +136,72 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-class _Head:
-    """Hooks on the output layer for one forward of a model, which make its outputs `Logits`.
+class Observed:
+    """The logits and cross-entropies of one forward, in which this takes the place of the output layer's forward."""
 
-    Where logits are to be computed in chunks, the layer itself runs on the first token of the row only, with all its
-    hooks and wrappers.
-    """
-
-    def __init__(self, inner: PreTrainedModel, layer: nn.Module, shape: torch.Size, observed: Observed) -> None:
-        self.inner, self.layer, self.shape, self.observed = inner, layer, shape, observed
-        self.reason = "the output layer was not called"
+    def __init__(
+        self,
+        inner: PreTrainedModel,
+        layer: Any,
+        shape: torch.Size,
+        size: int,
+        weighting: Weighting | None,
+        token_losses: TokenLosses | None,
+        reason: str,
+    ) -> None:
+        self.inner, self.layer, self.shape, self.size = inner, layer, shape, size
+        self.weighting, self.token_losses = weighting, token_losses
+        self.sums: list[Tensor] = []
+        """The sum over labels of each cross-entropy of the logits, without a graph."""
+        self.reason = reason
         """Why the logits of whole rows are computed; empty if they are not."""
-        self.biases: list[Tensor] = []
-        """Trained tensors with which the forward has changed the logits."""
-        self._hidden: Tensor | None = None
-        self._autocast = False, torch.bfloat16
+        self.trained: list[Tensor] = []
+        """The weights of the layer, and tensors with which the model's forward has changed the logits."""
         self.has_graph = False
         self.is_used = False
         """True if something was computed of the logits in chunks, or is going to be."""
+        self._autocast = False, torch.bfloat16
 
     @contextmanager
-    def installed(self, in_chunks: bool) -> Iterator[None]:
-        handles = [self.layer.register_forward_hook(self._return_logits)]
-        if in_chunks:
-            handles.append(self.layer.register_forward_pre_hook(self._keep_first_token))
-            handles.append(self.layer.register_forward_hook(self._without_graph, prepend=True))
+    def installed(self) -> Iterator[None]:
+        replaced, self._forward, known = vars(self.layer).get("forward"), self.layer.forward, self.reason
+        self.layer.forward = partial(self._return_logits, known)
+        self.reason = known or "the output layer was not called"
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            del self.layer.forward
+            if replaced is not None:
+                self.layer.forward = replaced
 
-    def _keep_first_token(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-        """Keep the input of the output layer, and return the first token, unless something rules out chunks."""
-        hidden = args[0] if len(args) == 1 else None
-        if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:
-            self.reason = "the input of the output layer is not a tensor [1, tokens, width]"
-            return None
+    def _return_logits(self, reason: str, hidden: Any, *others: Any, **named: Any) -> Any:
+        places = torch.arange(self.shape.numel()).view(self.shape)
+        self.reason = reason or self._reason_of(hidden, *others, *named)
+        self.has_graph = torch.is_grad_enabled()
+        if self.reason:
+            output = self._forward(hidden, *others, **named)
+            is_known = type(output) is Tensor and output.shape[:2] == self.shape
+            return Logits.known(self, output, places) if is_known else output
+        self.trained = [each for each in self.layer.parameters() if each.requires_grad]
+        like = self._forward(hidden[:, :1])[0, 0].detach()
+        return Logits.later(self, hidden, None, places, [self._of], like)
+
+    def _reason_of(self, hidden: Any, *others: Any) -> str:
+        if others or not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:
+            return "the input of the output layer is not a tensor [1, tokens, width]"
         device = hidden.device.type
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.has_graph = torch.is_grad_enabled()
         if _is_distributed(self.layer):
-            self.reason = "the output layer is distributed by tensor parallelism"
-        elif torch.float16 in (hidden.dtype, self._autocast[1] if self._autocast[0] else None):
-            self.reason = "gradients in float16 have to be scaled before they are computed"
-        else:
-            self.reason, self._hidden = "", hidden
-            return (hidden[:, :1],)
-        return None
+            return "the output layer is distributed by tensor parallelism"
+        if torch.float16 in (hidden.dtype, self._autocast[1] if self._autocast[0] else None):
+            return "gradients in float16 have to be scaled before they are computed"
+        return ""
 
-    def _without_graph(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Return logits of the first token that the backward pass reaches, but that get no gradient."""
-        return None if self._hidden is None else output.detach() + 0 * args[0].sum().to(output.dtype)
-
-    def _return_logits(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        places = torch.arange(self.shape.numel()).view(self.shape)
-        if self._hidden is not None:
-            hidden, self._hidden = self._hidden, None
-            return Logits.later(self, hidden, output, places, [], output)
-        if type(output) is not Tensor or output.shape[:2] != self.shape:
-            return None
-        return Logits.known(self, output, places)
-
-    def of(self, hidden: Tensor, steps: list[_Step]) -> Tensor:
-        """Return the logits for inputs of the output layer, float [..., width], after some functions of the forward."""
+    def _of(self, hidden: Tensor) -> Tensor:
+        """Run the layer without its hooks, which FSDP expects to be called once."""
         enabled, dtype = self._autocast
         with _unsharded(self.inner, self.layer), torch.autocast(hidden.device.type, dtype, enabled=enabled):
-            logits: Tensor = self.layer.forward(hidden)  # without hooks, which FSDP expects to be called once
-            for step in steps:
-                logits = step(logits)
-        return logits
+            return self._forward(hidden)  # type: ignore[no-any-return]
 
 
 class Logits(Tensor):
@@ -242,13 +210,13 @@ class Logits(Tensor):
     Until then, the memory of the tensor is a single NaN, so that no code takes it for numbers.
     """
 
-    head: _Head
-    places: Tensor
-    """The index of each token in the batch, int64 [...] on the CPU."""
+    head: Observed
     hidden: Tensor
     """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
     steps: list[_Step]
-    """The functions that the forward has called on the logits. Views have the same list, since they share memory."""
+    """The functions that make logits of `hidden`. Views have the same list, since they share memory."""
+    places: Tensor
+    """The index of each token in the batch, int64 [...] on the CPU."""
     base: "Logits | None" = None
     """The logits with which these share memory, as views do."""
     taken: _Step
@@ -263,19 +231,19 @@ class Logits(Tensor):
         return self._whole
 
     @classmethod
-    def known(cls, head: _Head, whole: Tensor, places: Tensor) -> "Logits":
+    def known(cls, head: Observed, whole: Tensor, places: Tensor) -> "Logits":
         logits = whole.as_subclass(cls)
         logits.head, logits._whole, logits.places = head, whole, places
         return logits
 
     @classmethod
     def later(
-        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: list[_Step], like: Tensor
+        cls, head: Observed, hidden: Tensor, before: Tensor | None, places: Tensor, steps: list[_Step], like: Tensor
     ) -> "Logits":
-        trained = [each for each in (*head.layer.parameters(), *head.biases) if each.requires_grad]
+        """Return logits that are computed later, from logits `before`, or from the input of the output layer."""
         apply: Callable[..., Logits] = _InGraph.apply
-        logits: Logits = apply(partial(head.of, steps=steps), like, gate, hidden, *trained)
-        logits.head, logits.places, logits.hidden, logits.steps = head, places, hidden, steps
+        logits: Logits = apply(steps, like, before, hidden, *head.trained)
+        logits.head, logits.hidden, logits.steps, logits.places = head, hidden, steps, places
         return logits
 
     def values(self) -> Tensor:
@@ -284,7 +252,7 @@ class Logits(Tensor):
             self.base.values()
         if self.whole is None:
             with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
-                self._whole = self.head.of(self._in_graph(), self.steps)
+                self._whole = _after(self.steps, self._in_graph())
         assert self.whole is not None
         return self.whole
 
@@ -305,11 +273,12 @@ class Logits(Tensor):
         if name in _WITHOUT_VALUES or (name == "register_hook" and args[0].whole is None and _is_of_torch(args[1])):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], cls) else None
         found = None
         if function is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
-        elif args and isinstance(args[0], cls):
-            found = args[0]._after(function, name, args[1:], kwargs)
+        elif first is not None and torch.is_grad_enabled() >= first.head.has_graph:  # else in a custom function
+            found = first._later(function, name, args[1:], kwargs)
         if found is not None:
             return found
 
@@ -317,32 +286,32 @@ class Logits(Tensor):
             return each.values() if isinstance(each, cls) else each
 
         result = function(*tree_map(read, args), **tree_map(read, kwargs))
-        if args and isinstance(args[0], cls) and isinstance(result, Tensor):
-            if result is args[0].whole:  # changed in place
-                return args[0]
-            if name.strip("_") in _OF_SINGLE_LOGITS and result.shape == args[0].shape:
-                return cls.known(args[0].head, result, args[0].places)
-        return result
+        if first is None or not isinstance(result, Tensor):
+            return result
+        if result is first.whole:  # changed in place
+            return first
+        is_changed = name.strip("_") in _OF_SINGLE_LOGITS and result.shape == first.shape
+        return cls.known(first.head, result, first.places) if is_changed else result
 
-    def _after(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
+    def _later(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
         """Return the result of a function that needs no values yet, or None for any other function."""
         if name in ("register_hook", "retain_grad") and self.head.is_used and self.whole is None:
             raise PackingError(
-                f"logits: expected a hook before the loss is computed, got {name} afterwards; the loss of a long row "
-                "is computed from chunks of its logits, so that no gradient of these logits arrives here. Compute the "
-                "loss from logits that you have called register_hook or retain_grad on"
+                f"logits: expected a hook before the loss is computed, got {name} afterwards; a loss is "
+                "computed from chunks of logits, so that no gradient of these logits arrives here. Compute the loss "
+                "from logits that you have called register_hook or retain_grad on"
             )
         others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         of_every_token = all(_is_of_every_token(each, self.shape[-1]) for each in others)
         if name.strip("_") in _OF_SINGLE_LOGITS and of_every_token and (args or kwargs or name != "type"):
-            self.head.biases += [each for each in others if each.requires_grad]
+            self.head.trained += [each for each in others if each.requires_grad]
 
             def step(logits: Tensor) -> Tensor:
                 return function(logits, *args, **kwargs)  # type: ignore[no-any-return]
 
-            if (name.endswith("__") and not name.startswith("__i")) or not name.endswith("_"):
+            if not (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))):
                 return self._with(self.places, step=step)
-            if self.whole is None and self.base is None:
+            if self.whole is None and self.base is None:  # in place
                 self.steps.append(step)
             else:
                 step(self.values())
@@ -352,7 +321,7 @@ class Logits(Tensor):
             shape = reshaped.shape[:-1]
             if reshaped.shape[-1:] == self.shape[-1:] and reshaped.dtype == self.dtype:
                 return self._with(
-                    self.places.reshape(shape), lambda rows: rows.reshape(*shape, rows.shape[-1]), view=True
+                    self.places.reshape(shape), lambda rows: rows.reshape(*shape, rows.shape[-1]), is_view=True
                 )
         if name == "__getitem__":
             index, last = _index_of_tokens(args[0], self.ndim)
@@ -360,25 +329,26 @@ class Logits(Tensor):
                 tokens: Any = self[(*index, slice(None))]
                 return Logits.known(self.head, tokens.values()[..., last], tokens.places)
             if last is not None:
-                copies = any(isinstance(each, Tensor) for each in index)
+                is_view = not any(isinstance(each, Tensor) for each in index)
                 on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
-                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))], view=not copies)
+                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))], is_view=is_view)
         return None
 
     def _with(
-        self, places: Tensor, select: _Step = lambda rows: rows, step: _Step = lambda rows: rows, view: bool = False
+        self, places: Tensor, select: _Step = lambda rows: rows, step: _Step | None = None, is_view: bool = False
     ) -> "Logits":
         """Return the logits of some tokens, or in another shape, or after one more function."""
+        more = [] if step is None else [step]
         if self.whole is not None:
-            return Logits.known(self.head, step(select(self.whole)), places)
-        like = step(torch.empty(1, dtype=self.dtype, device=self.device))
-        steps = self.steps if view else [*self.steps, step]
-        found = Logits.later(self.head, select(self.hidden), self._stand_in(), places, steps, like)
-        if view:
-            found.base, found.taken = self, select
+            return Logits.known(self.head, _after(more, select(self.whole)), places)
+        like = _after(more, torch.empty(self.shape[-1], dtype=self.dtype, device=self.device))
+        steps = self.steps if is_view else [*self.steps, *more]
+        logits = Logits.later(self.head, select(self.hidden), self._stand_in(), places, steps, like)
+        if is_view:
+            logits.base, logits.taken = self, select
         else:
             self.head.is_used = True
-        return found
+        return logits
 
     def of_tokens(self, tokens: Tensor) -> "Logits":
         """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
@@ -394,15 +364,12 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole, slice(0, len(self.whole)))
-        self.head.is_used, hidden, size = True, self._in_graph(), self.head.observed.size
-
-        def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
-            return function(self.head.of(hidden[None], self.steps)[0], chunk)
-
-        chunks = [slice(begin, begin + size) for begin in range(0, max(len(hidden), 1), size)]
-        again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-        run = of_chunk if len(chunks) == 1 else again
-        return torch.cat([run(hidden[chunk], chunk) for chunk in chunks])
+        self.head.is_used, hidden, size = True, self._in_graph()[None], self.head.size
+        chunks = [slice(begin, begin + size) for begin in range(0, max(hidden.shape[1], 1), size)]
+        run = self._of_chunk(function)
+        if len(chunks) > 1:
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([run(hidden[:, chunk], chunk) for chunk in chunks])
 
     def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
@@ -414,31 +381,39 @@ class Logits(Tensor):
         if self.whole is not None:
             return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
         self.head.is_used = True
-
-        def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
-            return function(self.head.of(hidden, self.steps)[0], chunk)
-
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
         with _unsharded(self.head.inner, self.head.layer):  # also while gradients are computed
-            return sum_of_chunks(of_chunk, hidden, self.head.observed.size, self._stand_in())
+            return sum_of_chunks(self._of_chunk(function), hidden, self.head.size, self._stand_in())
+
+    def _of_chunk(self, function: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
+        return lambda hidden, chunk: function(_after(self.steps, hidden)[0], chunk)
+
+
+def _after(steps: Iterable[_Step], values: Tensor) -> Tensor:
+    for step in steps:
+        values = step(values)
+    return values
 
 
 def _cross_entropy(
-    input: Any,  # noqa: A002  # as torch calls it
+    logits: Any,
     target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    *,
+    weight: Any,
+    size_average: Any,
+    ignore_index: int,
+    reduce: Any,
+    reduction: str,
+    label_smoothing: float,
 ) -> Tensor | None:
     """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
-    ndims = (input.ndim, target.ndim) if isinstance(input, Logits) else None
+    ndims = (logits.ndim, target.ndim) if isinstance(logits, Logits) else None
     if ndims != (2, 1) or (weight, size_average, reduce) != (None, None, None):
         return None
-    logits: Logits = input
-    observed, is_first = logits.head.observed, not logits.head.observed.sums
+    observed: Observed = logits.head
+    losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    labeled = (target != ignore_index).nonzero()[:, 0]
+    items: Any = len(labeled) or torch.nan  # the mean over no labels is not a number
     if observed.weighting is not None:
         if reduction == "none" or label_smoothing:
             raise PackingError(
@@ -446,32 +421,26 @@ def _cross_entropy(
                 f"loss='sequence' and for documents that share prefixes, got reduction={reduction!r} and "
                 f"label_smoothing={label_smoothing}; it cannot be weighted. Use loss='token' and no shared prefixes"
             )
-        found = _weighted(logits, observed.weighting, observed.token_losses)
-        observed.sums.append(found.detach())
-        if reduction == "mean":
-            found = found / observed.weighting.items
-        return found
-    labeled = target != ignore_index
-    losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if reduction == "none":
-        found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk], reduction="none"))
-        observed.sums.append(found.detach().sum())
-        return found
-    chosen = labeled.nonzero()[:, 0]
-    chosen = chosen if len(chosen) else chosen.new_zeros(1)
-    targets = target[chosen]
+        found, items = _weighted(logits, observed.weighting, observed.token_losses), observed.weighting.items
+    elif reduction == "none":
+        found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk]))
+    else:
+        found = _summed(logits, labeled if len(labeled) else labeled.new_zeros(1), target, losses_of)
+    observed.sums.append(found.detach().sum())
+    return found / items if reduction == "mean" else found
+
+
+def _summed(logits: Logits, chosen: Tensor, target: Tensor, losses_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the sum of the losses of some tokens, int64 [chosen], a float scalar."""
+    token_losses = None if logits.head.sums else logits.head.token_losses
 
     def sum_of(rows: Tensor, chunk: slice) -> Tensor:
-        losses = losses_of(rows, targets[chunk], reduction="none")
-        if observed.token_losses is not None and is_first:
-            observed.token_losses.put(losses, logits.places[chosen[chunk].cpu()])
+        losses = losses_of(rows, target[chosen[chunk]])
+        if token_losses is not None:
+            token_losses.put(losses, logits.places[chosen[chunk].cpu()])
         return losses.sum()
 
-    found = logits.summed(chosen, sum_of)
-    observed.sums.append(found.detach())
-    if reduction == "mean":
-        found = found / labeled.sum()
-    return found
+    return logits.summed(chosen, sum_of)
 
 
 def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | None) -> Tensor:
@@ -484,21 +453,17 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
             "whose documents cannot be told apart"
         )
     weights = weighting.weights[0, tokens]
+    # in a tree, a token may predict several labels
+    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
 
-    def sum_of(losses: Tensor, own: Any) -> Tensor:
+    def sum_of(rows: Tensor, chunk: slice) -> Tensor:
+        own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
+        losses = -NextTokens(row_of_label[own] - chunk.start, tokens[own], labels[own]).log_probs(rows)
         if token_losses is not None:
             token_losses.put_at(losses, tokens[own])
         return losses @ weights[own].to(losses)
 
-    # in a tree, a token may predict several labels
-    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-
-    def losses_of(rows: Tensor, chunk: slice) -> Tensor:
-        own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
-        following = NextTokens(row_of_label[own] - chunk.start, tokens[own], labels[own])
-        return sum_of(-following.log_probs(rows), own)
-
-    return logits.summed(chosen if len(chosen) else chosen.new_zeros(1), losses_of)
+    return logits.summed(chosen if len(chosen) else chosen.new_zeros(1), sum_of)
 
 
 class _InGraph(torch.autograd.Function):
@@ -509,12 +474,13 @@ class _InGraph(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, of: _Step, like: Tensor, gate: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.of, ctx.trained = of, trained
-        ctx.gate_shape = gate.shape
+    def forward(
+        ctx: Any, steps: list[_Step], like: Tensor, before: Tensor | None, hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
+        ctx.steps, ctx.trained, ctx.shape = steps, trained, None if before is None else before.shape
         ctx.save_for_backward(hidden)
         nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
-        shape = torch.Size((*hidden.shape[:-1], gate.shape[-1]))
+        shape = torch.Size((*hidden.shape[:-1], like.shape[-1]))
         # no view, since FSDP2 warns of views
         nan = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
         return Tensor._make_subclass(Logits, nan)
@@ -522,13 +488,15 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        of_gate = gradient.new_zeros(()).expand(ctx.gate_shape)
+        of_before = None if ctx.shape is None else gradient.new_zeros(()).expand(ctx.shape)
         if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
-            return None, None, of_gate, *[None] * (1 + len(ctx.trained))
+            of_hidden = hidden.new_zeros(()).expand(hidden.shape) if of_before is None else None
+            return None, None, of_before, of_hidden, *[None] * len(ctx.trained)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
-            logits = ctx.of(leaf)
-        return None, None, of_gate, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
+            logits = _after(ctx.steps, leaf)
+        found = torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
+        return None, None, of_before, *found
 
 
 class _Reaching(torch.autograd.Function):

@@ -78,16 +78,7 @@ _WAY_OUT = "attach(trainer, None) keeps the trainer's batches, and takes out the
 
 
 def count_units(unit: str, batch: Batch, rows: int) -> Tensor:
-    """Return the number of units in a collated batch, an int64 scalar.
-
-    Args:
-        unit: a key of UNITS.
-        batch: the batch that the trainer's collator returned.
-        rows: number of rows of the dataset in the batch.
-
-    Raises:
-        PackingError: the batch has no such unit.
-    """
+    """Return the number of units, of UNITS, in a collated batch of some rows of the dataset, an int64 scalar."""
     if (counted := UNITS[unit]) is None:
         return torch.tensor(rows)
     values = batch.get(counted.column)
@@ -111,10 +102,6 @@ def find_loss_unit(
         parts: rows of the training dataset in two parts, of which the first has at least one.
         collate: the trainer's collator.
         named: the unit that the user has named; None if there is none.
-
-    Raises:
-        PackingError: the unit is not known, or another one than the user has named; the loss is not a mean over it; the
-            collator or the model does not take the rows; or the weights of the model are not in memory.
     """
     what = f"{kind.__name__} with {type(inner_model(trainer.model)).__name__}"
     if not has_local_weights(trainer.model):
@@ -160,11 +147,7 @@ def _known_unit(trainer: Trainer, kind: type[Trainer], batch: Batch) -> str | No
 
 
 def _unit_of_pairs(trainer: Any) -> str | None:
-    """Return the unit of the losses of a DPOTrainer, or None if a loss is not known.
-
-    Raises:
-        PackingError: no unit fits.
-    """
+    """Return the unit of the losses of a DPOTrainer, or None if a loss is not known; raise if no unit fits."""
     losses = set(trainer.loss_types)
     if losses & _OF_BATCHES or (len(losses) > 1 and "sft" in losses):
         raise PackingError(
@@ -218,13 +201,7 @@ def _check(trainer: Trainer, kind: type[Trainer], unit: str, batches: list[Batch
 
 
 def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
-    """Return the trainer's own loss of a batch in evaluation mode, with no effect on metrics and random state.
-
-    Args:
-        trainer: a trainer whose models are patched.
-        kind: the trainer's class without attach.
-        batch: the batch that the trainer's collator returned.
-    """
+    """Return the loss of a batch that a trainer of class `kind` computes, with no effect on metrics and randomness."""
     asked: Any = copy.copy(trainer)
     asked.__class__ = kind
     if hasattr(trainer, "_metrics"):  # in which trainers of TRL collect metrics

@@ -96,12 +96,8 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
     """Return a copy of a batch, with what is needed to compute its contribution to the loss of the global batch.
 
-    Args:
-        batch: a packed batch with labels, or a batch of trees.
-        loss: "token" or "sequence".
-        items: the divisor of the summed loss, a float scalar.
-        keep_labels: True to add num_items_in_batch, so that the model can compute the loss itself; False to replace the
-            labels by targets and target_weights, as is always done in a batch of trees.
+    If `keep_labels`, the model computes the loss itself and divides it by `items`, a float scalar. Else the labels are
+    replaced by targets and target_weights, as is always done in a batch of trees.
     """
     if keep_labels and not is_tree_batch(batch):
         return {**batch, ITEMS: items}

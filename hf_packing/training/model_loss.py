@@ -7,8 +7,8 @@ wherever the model computes one of its logits.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from hf_packing.attention import (
 from hf_packing.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Observed, Weighting, observed_logits
+from hf_packing.training.logits import Logits, Observed, Weighting, called_on_outputs, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
@@ -93,23 +93,17 @@ def check_is_weighted(model: nn.Module, observed: Observed) -> None:
         _refuse_other_losses(inner_model(model), len(observed.sums))
 
 
-@contextmanager
-def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> Iterator[None]:
+def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> AbstractContextManager[None]:
     """Context manager: within the block, the loss that a model returns is its cross-entropy divided by `items`.
 
     A model that computes none of its logits, or several, returns its loss as usual.
     """
 
-    def replace(_: nn.Module, __: Any, outputs: Any) -> Any:
+    def replace(outputs: Any) -> None:
         if len(observed.sums) == 1 and getattr(outputs, "loss", None) is not None:
             outputs["loss"] = observed.sums[0] / items
-        return outputs
 
-    handle = inner_model(model).register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return called_on_outputs(inner_model(model), replace)
 
 
 def with_a_label(batch: Mapping[str, Any], items: Tensor) -> dict[str, Any]:
@@ -173,7 +167,7 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def check_predicts_next(model: nn.Module) -> None:
-    """Raise PackingError unless a model's logits at a token predict the next token, from this token and earlier ones."""
+    """Raise PackingError unless a model predicts the next token, from this token and earlier ones."""
     inner = inner_model(model)
     if not predicts_next(model) or sees_labels(inner):
         raise PackingError(
@@ -240,7 +234,8 @@ def _ask(model: nn.Module) -> OwnLoss | str:
         if not isinstance(output, Tensor) or output.shape[:2] != labels.shape:
             return None
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1].clone()  # a forward may change its logits in place
+        own = leaves[-1].clone()  # a forward may change its logits in place
+        return Logits.known(output.head, own, output.places) if isinstance(output, Logits) else own
 
     def run(items: Tensor) -> tuple[Any, Observed]:
         divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention import inner_model, predicts_tokens
-from hf_packing.collate import PackingCollator, is_tree_batch
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import is_compiled, observed_logits
+from hf_packing.training.logits import called_on_outputs, is_compiled, observed_logits
 from hf_packing.training.losses import ITEMS, Loss, exact_type, items_in, weights_of
 from hf_packing.training.model_loss import (
     MUCH,
@@ -40,9 +38,6 @@ from hf_packing.training.token_losses import TokenLosses
 
 _METRICS = ("_metrics", "_total_train_tokens")
 """Attributes in which SFTTrainer collects metrics of batches."""
-
-_PICTURES = {"image", "images", "pixel_values"}
-"""Columns of pictures, as collators of TRL and processors of transformers name them."""
 
 _SETTINGS = (
     *("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs"),
@@ -107,9 +102,7 @@ class TrainerLoss:
             with (
                 _as_one_micro_batch(trainer),
                 _summed_log_probs(model, weights, token_losses) as log_probs,
-                observed_logits(
-                    model, inputs[LABELS].shape, weighting=weighting, token_losses=token_losses
-                ) as observed,
+                observed_logits(model, inputs[LABELS].shape, weighting, token_losses) as observed,
             ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
@@ -153,7 +146,7 @@ class TrainerLoss:
         with (
             _as_one_micro_batch(trainer),
             _summed_log_probs(model) as log_probs,
-            observed_logits(model, given_inputs[LABELS].shape, weighting=weighting) as observed,
+            observed_logits(model, given_inputs[LABELS].shape, weighting) as observed,
             only_cross_entropy(model, observed, items),
         ):
             found = compute(given_inputs, num_items_in_batch=items)
@@ -177,20 +170,15 @@ def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
     return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
 
 
-def computes_loss_as(kind: type[Trainer], other: type[Trainer]) -> bool:
-    """Return whether two trainer classes have the same method compute_loss."""
-    return kind.compute_loss is other.compute_loss
-
-
 def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
     """Return the way in which a trainer computes its loss; call this before `attach` changes the trainer."""
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
     replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     return TrainerLoss(
         kind=kind,
-        is_its_own=not computes_loss_as(kind, Trainer) or replaced or bool(trainer.args.use_liger_kernel),
+        is_its_own=kind.compute_loss is not Trainer.compute_loss or replaced or bool(trainer.args.use_liger_kernel),
         sums_log_probs=sft_trainer is not None
-        and computes_loss_as(kind, sft_trainer)
+        and kind.compute_loss is sft_trainer.compute_loss
         and trainer.args.loss_type == "nll"
         and not replaced,
     )
@@ -210,34 +198,6 @@ def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
                 f"{name}: expected {value!r}, the value when attach was called, got {now[name]!r}; set the value "
                 "before you call attach"
             )
-
-
-def keeps_rows_whole(trainer: Any) -> bool:
-    """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
-
-    This is so for models that are not language models, for trainers of TRL that train on pairs, and for rows with
-    pictures. All other trainers train on rows of tokens, which attach joins into packed rows.
-    """
-    if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:
-        return False
-    if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
-        return True
-    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if of_trl:
-        return "SFTTrainer" not in of_trl
-    inner = inner_model(trainer.model)
-    names = {base.__name__ for base in type(inner).__mro__}
-    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
-        return False
-    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner)
-
-
-def _has_pictures(dataset: Any) -> bool:
-    """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
-    names = getattr(dataset, "column_names", None)
-    if names is None and hasattr(dataset, "__getitem__") and len(dataset):
-        names = dataset[0] if isinstance(dataset[0], Mapping) else None
-    return not _PICTURES.isdisjoint(names or ())
 
 
 def _run_and_ask(
@@ -321,7 +281,7 @@ def _summed_log_probs(
     """
     sums: list[Tensor] = []
 
-    def see(_: nn.Module, __: Any, outputs: Any) -> None:
+    def see(outputs: Any) -> None:
         if not isinstance(found := getattr(outputs, "log_probs", None), Tensor):
             return
         sums.append(found.detach().to(exact_type(found.device)).sum())
@@ -330,11 +290,8 @@ def _summed_log_probs(
         if weights is not None:
             outputs.log_probs = found * weights[:, 1:].to(found)
 
-    handle = model.register_forward_hook(see)
-    try:
+    with called_on_outputs(model, see):
         yield sums
-    finally:
-        handle.remove()
 
 
 def subclass_with(methods: type[Trainer], kind: type[Trainer], prefix: str) -> type[Any]:

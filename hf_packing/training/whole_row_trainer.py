@@ -6,7 +6,7 @@ micro-batch's share of the optimizer step.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from hf_packing.attention import ProveInTraining, inner_model
+from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
+from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_summary import EpochSummary
@@ -47,6 +49,37 @@ from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
 
 UNITS_COUNTED = "units_counted"
 """Key of an entry of every batch in training: the number of units, as counted before the step."""
+
+_PICTURES = {"image", "images", "pixel_values"}
+"""Columns of pictures, as collators of TRL and processors of transformers name them."""
+
+
+def keeps_rows_whole(trainer: Any) -> bool:
+    """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
+
+    This is so for models that are not language models, for trainers of TRL that train on pairs, and for rows with
+    pictures. All other trainers train on rows of tokens, which attach joins into packed rows.
+    """
+    if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:
+        return False
+    if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
+        return True
+    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    if of_trl:
+        return "SFTTrainer" not in of_trl
+    inner = inner_model(trainer.model)
+    names = {base.__name__ for base in type(inner).__mro__}
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
+        return False
+    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner)
+
+
+def _has_pictures(dataset: Any) -> bool:
+    """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and hasattr(dataset, "__getitem__") and len(dataset):
+        names = dataset[0] if isinstance(dataset[0], Mapping) else None
+    return not _PICTURES.isdisjoint(names or ())
 
 
 class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no types

@@ -518,11 +518,18 @@ def test_compiled_layers():
     torch._dynamo.reset()
 
 
-def test_a_hook_on_the_output_layer(caplog):
-    """It would see some tokens only."""
-    model = patched()
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_hooks_on_the_output_layer(caplog):
+    """Those of the forward see all tokens, and change the logits of all of them."""
+    model = patched("Llama", torch.float64)
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    model.lm_head.register_forward_hook(lambda _, args, output: seen.append((args[0].shape[1], output.shape[1])))
     model.lm_head.register_forward_hook(lambda _, __, output: output * 2)
-    check_whole(model, "the output layer has a hook", caplog)
+    check_equal(model)
+    assert set(seen) == {(30, 30)}
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    check_whole(model, "the output layer has a backward hook", caplog)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -626,6 +633,9 @@ READERS = {
     "changed after a copy": lambda logits, labels: F.cross_entropy(copy_and_change(logits), labels[0]),
     "changed for an own function": lambda logits, _: Square.apply(logits.div_(3)).sum(),
     "own function": lambda logits, _: Square.apply(logits).sum(),
+    "scaled by an own function": lambda logits, labels: F.cross_entropy(Doubled.apply(logits)[0], labels[0]),
+    "own function of a part": lambda logits, _: Doubled.apply(logits[:, 3:]).square().sum(),
+    "half of a square": lambda logits, _: HalfOfSquare.apply(logits * 2),
     "both": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) + logits.logsumexp(-1).mean(),
     "read first": lambda logits, labels: logits.logsumexp(-1).mean() + F.cross_entropy(logits[0], labels[0]),
 }
@@ -664,6 +674,27 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_, logits):
+        return logits * 2
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * 2
+
+
+class HalfOfSquare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0] * float(gradient)
 
 
 @pytest.mark.parametrize("name", READERS)
