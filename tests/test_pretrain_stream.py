@@ -83,7 +83,8 @@ def test_killed_on_2_processes_and_resumed_on_4_and_on_1(files, tmp_path):
     for ranks, steps, more in ((2, 8, []), (4, 14, ["--resume_from_checkpoint"])):
         killed = run_script(IN_THE_FAMILY / "killed_recipe.py", steps, RECIPE, *flags, *more, ranks=ranks)
         assert killed.returncode, killed.stdout
-        assert "Error" not in killed.stderr, killed.stderr[-4000:]
+        errors = [line for line in killed.stderr.splitlines() if "Error" in line]
+        assert all("Connection" in line for line in errors), killed.stderr[-4000:]  # to the rank that was killed first
     done = run_script(RECIPE, *flags, "--resume_from_checkpoint", "--workers", "1")
     assert done.returncode == 0, done.stderr[-4000:]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out")]

@@ -101,7 +101,7 @@ class TrainerLoss:
         def run(inputs: dict[str, Any], given: Any) -> Any:
             with (
                 _as_one_micro_batch(trainer),
-                _summed_log_probs(model, weights, token_losses) as log_probs,
+                summed_log_probs(model, weights, token_losses) as log_probs,
                 observed_logits(model, inputs[LABELS].shape, weighting, token_losses) as observed,
             ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
@@ -145,7 +145,7 @@ class TrainerLoss:
         given_inputs = with_labels(inputs)
         with (
             _as_one_micro_batch(trainer),
-            _summed_log_probs(model) as log_probs,
+            summed_log_probs(model) as log_probs,
             observed_logits(model, given_inputs[LABELS].shape, weighting) as observed,
             only_cross_entropy(model, observed, items),
         ):
@@ -268,7 +268,7 @@ def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def _summed_log_probs(
+def summed_log_probs(
     model: nn.Module, weights: Tensor | None = None, token_losses: TokenLosses | None = None
 ) -> Iterator[list[Tensor]]:
     """Context manager: yield a list, to which every forward pass of SFTTrainer's fused LM head appends a sum.

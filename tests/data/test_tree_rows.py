@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from literal_trie import forests
 
@@ -78,7 +78,11 @@ def with_masks_applied(dataset):
 
 @given(tables(), st.sampled_from(STRATEGIES), st.integers(1, 4))
 def test_a_row_says_what_its_documents_are(dataset, strategy, least):
-    packed = hfp.pack(dataset, strategy, share_prefixes=least, load_from_cache_file=False)
+    try:
+        packed = hfp.pack(dataset, strategy, share_prefixes=least, load_from_cache_file=False)
+    except hfp.PackingError as error:  # of a few documents, all labels may be cut off
+        assume(" 0 of " not in str(error))
+        raise
     plain = with_masks_applied(dataset)
     plan = plan_of(packed)
     segment = 0

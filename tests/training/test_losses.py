@@ -13,6 +13,8 @@ from patched_models import patched
 from tiers import slow
 from tiny_models import build, with_loss_times
 from torch.nn import functional as F
+from trainers import trainer_of
+from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
@@ -20,7 +22,7 @@ from hf_packing.errors import PackingError
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.ranks import StepCounts, micro_batch_counts
-from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
+from hf_packing.training.trainer_loss import loss_of_trainer, summed_log_probs
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -156,24 +158,21 @@ class Head(torch.nn.Module):
         return SimpleNamespace(**outputs)
 
 
-def test_log_probabilities_are_weighed_and_the_model_is_left_as_it_was():
+def test_log_probabilities_are_summed_and_weighed_and_the_model_is_left_as_it_was():
     batch, model = batch_of([[5, 6, 3], [4, 4]]), Head()
-    with weighted_log_probs(model, batch):
+    with summed_log_probs(model, weights_of(batch, "sequence")) as sums:
+        model(logits=1)
         assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-1.0, -1.0, 0.0, -2.0]]
+    assert np.array(sums).tolist() == [-8.0]
     assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-2.0] * 4]
 
 
-@pytest.mark.parametrize("outputs", [{"logits": 1}, {"log_probs": torch.zeros(1, 5)}])
-def test_a_head_that_is_not_known(outputs):
-    model = Head()
-    message = r"expected log_probs of shape \(1, 4\) from SFTTrainer's fused LM head"
-    with weighted_log_probs(model, batch_of([[5, 6, 3], [4, 4]])), pytest.raises(PackingError, match=message):
-        model(**outputs)
-
-
-def test_log_probabilities_are_summed():
-    model = Head()
-    with summed_log_probs(model) as sums:
-        model(logits=1)
-        model(log_probs=torch.full((1, 4), -2.0))
-    assert np.array(sums).tolist() == [-8.0]
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_log_probabilities_that_a_version_of_trl_may_not_return(tmp_path):
+    trainer = trainer_of(tmp_path, SFTTrainer)
+    found = loss_of_trainer(trainer)
+    assert found.sums_log_probs
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    arguments = trainer, trainer.model, batch, lambda inputs, **_: trainer.model(**inputs).loss
+    with pytest.raises(PackingError, match="expected log_probs of all tokens from SFTTrainer's fused LM head"):
+        found.of_micro_batch(*arguments, loss="sequence", items=None, token_losses=None)
