@@ -123,6 +123,7 @@ def refusal(batch):
 
 def main(folder):
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # with whole logits
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
