@@ -123,9 +123,13 @@ def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel)
         return "DeepSpeed ZeRO-3 shards the output layer", True
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
-    if not all(map(_is_of_torch, (*layer._backward_hooks.values(), *layer._backward_pre_hooks.values()))):
-        return "the output layer has a backward hook", False
+    if not all(_is_of_torch(hook) for module in around for hook in _backward_hooks_of(module)):
+        return "the output layer, or a module around it, has a backward hook", False
     return "", True
+
+
+def _backward_hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -221,6 +225,8 @@ class Logits(Tensor):
     """The logits with which these share memory, as views do."""
     taken: _Step
     """Returns these logits, given those of `base`."""
+    is_copy: bool = False
+    """True if a custom autograd function, such as that of DDP, has copied the logits."""
     _whole: Tensor | None = None
 
     @property
@@ -244,6 +250,7 @@ class Logits(Tensor):
         apply: Callable[..., Logits] = _InGraph.apply
         logits: Logits = apply(steps, like, before, hidden, *head.trained)
         logits.head, logits.hidden, logits.steps, logits.places = head, hidden, steps, places
+        logits.is_copy = head.has_graph and not torch.is_grad_enabled()
         return logits
 
     def values(self) -> Tensor:
@@ -259,7 +266,16 @@ class Logits(Tensor):
     def _in_graph(self) -> Tensor:
         """Return the hidden states. Their gradients also reach the stand-in, on which DDP and FSDP may have hooks."""
         apply: Callable[..., Tensor] = _Reaching.apply
-        return apply(self.hidden, self._stand_in())
+        return apply(self.hidden, self._gate())
+
+    def _gate(self) -> Tensor:
+        """Return the stand-in, if it is sure that gradients may bypass it."""
+        if self.is_copy and type(self.grad_fn).__name__ != "_DDPSinkBackward":
+            raise PackingError(
+                "logits: expected no custom autograd function that returns a copy of the logits, got "
+                f"{type(self.grad_fn).__name__}, whose backward pass would not run"
+            )
+        return self._stand_in()
 
     def _stand_in(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -274,10 +290,11 @@ class Logits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], cls) else None
+        is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
         found = None
         if function is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
-        elif first is not None and torch.is_grad_enabled() >= first.head.has_graph:  # else in a custom function
+        elif first is not None and (not is_custom or name == "clone"):
             found = first._later(function, name, args[1:], kwargs)
         if found is not None:
             return found
@@ -286,7 +303,7 @@ class Logits(Tensor):
             return each.values() if isinstance(each, cls) else each
 
         result = function(*tree_map(read, args), **tree_map(read, kwargs))
-        if first is None or not isinstance(result, Tensor):
+        if first is None or is_custom or not isinstance(result, Tensor):
             return result
         if result is first.whole:  # changed in place
             return first
@@ -343,7 +360,7 @@ class Logits(Tensor):
             return Logits.known(self.head, _after(more, select(self.whole)), places)
         like = _after(more, torch.empty(self.shape[-1], dtype=self.dtype, device=self.device))
         steps = self.steps if is_view else [*self.steps, *more]
-        logits = Logits.later(self.head, select(self.hidden), self._stand_in(), places, steps, like)
+        logits = Logits.later(self.head, select(self.hidden), self._gate(), places, steps, like)
         if is_view:
             logits.base, logits.taken = self, select
         else:
@@ -383,7 +400,7 @@ class Logits(Tensor):
         self.head.is_used = True
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
         with _unsharded(self.head.inner, self.head.layer):  # also while gradients are computed
-            return sum_of_chunks(self._of_chunk(function), hidden, self.head.size, self._stand_in())
+            return sum_of_chunks(self._of_chunk(function), hidden, self.head.size, self._gate())
 
     def _of_chunk(self, function: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
         return lambda hidden, chunk: function(_after(self.steps, hidden)[0], chunk)

@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import pickle
+from functools import partial
 
 import peft
 import pytest
@@ -529,7 +530,7 @@ def test_hooks_on_the_output_layer(caplog):
     check_equal(model)
     assert set(seen) == {(30, 30)}
     model.lm_head.register_full_backward_hook(lambda *_: None)
-    check_whole(model, "the output layer has a backward hook", caplog)
+    check_whole(model, "the output layer, or a module around it, has a backward hook", caplog)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -683,7 +684,7 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(_, gradient):
-        return gradient * 2
+        return gradient * 3  # not the derivative, so that it shows whether this has run
 
 
 class HalfOfSquare(torch.autograd.Function):
@@ -703,13 +704,33 @@ def test_anybody_else_who_reads_logits(name):
     batch = batch_for(model)
     labels = torch.cat([batch["labels"][:, 1:], torch.tensor([[-100]])], 1)
     found = []
-    for tokens in (WHOLE, 5):
+    for run in (model, partial(run_later, model, tokens=WHOLE), partial(run_later, model)):
         model.zero_grad()
-        outputs = run_later(model, batch, tokens)
+        outputs = run(**batch) if run is model else run(batch)
         loss = READERS[name](outputs.logits, labels) + 0.5 * outputs.loss
         loss.backward()
         found.append((loss.item(), gradients_of(model)))
     check_same(*found[1], *found[0])
+    check_same(*found[2], *found[0])
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(_, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return -gradient
+
+
+def test_a_custom_function_that_copies_logits():
+    model = patched("Llama", torch.float64)
+    batch = batch_for(model)
+    logits = Reversed.apply(run_later(model, batch).logits)
+    for read in (lambda: logits.sum(), lambda: F.cross_entropy(logits[0], batch["labels"][0]), lambda: logits * 2):
+        with pytest.raises(PackingError, match="no custom autograd function that returns a copy of the logits, got Re"):
+            read()
 
 
 def test_logits_that_are_read_without_a_graph_keep_theirs():
