@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=250)  # of make test-all
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=150)  # of make test-all
 settings.load_profile("default")
 
 ROOT = Path(__file__).parent.parent

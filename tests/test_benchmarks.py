@@ -53,7 +53,7 @@ TOY = {
     ),
     "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
     "patching.py": (
-        ["--models", "Llama", "70B", "--shrink", "20", "--tokens", "256", "--rounds", "1"],
+        ["--models", "70B", "--shrink", "20", "--tokens", "256", "--rounds", "1"],
         'patch_model(prove="small")',
     ),
     "first_batch.py": (
@@ -72,7 +72,7 @@ TOY = {
     "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1", "--documents", "30"], "64 logical"),
     "mixtures.py": (["--tokens", "200000", "--streams", "2", "--rounds", "1"], "2 logical streams, after 200,000"),
     "fleet_pack.py": (
-        ["--tokens", "400000", "--rounds", "1", "--sides", "local", "ray", "pack", "ray_groups"],
+        ["--tokens", "400000", "--rounds", "1", "--sides", "local", "pack", "ray_groups"],
         "groupby().map_groups(): the rows of pack",
     ),
     "fleet_trees.py": (["--sets", "short", "--number", "2000", "--rounds", "1"], "short, 67 tokens each"),
