@@ -123,13 +123,15 @@ def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel)
         return "DeepSpeed ZeRO-3 shards the output layer", True
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
-    if not all(_is_of_torch(hook) for module in around for hook in _backward_hooks_of(module)):
+    hooks = [
+        hook
+        for module in around
+        for each in (module._backward_hooks, module._backward_pre_hooks)
+        for hook in each.values()
+    ]
+    if not all(map(_is_of_torch, hooks)):
         return "the output layer, or a module around it, has a backward hook", False
     return "", True
-
-
-def _backward_hooks_of(module: nn.Module) -> list[Any]:
-    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
 def is_compiled(module: nn.Module) -> bool:

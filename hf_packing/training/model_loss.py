@@ -78,7 +78,7 @@ def run_with_loss(
     with observed_logits(model, labels.shape, weighting=weighting) as observed:
         outputs = model(**inputs_of_model(batch), labels=labels, **divisor)
     if weighting is not None:
-        check_is_weighted(model, observed)
+        check_is_weighted(model, len(observed.sums))
     loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise PackingError(
@@ -87,10 +87,14 @@ def run_with_loss(
     return loss, observed
 
 
-def check_is_weighted(model: nn.Module, observed: Observed) -> None:
-    """Raise PackingError unless a weighted sum has taken the place of exactly one cross-entropy in a forward."""
-    if len(observed.sums) != 1:
-        _refuse_other_losses(inner_model(model), len(observed.sums))
+def check_is_weighted(model: nn.Module, cross_entropies: int) -> None:
+    """Raise PackingError unless there is exactly one cross-entropy of a model's logits, which can be weighted."""
+    if cross_entropies != 1:
+        raise PackingError(
+            "loss: expected a model whose own loss is computed from one F.cross_entropy of its logits for "
+            f"loss='sequence' and for documents that share prefixes, but {type(inner_model(model)).__name__} computes "
+            f"{cross_entropies}, or is compiled as a whole"
+        )
 
 
 def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> AbstractContextManager[None]:
@@ -188,15 +192,8 @@ def check_loss_of_model(model: nn.Module, loss: Loss, trees: bool = False) -> No
             raise PackingError(
                 f"model: expected a model that returns a loss of a packed batch, but {type(inner).__name__} {known}"
             )
-    elif (trees or loss == "sequence") and known.cross_entropies != 1:
-        _refuse_other_losses(inner, known.cross_entropies)
-
-
-def _refuse_other_losses(inner: PreTrainedModel, found: int) -> None:
-    raise PackingError(
-        f"loss: expected a model whose own loss is computed from one F.cross_entropy of its logits for loss='sequence' "
-        f"and for documents that share prefixes, but {type(inner).__name__} computes {found}, or is compiled as a whole"
-    )
+    elif trees or loss == "sequence":
+        check_is_weighted(model, known.cross_entropies)
 
 
 def collator_for(

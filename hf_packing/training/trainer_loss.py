@@ -106,7 +106,7 @@ class TrainerLoss:
             ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
-                check_is_weighted(model, observed)
+                check_is_weighted(model, len(observed.sums))
             if weights is not None and not log_probs:
                 raise PackingError(
                     "loss: expected log_probs of all tokens from SFTTrainer's fused LM head for loss='sequence', but "
