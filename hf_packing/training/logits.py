@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -123,13 +124,8 @@ def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel)
         return "DeepSpeed ZeRO-3 shards the output layer", True
     if any(each._backward_hooks for each in layer.parameters()):
         return "a weight of the output layer has a hook", True
-    hooks = [
-        hook
-        for module in around
-        for each in (module._backward_hooks, module._backward_pre_hooks)
-        for hook in each.values()
-    ]
-    if not all(map(_is_of_torch, hooks)):
+    hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
+    if not all(map(_is_of_torch, chain(*hooks))):
         return "the output layer, or a module around it, has a backward hook", False
     return "", True
 
