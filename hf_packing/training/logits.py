@@ -71,15 +71,15 @@ def observed_logits(
     inner = inner_model(model)
     layer = inner.get_output_embeddings()
     reason, can_observe = _reason_against_chunks(layer, model, inner)
-    head = Observed(inner, layer, shape, size or tokens_of_chunk(inner), weighting, token_losses, reason)
+    observed = Observed(inner, layer, shape, size or tokens_of_chunk(inner), weighting, token_losses, reason)
     with (
-        head.installed() if can_observe else nullcontext(),
+        observed.installed() if can_observe else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
-        yield head
-    if head.reason and shape.numel() > head.size and _REPORTED.get(inner) != head.reason:
-        _REPORTED[inner] = head.reason
-        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, head.reason)
+        yield observed
+    if observed.reason and shape.numel() > observed.size and _REPORTED.get(inner) != observed.reason:
+        _REPORTED[inner] = observed.reason
+        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, observed.reason)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ class Logits(Tensor):
     Until then, the memory of the tensor is a single NaN, so that no code takes it for numbers.
     """
 
-    head: Observed
+    observed: Observed
     hidden: Tensor
     """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
     steps: list[_Step]
@@ -235,20 +235,20 @@ class Logits(Tensor):
         return self._whole
 
     @classmethod
-    def known(cls, head: Observed, whole: Tensor, places: Tensor) -> "Logits":
+    def known(cls, observed: Observed, whole: Tensor, places: Tensor) -> "Logits":
         logits = whole.as_subclass(cls)
-        logits.head, logits._whole, logits.places = head, whole, places
+        logits.observed, logits._whole, logits.places = observed, whole, places
         return logits
 
     @classmethod
     def later(
-        cls, head: Observed, hidden: Tensor, before: Tensor | None, places: Tensor, steps: list[_Step], like: Tensor
+        cls, observed: Observed, hidden: Tensor, before: Tensor | None, places: Tensor, steps: list[_Step], like: Tensor
     ) -> "Logits":
         """Return logits that are computed later, from logits `before`, or from the input of the output layer."""
         apply: Callable[..., Logits] = _InGraph.apply
-        logits: Logits = apply(steps, like, before, hidden, *head.trained)
-        logits.head, logits.hidden, logits.steps, logits.places = head, hidden, steps, places
-        logits.is_copy = head.has_graph and not torch.is_grad_enabled()
+        logits: Logits = apply(steps, like, before, hidden, *observed.trained)
+        logits.observed, logits.hidden, logits.steps, logits.places = observed, hidden, steps, places
+        logits.is_copy = observed.has_graph and not torch.is_grad_enabled()
         return logits
 
     def values(self) -> Tensor:
@@ -256,7 +256,7 @@ class Logits(Tensor):
         if self.base is not None:
             self.base.values()
         if self.whole is None:
-            with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
+            with torch.set_grad_enabled(self.observed.has_graph):  # as in the forward, whoever reads the logits first
                 self._whole = _after(self.steps, self._in_graph())
         assert self.whole is not None
         return self.whole
@@ -288,7 +288,7 @@ class Logits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], cls) else None
-        is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
+        is_custom = first is not None and first.observed.has_graph and not torch.is_grad_enabled()
         found = None
         if function is F.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
@@ -306,11 +306,11 @@ class Logits(Tensor):
         if result is first.whole:  # changed in place
             return first
         is_changed = name.strip("_") in _OF_SINGLE_LOGITS and result.shape == first.shape
-        return cls.known(first.head, result, first.places) if is_changed else result
+        return cls.known(first.observed, result, first.places) if is_changed else result
 
     def _later(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
         """Return the result of a function that needs no values yet, or None for any other function."""
-        if name in ("register_hook", "retain_grad") and self.head.is_used and self.whole is None:
+        if name in ("register_hook", "retain_grad") and self.observed.is_used and self.whole is None:
             raise PackingError(
                 f"logits: expected a hook before the loss is computed, got {name} afterwards; a loss is "
                 "computed from chunks of logits, so that no gradient of these logits arrives here. Compute the loss "
@@ -319,7 +319,7 @@ class Logits(Tensor):
         others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         of_every_token = all(_is_of_every_token(each, self.shape[-1]) for each in others)
         if name.strip("_") in _OF_SINGLE_LOGITS and of_every_token and (args or kwargs or name != "type"):
-            self.head.trained += [each for each in others if each.requires_grad]
+            self.observed.trained += [each for each in others if each.requires_grad]
 
             def step(logits: Tensor) -> Tensor:
                 return function(logits, *args, **kwargs)  # type: ignore[no-any-return]
@@ -342,7 +342,7 @@ class Logits(Tensor):
             index, last = _index_of_tokens(args[0], self.ndim)
             if last is not None and last != slice(None):
                 tokens: Any = self[(*index, slice(None))]
-                return Logits.known(self.head, tokens.values()[..., last], tokens.places)
+                return Logits.known(self.observed, tokens.values()[..., last], tokens.places)
             if last is not None:
                 is_view = not any(isinstance(each, Tensor) for each in index)
                 on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
@@ -355,14 +355,14 @@ class Logits(Tensor):
         """Return the logits of some tokens, or in another shape, or after one more function."""
         more = [] if step is None else [step]
         if self.whole is not None:
-            return Logits.known(self.head, _after(more, select(self.whole)), places)
+            return Logits.known(self.observed, _after(more, select(self.whole)), places)
         like = _after(more, torch.empty(self.shape[-1], dtype=self.dtype, device=self.device))
         steps = self.steps if is_view else [*self.steps, *more]
-        logits = Logits.later(self.head, select(self.hidden), self._gate(), places, steps, like)
+        logits = Logits.later(self.observed, select(self.hidden), self._gate(), places, steps, like)
         if is_view:
             logits.base, logits.taken = self, select
         else:
-            self.head.is_used = True
+            self.observed.is_used = True
         return logits
 
     def of_tokens(self, tokens: Tensor) -> "Logits":
@@ -379,7 +379,7 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole, slice(0, len(self.whole)))
-        self.head.is_used, hidden, size = True, self._in_graph()[None], self.head.size
+        self.observed.is_used, hidden, size = True, self._in_graph()[None], self.observed.size
         chunks = [slice(begin, begin + size) for begin in range(0, max(hidden.shape[1], 1), size)]
         run = self._of_chunk(function)
         if len(chunks) > 1:
@@ -395,10 +395,10 @@ class Logits(Tensor):
         """
         if self.whole is not None:
             return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
-        self.head.is_used = True
+        self.observed.is_used = True
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
-        with _unsharded(self.head.inner, self.head.layer):  # also while gradients are computed
-            return sum_of_chunks(self._of_chunk(function), hidden, self.head.size, self._gate())
+        with _unsharded(self.observed.inner, self.observed.layer):  # also while gradients are computed
+            return sum_of_chunks(self._of_chunk(function), hidden, self.observed.size, self._gate())
 
     def _of_chunk(self, function: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
         return lambda hidden, chunk: function(_after(self.steps, hidden)[0], chunk)
@@ -425,10 +425,9 @@ def _cross_entropy(
     ndims = (logits.ndim, target.ndim) if isinstance(logits, Logits) else None
     if ndims != (2, 1) or (weight, size_average, reduce) != (None, None, None):
         return None
-    observed: Observed = logits.head
+    observed: Observed = logits.observed
     losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
-    labeled = (target != ignore_index).nonzero()[:, 0]
-    items: Any = len(labeled) or torch.nan  # the mean over no labels is not a number
+    items: Any = None
     if observed.weighting is not None:
         if reduction == "none" or label_smoothing:
             raise PackingError(
@@ -440,6 +439,8 @@ def _cross_entropy(
     elif reduction == "none":
         found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk]))
     else:
+        labeled = (target != ignore_index).nonzero()[:, 0]
+        items = len(labeled) or torch.nan  # the mean over no labels is not a number
         found = _summed(logits, labeled if len(labeled) else labeled.new_zeros(1), target, losses_of)
     observed.sums.append(found.detach().sum())
     return found / items if reduction == "mean" else found
@@ -447,7 +448,7 @@ def _cross_entropy(
 
 def _summed(logits: Logits, chosen: Tensor, target: Tensor, losses_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return the sum of the losses of some tokens, int64 [chosen], a float scalar."""
-    token_losses = None if logits.head.sums else logits.head.token_losses
+    token_losses = None if logits.observed.sums else logits.observed.token_losses
 
     def sum_of(rows: Tensor, chunk: slice) -> Tensor:
         losses = losses_of(rows, target[chosen[chunk]])

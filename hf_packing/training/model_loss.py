@@ -232,7 +232,7 @@ def _ask(model: nn.Module) -> OwnLoss | str:
             return None
         leaves.append(output.detach().requires_grad_())
         own = leaves[-1].clone()  # a forward may change its logits in place
-        return Logits.known(output.head, own, output.places) if isinstance(output, Logits) else own
+        return Logits.known(output.observed, own, output.places) if isinstance(output, Logits) else own
 
     def run(items: Tensor) -> tuple[Any, Observed]:
         divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}
