@@ -1,0 +1,223 @@
+"""What several recipes need: rows, data and tiny models to try them without a download, and checkpoints.
+
+To start a project of your own, copy one recipe and this file. What only serves to try a recipe (`functions` and all
+below it) can be left behind.
+"""
+
+import ast
+import re
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm.auto import tqdm
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TrainerState,
+    TrainingArguments,
+)
+
+import hf_packing as hfp
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Run a recipe; print what it refuses on one process only, and end the group of processes."""
+    try:
+        main()
+    except (hfp.PackingError, ValueError) as error:
+        sys.exit(str(error) if PartialState().is_main_process else 1)
+    finally:
+        PartialState().destroy_process_group()
+
+
+def on_cpu() -> dict[str, Any]:
+    """Return the training arguments that a machine without an accelerator needs."""
+    return {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
+
+
+def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datasets.Dataset:
+    """Return the rows of a file, of a folder of `save_to_disk`, or of a dataset on the hub.
+
+    Args:
+        data: path, or name of the dataset.
+        columns: columns that the rows must have.
+        flag: the flag that names the data.
+
+    Raises:
+        ValueError: there is no such file, or the rows lack a column.
+    """
+    path = Path(data)
+    if path.suffix in FORMATS:
+        if not path.is_file():
+            raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+        rows = datasets.load_dataset(FORMATS[path.suffix], data_files=data, split="train")
+    else:
+        rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
+    if missing := [name for name in columns if name not in rows.column_names]:
+        raise ValueError(f"{flag}: expected columns {', '.join(columns)}, got no {missing[0]}")
+    return rows
+
+
+def held_out(rows: datasets.Dataset, eval_rows: datasets.Dataset | None) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the rows to train on and to evaluate on: those given, or else a tenth of all rows."""
+    if eval_rows is not None:
+        return rows, eval_rows
+    split = rows.train_test_split(test_size=0.1, seed=0)
+    return split["train"], split["test"]
+
+
+def checkpoint_of(args: TrainingArguments) -> str | None:
+    """Return the checkpoint to resume from, or None for a new run; exit if the run is finished.
+
+    `--resume_from_checkpoint last` (or True) resumes from the last complete checkpoint in --output_dir. Folders without
+    `trainer_state.json` are skipped: a run was killed while it saved them.
+
+    Raises:
+        ValueError: there is no checkpoint to resume from, or a new run would overwrite checkpoints of an earlier run.
+    """
+    states = sorted(Path(args.output_dir).glob("checkpoint-*/trainer_state.json"), key=lambda file: number(file.parent))
+    asked = args.resume_from_checkpoint
+    if asked is None:
+        if states:
+            raise ValueError(
+                f"--output_dir: expected a folder without checkpoints, {args.output_dir!r} has some of an earlier run, "
+                "which this one would overwrite; --resume_from_checkpoint last resumes from the last one"
+            )
+        return None
+    if str(asked).lower() not in ("last", "true"):
+        states = [Path(asked) / "trainer_state.json"]
+    if not states or not states[-1].is_file():
+        raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
+    state = TrainerState.load_from_json(str(states[-1]))
+    if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
+        PartialState().print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
+        sys.exit(0)
+    return str(states[-1].parent)
+
+
+def number(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def functions() -> datasets.Dataset:
+    """Return the source of every function and method of Python's standard library, without its tests, as `text`."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for file in tqdm(sorted(library.rglob("*.py")), desc="Reading the standard library", unit=" files"):
+        if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
+            continue
+        try:
+            source = file.read_text(encoding="utf-8")
+            nodes: list[ast.AST] = [ast.parse(source)]
+        except (SyntaxError, UnicodeDecodeError):  # a few files are bad on purpose
+            continue
+        lines = [line + "\n" for line in source.split("\n")]  # as ast counts them; splitlines also cuts at form feeds
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found.append("".join(lines[first - 1 : node.end_lineno]))
+            else:
+                nodes.extend(reversed(list(ast.iter_child_nodes(node))))
+    return datasets.Dataset.from_dict({"text": found})
+
+
+def pairs() -> datasets.Dataset:
+    """Return first lines of functions as `prompt`, their rest as `chosen`, and that of the next one as `rejected`."""
+    halves = [text.split("\n", 1) for text in functions()["text"] if "\n" in text.strip()]
+    answers = [answer for _, answer in halves]
+    prompts = [line + "\n" for line, _ in halves]
+    return datasets.Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]})
+
+
+def described() -> datasets.Dataset:
+    """Return first lines of docstrings as `anchor`, and the functions without their docstrings as `positive`."""
+    docstring = re.compile(r'\n *r?"""\s*(.+?)("""|\n.*?""")\n(?=.)', re.DOTALL)
+    found = [(text, match) for text in functions()["text"] if (match := docstring.search(text))]
+    positives = [text[: match.start() + 1] + text[match.end() :] for text, match in found]
+    return datasets.Dataset.from_dict({"anchor": [match[1].strip() for _, match in found], "positive": positives})
+
+
+def questions() -> datasets.Dataset:
+    """Return questions about the arguments and the returned values of functions, as rows of SQuAD."""
+    rows = []
+    for number, text in enumerate(functions()["text"]):
+        context = textwrap.dedent(text)
+        asked = [("Which arguments does {} take?", r"\((.+?)\):\n"), ("What does {} return?", r"\n +return (.+)\n")]
+        question, pattern = asked[number % 2]
+        name = re.search(r"def (\w+)\(", context)
+        if name and (found := re.search(pattern, context)):
+            answers = {"text": [found[1]], "answer_start": [found.start(1)]}
+            rows.append({"question": question.format(name[1]), "context": context, "answers": answers})
+    return datasets.Dataset.from_list(rows)
+
+
+def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False) -> PreTrainedTokenizerBase:
+    """Return the named tokenizer, or one trained on the texts, the same on every process.
+
+    Args:
+        name: name or folder; None to train a byte-level BPE with a ChatML template.
+        texts: what to train it on.
+        masked: whether the trained tokenizer puts tokens around each text and has a token for masks, as BERT's does.
+    """
+    if name:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+    names = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    names |= {f"{name}_token": f"<|{name}|>" for name in ("cls", "sep", "mask")} if masked else {}
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = [*names.values(), "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, trainer)
+    if masked:
+        around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]
+        backend.post_processor = processors.BertProcessing(*around)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+
+
+def small_llama(vocabulary: int, **settings: Any) -> LlamaConfig:
+    return LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **SIZES, **settings)
+
+
+def small_bert(vocabulary: int, max_length: int, **settings: Any) -> BertConfig:
+    return BertConfig(vocab_size=vocabulary, max_position_embeddings=max(512, max_length), **SIZES, **settings)
+
+
+def load_model(head: Any, name: str | None, small: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Return a model with the same weights on every process.
+
+    Args:
+        head: one of the auto classes of transformers.
+        name: name or folder; None for a small one from scratch.
+        small: configuration of the small one.
+        settings: fields of the configuration of the named one to change.
+    """
+    set_seed(0)
+    return head.from_pretrained(name, dtype=torch.float32, **settings) if name else head.from_config(small)
