@@ -4,6 +4,7 @@ To start a project of your own, copy one recipe and this file. What only serves 
 below it) can be left behind.
 """
 
+import argparse
 import ast
 import re
 import sys
@@ -53,6 +54,14 @@ def run(main: Callable[[], Any]) -> None:
         PartialState().destroy_process_group()
 
 
+class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
+    """Formats --help without a second default after a text that names the default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        named = "default" in (action.help or "").lower()
+        return action.help if named else super()._get_help_string(action)
+
+
 def on_cpu() -> dict[str, Any]:
     """Return the training arguments that a machine without an accelerator needs."""
     return {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
@@ -70,10 +79,11 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
         ValueError: there is no such file, or the rows lack a column.
     """
     path = Path(data)
-    if path.suffix in FORMATS:
-        if not path.is_file():
-            raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
-        rows = datasets.load_dataset(FORMATS[path.suffix], data_files=data, split="train")
+    formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
+    if formats and not path.is_file():
+        raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if formats:
+        rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
     if missing := [name for name in columns if name not in rows.column_names]:
