@@ -124,10 +124,10 @@ def load_tokenizer(model: ModelConfig, args: SFTConfig) -> PreTrainedTokenizerBa
 
 
 def tokenize(
-    data: str, flag: str, tokenizer: PreTrainedTokenizerBase, given: Arguments, args: SFTConfig
+    data: str, named_by: str, tokenizer: PreTrainedTokenizerBase, given: Arguments, args: SFTConfig
 ) -> datasets.Dataset:
     """Return documents with input_ids and labels."""
-    rows = common.read(data, flag=flag)
+    rows = common.read(data, flag=named_by)
     if tokenizer.chat_template is None and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
         PartialState().print("The tokenizer has no chat template: ChatML is used, and saved with the model")
         tokenizer.chat_template = common.CHATML
