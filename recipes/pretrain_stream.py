@@ -22,45 +22,43 @@ from pathlib import Path
 
 import common
 import datasets
+from common import flag
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
 import hf_packing as hfp
 
 TOKENIZER_TEXTS = 5000
 """Without --tokenizer and --model, a tokenizer is trained on so many texts of each source."""
-LONG = 1000
-"""A function of the standard library is long from this number of characters on."""
 
 
 @dataclass
 class Arguments:
     data: list[str] | None = field(default=None, metadata={"help": "sources as NAME=FILES, with * in the files' path"})
     shares: list[float] | None = field(default=None, metadata={"help": "one for each source; default: equal ones"})
-    text_field: str | None = field(default=None, metadata={"help": "column of the texts, if it is not text"})
-    model: str | None = field(default=None, metadata={"help": "name or folder; default: a small Llama from scratch"})
-    tokenizer: str | None = field(default=None, metadata={"help": "name or folder; default: that of --model"})
-    max_length: int = field(default=512, metadata={"help": "tokens of a packed row"})
-    rows_per_step: int = field(default=8, metadata={"help": "packed rows of an optimizer step, over all processes"})
-    streams: int = field(default=8, metadata={"help": "logical streams, shared out among processes"})
-    window_packs: int = field(default=64, metadata={"help": "packed rows that are planned together"})
-    start_length: int | None = field(default=None, metadata={"help": "tokens of a segment in the first step"})
-    growth_steps: int | None = field(default=None, metadata={"help": "optimizer steps until documents are whole"})
+    text_field: str | None = flag(None, "column of the texts, if it is not text")
+    model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
+    tokenizer: str | None = flag(None, "name or folder; default: that of --model")
+    max_length: int = flag(512, "tokens of a packed row")
+    rows_per_step: int = flag(8, "packed rows of an optimizer step, over all processes")
+    streams: int = flag(8, "logical streams, shared out among processes")
+    window_packs: int = flag(64, "packed rows that are planned together")
+    start_length: int | None = flag(None, "tokens of a segment in the first step")
+    growth_steps: int | None = flag(None, "optimizer steps until documents are whole")
 
 
 def main(flags: Sequence[str] | None = None) -> Trainer:
-    parser = HfArgumentParser((Arguments, TrainingArguments), description=__doc__, formatter_class=common.Help)
+    parser = HfArgumentParser((Arguments, TrainingArguments), formatter_class=common.OneDefault)
     parser.set_defaults(output_dir="outputs/pretrain_stream", max_steps=60, learning_rate=1e-3, **common.on_cpu())
     parser.set_defaults(logging_steps=10, logging_first_step=True)
     given, args = parser.parse_args_into_dataclasses(flags)
     if (given.start_length is None) != (given.growth_steps is None):
         raise ValueError("--start_length, --growth_steps: expected both or neither, got one of them")
-    if args.gradient_accumulation_steps != 1:
-        raise ValueError("--gradient_accumulation_steps: expected --rows_per_step instead, for all processes together")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last"):
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name}: expected none, since --rows_per_step decides that, got {getattr(args, name)}")
     args.gradient_accumulation_steps, left = divmod(given.rows_per_step, args.world_size)
     if left or given.rows_per_step < 1:
-        raise ValueError(
-            f"--rows_per_step: expected a multiple of the {args.world_size} processes, got {given.rows_per_step}"
-        )
+        raise ValueError(f"--rows_per_step: expected n x {args.world_size} processes, got {given.rows_per_step}")
     checkpoint = common.checkpoint_of(args)
     with args.main_process_first():
         sources = open_sources(given.data) if given.data else functions()
@@ -103,13 +101,10 @@ def open_sources(data: Sequence[str]) -> dict[str, datasets.IterableDataset]:
 
 
 def functions() -> dict[str, datasets.IterableDataset]:
-    """Return the short and the long functions of the standard library, as streams of 8 shards."""
+    """Return the functions of the standard library, those below 1,000 characters apart, as streams of 8 shards."""
     texts = common.functions()
-    parts = {
-        "short": texts.filter(lambda row: len(row["text"]) < LONG),
-        "long": texts.filter(lambda row: len(row["text"]) >= LONG),
-    }
-    return {name: part.to_iterable_dataset(num_shards=8) for name, part in parts.items()}
+    short, long = texts.filter(lambda row: len(row["text"]) < 1000), texts.filter(lambda row: len(row["text"]) >= 1000)
+    return {"short": short.to_iterable_dataset(num_shards=8), "long": long.to_iterable_dataset(num_shards=8)}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import hf_packing as hfp
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+CPU = RECIPES / "configs" / "cpu.yaml"
 
 
 def number_after(text, words):
@@ -54,12 +55,7 @@ def on_two_processes(recipe, *arguments):
 
 
 def launched(recipe, *arguments):
-    command = [
-        str(Path(sys.executable).parent / "accelerate"),
-        "launch",
-        "--config_file",
-        str(RECIPES / "configs" / "cpu.yaml"),
-    ]
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(CPU)]
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
     command += [str(RECIPES / recipe), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads, timeout=HANGS)

@@ -61,8 +61,9 @@ def test_a_run(files, tmp_path, capsys):
         (["--data", "{short}", "--text_field", "body"], "expected body, got the fields text, number; text_field"),
         (["--data", "{short}", "--shares", "0.5", "0.5"], "--shares: expected 1 numbers, one for each source, got 2"),
         (["--start_length", "8"], "--start_length, --growth_steps: expected both or neither"),
-        (["--gradient_accumulation_steps", "4"], "expected --rows_per_step instead"),
-        (["--rows_per_step", "0"], "--rows_per_step: expected a multiple of the 1 processes, got 0"),
+        (["--gradient_accumulation_steps", "4"], "expected none, since --rows_per_step decides that, got 4"),
+        (["--per_device_train_batch_size", "4"], "--per_device_train_batch_size: expected none"),
+        (["--rows_per_step", "0"], "--rows_per_step: expected n x 1 processes, got 0"),
     ],
 )
 def test_bad_flags(files, tmp_path, flags, said):
