@@ -28,15 +28,15 @@ import hf_packing as hfp
 class Arguments:
     data: str | None = flag(None, "file, folder of a saved dataset, or name of one on the hub")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
-    tokenizer: str | None = flag(None, "name or folder; default: that of --model")
+    tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
     max_tokens: int = flag(4096, "tokens of a micro-batch on each process")
     gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
     loss: Literal["token", "sequence"] = flag("token", "mean over tokens, or documents")
-    learning_rate: float = 1e-3
-    num_train_epochs: int = 1
+    learning_rate: float = flag(1e-3, "learning rate of AdamW")
+    num_train_epochs: int = flag(1, "epochs in all")
     max_steps: int = flag(-1, "optimizer steps in all, instead of --num_train_epochs")
     save_steps: int = flag(50, "optimizer steps between checkpoints")
-    output_dir: str = "outputs/accelerate_loop"
+    output_dir: str = flag("outputs/accelerate_loop", "folder of the checkpoints and the model")
     resume_from_checkpoint: str | None = flag(None, "last: the last one; or a checkpoint's folder")
 
 

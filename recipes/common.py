@@ -39,6 +39,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_TRACEBACK = ("--", "Some specified arguments are not used")
+"""Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -52,7 +54,7 @@ def run(main: Callable[[], Any]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
-        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith(NO_TRACEBACK):
             raise  # no flag or file is wrong: the traceback says more
         sys.exit(str(error) if is_first_process() else 1)
     finally:

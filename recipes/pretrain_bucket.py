@@ -35,17 +35,17 @@ COLUMNS = ("number", "bucket", "rows", "left_over", "tokens", "seconds", "loss")
 class Arguments:
     data: str | None = flag(None, "file, folder of a saved dataset, or name of one on the hub")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
-    tokenizer: str | None = flag(None, "name or folder; default: that of --model")
+    tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
     buckets: list[int] = field(default=(256, 512, 1024, 2048), metadata={"help": "sizes of rows, in tokens"})
     max_tokens: int = flag(2048, "tokens of a micro-batch on each process")
     order: Literal["random", "short_to_long"] = flag("random", "order of the buckets")
     cycles: int = flag(1, "passes from short to long in an epoch")
     gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
-    learning_rate: float = 1e-3
-    num_train_epochs: int = flag(1, "with --max_steps -1")
+    learning_rate: float = flag(1e-3, "learning rate of AdamW")
+    num_train_epochs: int = flag(1, "epochs in all, with --max_steps -1")
     max_steps: int = flag(100, "optimizer steps in all; -1 for --num_train_epochs")
     save_steps: int = flag(50, "optimizer steps between checkpoints")
-    output_dir: str = "outputs/pretrain_bucket"
+    output_dir: str = flag("outputs/pretrain_bucket", "folder of the checkpoints and the model")
     resume_from_checkpoint: str | None = flag(None, "last: the last one; or a checkpoint's folder")
 
 

@@ -37,7 +37,7 @@ class Arguments:
     shares: list[float] | None = field(default=None, metadata={"help": "one for each source; default: equal ones"})
     text_field: str | None = flag(None, "column of the texts, if it is not text")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
-    tokenizer: str | None = flag(None, "name or folder; default: that of --model")
+    tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
     max_length: int = flag(512, "tokens of a packed row")
     rows_per_step: int = flag(8, "packed rows of an optimizer step, over all processes")
     streams: int = flag(8, "logical streams, shared out among processes")
