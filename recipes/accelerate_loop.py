@@ -26,7 +26,7 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = flag(None, "file, folder of a saved dataset, or name of one on the hub")
+    data: str | None = flag(None, "file, saved dataset, or name of one on the hub; default: functions of Python")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
     tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
     max_tokens: int = flag(4096, "tokens of a micro-batch on each process")

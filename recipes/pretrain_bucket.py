@@ -33,10 +33,10 @@ COLUMNS = ("number", "bucket", "rows", "left_over", "tokens", "seconds", "loss")
 
 @dataclass
 class Arguments:
-    data: str | None = flag(None, "file, folder of a saved dataset, or name of one on the hub")
+    data: str | None = flag(None, "file, saved dataset, or name of one on the hub; default: functions of Python")
     model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
     tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
-    buckets: list[int] = field(default=(256, 512, 1024, 2048), metadata={"help": "sizes of rows, in tokens"})
+    buckets: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "tokens of a row"})
     max_tokens: int = flag(2048, "tokens of a micro-batch on each process")
     order: Literal["random", "short_to_long"] = flag("random", "order of the buckets")
     cycles: int = flag(1, "passes from short to long in an epoch")

@@ -1,5 +1,6 @@
 """The training loops of recipes: buckets and accelerate, stopped, killed while they save, and resumed."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -183,6 +184,17 @@ def test_a_loop_on_tokens(few_texts, tiny_model, tmp_path):
         accelerate_loop.main(flags)
     accelerate_loop.main([*flags, "--model", str(tiny_model)])
     assert weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("recipe", [accelerate_loop, pretrain_bucket])
+def test_every_flag_is_explained_with_its_default(recipe, capsys):
+    with pytest.raises(SystemExit):
+        recipe.main(["--help"])
+    explained = " ".join(capsys.readouterr().out.split("options:")[1].split())
+    for field in dataclasses.fields(recipe.Arguments):
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        says = field.metadata["help"]
+        assert (says if "default:" in says else f"{says} (default: {default})") in explained
 
 
 @pytest.mark.parametrize("recipe", [accelerate_loop, pretrain_bucket])
