@@ -22,12 +22,11 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from internals import WindowSize, check_lengths, choose_waiting
 from lengths import log_normal
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.planning.lengths import check_lengths
-from hf_packing.planning.windows import WindowSize, choose_waiting
 
 LENGTHS = {
     "lognormal": (6.0, 1.2, 10**6),

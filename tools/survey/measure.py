@@ -15,14 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.probe import Probe
-from hf_packing.attention.tiny_model import VOCABULARY, architectures, tiny_model
-from hf_packing.attention.tolerance import comparable, logits_of, spread
-from hf_packing.attention.unpatch import unpatch_model
-from hf_packing.collate import PackingCollator
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing import ModelNotSupportedError, PackingCollator, check_isolation, patch_model, unpatch_model
+from tools.internals import VOCABULARY, Probe, architectures, comparable, logits_of, spread, tiny_model
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
