@@ -6,18 +6,20 @@ below it) can be left behind.
 
 import argparse
 import ast
+import os
 import re
+import shutil
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
@@ -37,6 +39,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_TRACEBACK = ("--", "Some specified arguments are not used")
+"""Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -50,11 +54,16 @@ def run(main: Callable[[], Any]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
-        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith(NO_TRACEBACK):
             raise  # no flag or file is wrong: the traceback says more
-        sys.exit(str(error) if PartialState().is_main_process else 1)
+        sys.exit(str(error) if is_first_process() else 1)
     finally:
-        PartialState().destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # as torchrun sets it; there may be no group of processes yet
 
 
 def flag(default: Any, says: str, **more: Any) -> Any:
@@ -131,13 +140,88 @@ def checkpoint_of(args: TrainingArguments) -> str | None:
         raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
     state = TrainerState.load_from_json(str(states[-1]))
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
-        PartialState().print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
+        if is_first_process():
+            print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
         sys.exit(0)
     return str(states[-1].parent)
 
 
 def number(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
+
+
+def check_positive(args: Any, *names: str) -> None:
+    """Raise ValueError if an argument is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected an integer from 1, got {getattr(args, name)}")
+
+
+def epochs_done(loader: hfp.PackedLoader) -> float:
+    return loader.epoch + loader.micro_batches_done / len(loader)
+
+
+def finished(loader: hfp.PackedLoader, args: Any) -> bool:
+    """Return whether a training loop of your own has done --max_steps, or else --num_train_epochs."""
+    if args.max_steps > 0:
+        return loader.optimizer_steps >= args.max_steps
+    return epochs_done(loader) >= args.num_train_epochs
+
+
+def save(accelerator: Accelerator, loader: hfp.PackedLoader, output_dir: str) -> None:
+    """Save a checkpoint of a training loop of your own, and delete all but the last two.
+
+    It gets its name when it is complete, so that a run that is killed while it saves resumes from the one before.
+    """
+    output = Path(output_dir)
+    unfinished, folder = output / "unfinished", output / f"checkpoint-{loader.optimizer_steps}"
+    accelerator.save_state(unfinished)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state = TrainerState(global_step=loader.optimizer_steps, epoch=epochs_done(loader))
+        state.save_to_json(str(unfinished / "trainer_state.json"))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        for old in sorted(output.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)[:-2]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def resume(
+    accelerator: Accelerator,
+    loader: hfp.PackedLoader,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: str,
+    learning_rate: float,
+) -> None:
+    """Load a checkpoint that `save` has saved.
+
+    Raises:
+        ValueError: the learning rate is not that of the checkpoint, which the optimizer goes on with.
+    """
+    accelerator.load_state(checkpoint)
+    if learning_rate != (saved := optimizer.param_groups[0]["lr"]):
+        raise ValueError(f"--learning_rate: expected {saved}, as in the checkpoint, got {learning_rate}")
+    done, of = loader.micro_batches_done, len(loader)
+    accelerator.print(f"resuming {checkpoint}: in epoch {loader.epoch} after {done} of {of} micro-batches")
+
+
+def save_model(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str
+) -> None:
+    """Save the model and its tokenizer, to be loaded with `from_pretrained`."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(output_dir, state_dict=weights)
+        tokenizer.save_pretrained(output_dir)
+
+
+def texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the texts of rows, or else all that they say, to train a tokenizer on."""
+    for row in rows:
+        if "input_ids" in row:
+            raise ValueError("--tokenizer: expected one beside --data with input_ids, got none")
+        yield row.get("text") or " ".join(map(str, row.values()))
 
 
 def functions() -> datasets.Dataset:
