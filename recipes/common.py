@@ -4,6 +4,7 @@ To start a project of your own, copy one recipe and this file. What only serves 
 below it) can be left behind.
 """
 
+import argparse
 import ast
 import re
 import sys
@@ -20,6 +21,8 @@ from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     LlamaConfig,
@@ -41,6 +44,10 @@ CHATML = (
     "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Print a recipe's docstring as it is, and the default of each flag."""
 
 
 def run(main: Callable[[], Any]) -> None:
@@ -81,10 +88,13 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     return rows
 
 
-def held_out(rows: datasets.Dataset, eval_rows: datasets.Dataset | None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the rows to train on and to evaluate on: those given, or else a tenth of all rows."""
-    if eval_rows is not None:
-        return rows, eval_rows
+def train_and_test(
+    data: str | None, eval_data: str | None, columns: Sequence[str], without_data: Callable[[], datasets.Dataset]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the rows of --data, or others without it, and those of --eval_data, or else a tenth of all rows."""
+    rows = read(data, columns) if data else without_data()
+    if eval_data:
+        return rows, read(eval_data, columns, "--eval_data")
     split = rows.train_test_split(test_size=0.1, seed=0)
     return split["train"], split["test"]
 
@@ -148,8 +158,7 @@ def functions() -> datasets.Dataset:
 def pairs() -> datasets.Dataset:
     """Return first lines of functions as `prompt`, their rest as `chosen`, and that of the next one as `rejected`."""
     halves = [text.split("\n", 1) for text in functions()["text"] if "\n" in text.strip()]
-    answers = [answer for _, answer in halves]
-    prompts = [line + "\n" for line, _ in halves]
+    prompts, answers = [line for line, _ in halves], ["\n" + answer for _, answer in halves]
     return datasets.Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]})
 
 
@@ -166,7 +175,10 @@ def questions() -> datasets.Dataset:
     rows = []
     for number, text in enumerate(functions()["text"]):
         context = textwrap.dedent(text)
-        asked = [("Which arguments does {} take?", r"\((.+?)\):\n"), ("What does {} return?", r"\n +return (.+)\n")]
+        asked = [
+            ("Which arguments does {} take?", r"def \w+\((.+?)\)(?: -> .+)?:\n"),
+            ("What does {} return?", r"\n +return (.+)\n"),
+        ]
         question, pattern = asked[number % 2]
         name = re.search(r"def (\w+)\(", context)
         if name and (found := re.search(pattern, context)):
@@ -181,7 +193,7 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
-        masked: whether the trained tokenizer puts tokens around each text and has a token for masks, as BERT's does.
+        masked: whether the trained tokenizer is as BERT's: with tokens around each text, one for masks, no template.
     """
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -199,7 +211,12 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]
         backend.post_processor = processors.BertProcessing(*around)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=None if masked else CHATML, **names)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the special tokens of a tokenizer, as a model's configuration names them."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def small_llama(vocabulary: int, **settings: Any) -> LlamaConfig:
@@ -221,3 +238,22 @@ def load_model(head: Any, name: str | None, small: PreTrainedConfig, **settings:
     """
     set_seed(0)
     return head.from_pretrained(name, dtype=torch.float32, **settings) if name else head.from_config(small)
+
+
+def save_small(folder: str, texts: Iterable[str], encoder: bool = False) -> str:
+    """Save a small model from scratch with its tokenizer, for trainers that load both by name; return the folder.
+
+    Call it within `main_process_first`: the main process saves, the others return the folder.
+
+    Args:
+        folder: where to save them.
+        texts: what to train the tokenizer on.
+        encoder: whether to save a BERT, and not a Llama.
+    """
+    if PartialState().is_local_main_process:
+        tokenizer = load_tokenizer(None, texts, masked=encoder)
+        tokenizer.save_pretrained(folder)
+        ids = token_ids(tokenizer)
+        small = small_bert(len(tokenizer), 512, **ids) if encoder else small_llama(len(tokenizer), **ids)
+        load_model(AutoModel if encoder else AutoModelForCausalLM, None, small).save_pretrained(folder)
+    return folder
