@@ -56,6 +56,7 @@ _HOME_OF = {
     "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
     "score": "training.score",
+    "tokenize": "data.tokenize",
     "unpack": "data.unpack",
     "unpatch_model": "attention",
 }
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from hf_packing.data.lazy.packed_tokens import PackedTokens
     from hf_packing.data.pack import pack
     from hf_packing.data.streams.mix import mix
+    from hf_packing.data.tokenize import tokenize
     from hf_packing.data.unpack import unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.assign import DealtShard
@@ -143,6 +145,7 @@ __all__ = [
     "plan_packing",
     "prepare_dataloader",
     "score",
+    "tokenize",
     "unpack",
     "unpatch_model",
 ]

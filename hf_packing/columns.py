@@ -3,7 +3,7 @@
 A segment is a document, or a part of a document, in a packed row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -132,3 +132,12 @@ def _as_booleans(name: str, mask: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     if wrong.any():
         raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the value {mask[wrong.argmax()]}")
     return mask.astype(bool)
+
+
+def check_has_tokens(names: Collection[str]) -> None:
+    """Raise PackingError if documents have no input_ids. For texts and chats, the message names `tokenize`."""
+    if INPUT_IDS not in names:
+        found = ", ".join(names) or "none"
+        texts = {"text", "prompt", "completion", "messages"} & set(names)
+        hint = "; hf_packing.tokenize makes it from texts and chats" if texts else ""
+        raise PackingError(f"column 'input_ids': expected this column in the dataset, got the columns {found}{hint}")

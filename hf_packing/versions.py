@@ -19,6 +19,14 @@ OLDEST = {
 """The packages that change what is packed, computed or trained, as in pyproject.toml."""
 
 
+def installed(package: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @cache
 def refuse_older(*packages: str) -> None:
     """Raise PackingError if the installed version of a package is older than in `OLDEST`, where results may be wrong.
@@ -26,13 +34,10 @@ def refuse_older(*packages: str) -> None:
     pip does not install such versions together with hf-packing, but they can get in later.
     """
     for package in packages:
-        try:
-            installed = version(package)
-        except PackageNotFoundError:  # what imports it says what is missing
-            continue
-        if _numbers(installed) < _numbers(OLDEST[package]):
+        found = installed(package)
+        if found is not None and _numbers(found) < _numbers(OLDEST[package]):
             raise PackingError(
-                f"{package}: expected version {OLDEST[package]} or newer, got {installed}; "
+                f"{package}: expected version {OLDEST[package]} or newer, got {found}; "
                 f'pip install "{package}>={OLDEST[package]}"'
             )
 

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -54,10 +55,25 @@ def run(main: Callable[[], Any]) -> None:
     """Run a recipe; print what it refuses on one process only, and end the group of processes."""
     try:
         main()
-    except (hfp.PackingError, ValueError) as error:
+    except (ValueError, OSError) as error:
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+            raise  # no flag or file is wrong: the traceback says more
         sys.exit(str(error) if PartialState().is_main_process else 1)
     finally:
         PartialState().destroy_process_group()
+
+
+def flag(default: Any, says: str, **more: Any) -> Any:
+    """Return a field of a dataclass of flags."""
+    return field(default=default, metadata={"help": says, **more})
+
+
+class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
+    """Formats --help without a second default after a text that names the default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        known = action.required or "default" in (action.help or "").lower()
+        return action.help if known else super()._get_help_string(action)
 
 
 def on_cpu() -> dict[str, Any]:
@@ -77,10 +93,11 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
         ValueError: there is no such file, or the rows lack a column.
     """
     path = Path(data)
-    if path.suffix in FORMATS:
-        if not path.is_file():
-            raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
-        rows = datasets.load_dataset(FORMATS[path.suffix], data_files=data, split="train")
+    formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
+    if formats and not path.is_file():
+        raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if formats:
+        rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
     if missing := [name for name in columns if name not in rows.column_names]:

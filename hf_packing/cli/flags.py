@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 
 from hf_packing.cli.given import STRATEGIES
+from hf_packing.data.rendering import TRAIN_ON
 
 
 def add_fleet(top: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -132,8 +133,11 @@ def add_texts(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
     )
+    command.add_argument("--separator", metavar="TEXT", help="text between a prompt and its completion (default: none)")
     command.add_argument(
-        "--separator", metavar="TEXT", help="text between a prompt and its completion (default: a line break)"
+        "--train-on",
+        choices=TRAIN_ON,
+        help="tokens to train on (default: the assistant's turns of messages, completions, and whole texts)",
     )
     add_usual(command)
 

@@ -108,6 +108,7 @@ def _begun(given: argparse.Namespace) -> Run:
         text_field=given.field,
         end_documents=not given.no_eos,
         separator=given.separator,
+        train_on=given.train_on,
         skip_bad=given.skip_bad,
         trust_remote_code=given.trust_remote_code,
     )

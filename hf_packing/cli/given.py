@@ -7,7 +7,7 @@ from typing import Any
 from hf_packing.cli.screen import out, say, say_warning
 from hf_packing.data.corpus import Corpus
 from hf_packing.data.documents import Documents
-from hf_packing.data.tokenize import load_tokenizer
+from hf_packing.data.text_tokenizer import load_tokenizer
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
@@ -19,7 +19,7 @@ def corpus_of(given: argparse.Namespace) -> Corpus:
     """Return the documents that the command line flags describe. If the flags name a tokenizer, it is loaded."""
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
-    return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos, separator=given.separator)
+    return Corpus(documents, tokenizer, given.field, not given.no_eos, given.separator, given.train_on)
 
 
 def check_that_it_plans(strategy: Strategy) -> None:
@@ -46,10 +46,13 @@ def fewest_shared_of(given: argparse.Namespace, strategy: Strategy) -> int | Non
     return fewest
 
 
-def warn_without_end(corpus: Corpus) -> None:
-    """Print a warning if documents get no end-of-sequence token because the tokenizer has no such token."""
+def warn_of_texts(corpus: Corpus) -> None:
+    """Print warnings if documents get no end-of-sequence token, or if chats lack text that their messages have."""
     if corpus.should_end and not corpus.ends and corpus.tokenizer is not None:
         say_warning(f"{corpus.tokenizer.name} has no end-of-sequence token, so no such token is appended to documents")
+    if corpus.lacking:
+        left_out = "content, thinking or tool calls, which the chat template leaves out"
+        say_warning(f"{corpus.lacking:,} chats lack {left_out}")
 
 
 def print_skipped(skipped: Sequence[str]) -> None:

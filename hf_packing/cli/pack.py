@@ -23,14 +23,16 @@ from hf_packing.cli.given import (
     fewest_shared_of,
     print_skipped,
     strategy_named,
-    warn_without_end,
+    warn_of_texts,
 )
 from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
 from hf_packing.data.corpus import Corpus, Seen
+from hf_packing.data.label_counts import count_labels
 from hf_packing.data.pack import pack_split
 from hf_packing.data.token_columns import find_token_columns
 from hf_packing.data.trees.plan_trees import TreesPlan, plan_trees
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
 from hf_packing.strategies.base import Strategy, plan_packing
@@ -67,18 +69,24 @@ def run_pack(given: argparse.Namespace) -> int:
     corpus = corpus_of(given)
     with counting_documents("Tokenizing") as seen:
         made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite, fewest_shared)
-    warn_without_end(corpus)
+    warn_of_texts(corpus)
     if corpus.left_out:
         instead = "the Python function hf_packing.pack keeps columns with one number for each token"
         say_warning(f"columns left out of the packed dataset: {', '.join(corpus.left_out)}; {instead}")
     skipped = corpus.documents.skipped
     if given.json:
-        facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
+        facts = {
+            "output": str(given.output),
+            "strategy": name_of(strategy),
+            "rows": made.rows,
+            "trained_tokens": made.trained,
+        }
         facts |= {"tokenized_before": made.tokenized_before, "skipped": skipped, "loss_masks": corpus.loss_masks}
         facts |= {"left_out": corpus.left_out}
         print_json(facts | vars(made.plan.metrics()))
         return 0
     say(out, str(made.plan))
+    say(out, f"{made.trained:,} of {made.plan.metrics().num_tokens:,} tokens are trained on")
     if made.tokenized_before:
         say(out, f"{made.tokenized_before:,} documents had already been tokenized by an interrupted run")
     if corpus.loss_masks:
@@ -103,6 +111,8 @@ class _PackedDataset:
     folder: Path
     plan: PackingPlan
     rows: int
+    trained: int
+    """Number of tokens in the rows that are trained on."""
     tokenized_before: int
     """Number of documents that an earlier, interrupted run had tokenized."""
 
@@ -190,21 +200,23 @@ def _make_while_locked(
         raise PackingError(f"DATA: expected documents with tokens, but all {len(lengths)} documents are empty")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
+    columns = find_token_columns(tokens.data.table)
     made: PackingPlan | TreesPlan
     if fewest_shared is None:
         made = plan = plan_packing(lengths, strategy)
     else:
-        made = plan_trees(find_token_columns(tokens.data.table), strategy, fewest_shared)
+        made = plan_trees(columns, strategy, fewest_shared)
         plan = made.plan
     packed = pack_split(
         tokens, strategy, position_ids=True, load_from_cache_file=False, plan=made, fewest_shared=fewest_shared
     )
     packed.save_to_disk(fresh)
     rows = len(packed)
+    trained = count_labels(columns, Pieces(plan.segment_document, plan.segment_start, plan.segment_length))
     plan.save(fresh / _PLAN)
     _replace(output, fresh, partial / _REPLACED)
     shutil.rmtree(partial, ignore_errors=True)
-    return _PackedDataset(output, plan, rows, before)
+    return _PackedDataset(output, plan, rows, trained, before)
 
 
 def _partial_folder(output: Path) -> Path:
@@ -228,6 +240,7 @@ def _job_of(corpus: Corpus) -> dict[str, Any]:
         "skip_bad": corpus.documents.skip_bad,
         "field": corpus.text_field,
         "separator": corpus.separator,
+        "train_on": corpus.train_on,
         "end": corpus.tokenizer.end if corpus.tokenizer and corpus.end_documents else None,
         "template": corpus.tokenizer.template_text if corpus.tokenizer else "",
         "tokenizer": hashlib.sha256(backend.encode()).hexdigest(),

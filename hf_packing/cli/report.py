@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from hf_packing.cli.fleet import say_packed
-from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategies_named, warn_without_end
+from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategies_named, warn_of_texts
 from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.fleet.store import Store
@@ -42,7 +42,7 @@ def run_report(given: argparse.Namespace) -> int:
     first: list[list[int]] = []
     with counting_documents("Tokenizing") as seen:
         lengths = corpus.lengths(seen, first)
-    warn_without_end(corpus)
+    warn_of_texts(corpus)
     report = packing_report(
         lengths,
         given.max_length,
@@ -54,10 +54,14 @@ def run_report(given: argparse.Namespace) -> int:
     skipped = corpus.documents.skipped
     if not given.json:
         _print_report(report)
+        say(out, f"{corpus.trained:,} of {int(lengths.sum()):,} tokens are trained on")
         print_skipped(skipped)
     written = report.save(given.output) if given.output else []
     if given.json:
-        print_json(report.to_dict() | {"skipped": skipped, "files": [str(file) for file in written]})
+        print_json(
+            report.to_dict()
+            | {"trained_tokens": corpus.trained, "skipped": skipped, "files": [str(file) for file in written]}
+        )
         return 0
     for file in written:
         say(out, f"written: {file}")

@@ -6,17 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
-from hf_packing.data.rendering import BadRowError, Settings, messages_of, settings_of
-from hf_packing.data.tokenize import TextTokenizer, num_shared, text_tokenizer
+from hf_packing.data.rendering import BadRowError, Settings, messages_of, settings_of, texts_of
+from hf_packing.data.text_tokenizer import TextTokenizer, num_shared, text_tokenizer
 from hf_packing.errors import PackingError
 
 _PROMPT, _COMPLETION, _ASSISTANT = "prompt", "completion", "assistant"
 _SETTINGS = ("tools", "chat_template_kwargs")
 """Columns with arguments for the chat template."""
-_THINKING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of messages with the model's thinking. Each chat template knows one of these names."""
-_END_OF_THINKING = "</think>"
-"""Where thinking ends that is part of the content. Templates write it in their own way."""
 _SHOWN = 20
 """Number of characters that an error shows of two texts before they differ; it shows twice as many after that."""
 
@@ -85,7 +81,7 @@ def branches(
             f"tokenizer: expected a tokenizer with a chat template, got {type(tokenizer).__name__}; set "
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
-    make = _Branches(tokenizer, text_tokenizer(tokenizer), _special_tokens(tokenizer))
+    make = _Branches(tokenizer, text_tokenizer(tokenizer))
     found = [make.read(row, column, chat_template_kwargs or {}) for row in _rows_of(conversations, column)]
     place = "row {} of the batch, " if isinstance(conversations, Mapping) else ""
     bad = [f"{place.format(number)}{each.reason}" for number, each in enumerate(found) if each.reason]
@@ -138,7 +134,6 @@ class _Branches:
 
     tokenizer: Any
     texts: TextTokenizer
-    special_tokens: tuple[str, ...]
 
     def read(self, row: Mapping[str, Any], column: str, chat_template_kwargs: Mapping[str, Any]) -> _Conversation:
         """Return the documents of a conversation, or the reason why it cannot be used.
@@ -184,8 +179,8 @@ class _Branches:
     def _turn(self, messages: Sequence[Mapping[str, Any]], number: int, settings: Settings) -> _Turn:
         """Return an assistant turn as text; raise BadRowError if the turn does not begin with its generation prompt."""
         try:
-            prompt = self.texts.template(messages[:number], True, settings)
-            whole = self.texts.template(messages[: number + 1], False, settings)
+            prompt = self.texts.template.write(messages[:number], True, settings)
+            whole = self.texts.template.write(messages[: number + 1], False, settings)
         except BadRowError as error:
             raise BadRowError(f"message {number}: {error}") from None
         if not whole.startswith(prompt):
@@ -201,8 +196,8 @@ class _Branches:
         if not generated:
             raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
         stripped = generated.rstrip()
-        has_end = stripped.endswith(self.special_tokens)
-        has_message = all(text.strip() in generated for text in _texts_of(messages[number]))
+        has_end = stripped.endswith(self.texts.template.special_tokens)
+        has_message = all(text.strip() in generated for text in texts_of(messages[number]))
         # the model stops at the end token; a line break after it is the template's
         return _Turn(number, prompt, stripped if has_end else generated, has_end, has_message)
 
@@ -212,12 +207,6 @@ class _Branches:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return all special tokens of a tokenizer as texts, also those without a name such as `eos_token`."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple({*tokenizer.all_special_tokens, *added})
 
 
 def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
@@ -258,16 +247,6 @@ def _check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
                 raise BadRowError(
                     f"message {number}: expected text, got a part that needs a processor: {str(part)[: 2 * _SHOWN]}"
                 )
-
-
-def _texts_of(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts of a message that a chat template should write: content, thinking, and names of called tools."""
-    content = message.get("content")
-    if isinstance(content, str):
-        yield content.rpartition(_END_OF_THINKING)[2]
-    yield from (part["text"] for part in (content if isinstance(content, list) else []))
-    yield from (str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or [])
-    yield from (message[name] for name in _THINKING if isinstance(message.get(name), str))
 
 
 def _warn(found: Sequence[_Conversation], documents: Sequence[_Document], bad: Sequence[str]) -> None:

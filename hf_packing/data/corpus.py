@@ -12,7 +12,7 @@ import numpy as np
 from hf_packing.columns import IGNORED_LABEL, LOSS_MASKS, SEGMENT_COLUMNS, apply_loss_masks
 from hf_packing.data.documents import DocumentRow, Documents
 from hf_packing.data.rendering import ROW_KINDS, BadRowError, Rendered, kind_of_row, render
-from hf_packing.data.tokenize import TextTokenizer
+from hf_packing.data.text_tokenizer import TextTokenizer
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import INT32_MAX, IntArray
 
@@ -40,7 +40,8 @@ class Corpus:
         tokenizer: the tokenizer for texts; None if the rows have input_ids.
         text_field: name of the field with the text; None to use the first of ROW_KINDS that a row has.
         end_documents: whether to append the tokenizer's end-of-sequence token to texts, if the tokenizer has one.
-        separator: the text between a prompt and a completion that are both text; None for a line break.
+        separator: the text between a prompt and a completion that are both text; None for no text.
+        train_on: one of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts.
     """
 
     documents: Documents
@@ -48,12 +49,17 @@ class Corpus:
     text_field: str | None = None
     end_documents: bool = True
     separator: str | None = None
+    train_on: str | None = None
     kind: str = field(default="", init=False)
     """The field that determines the kind of the rows, set when the first row is read."""
     loss_masks: list[str] = field(default_factory=list, init=False)
     """Names of the mask columns that the last iteration applied to the labels."""
     left_out: list[str] = field(default_factory=list, init=False)
     """Names of the columns that the last iteration did not use."""
+    trained: int = field(default=0, init=False)
+    """Number of tokens to train on in all blocks given to `tokens_of`, without the first of each document."""
+    lacking: int = field(default=0, init=False)
+    """Number of chats of the last iteration with text that the chat template has left out."""
     _trained_by: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the label and mask columns of the first row with input_ids."""
 
@@ -82,22 +88,22 @@ class Corpus:
         """
         found = [np.zeros(0, dtype=np.int64)]
         for block in self.blocks():
-            if self.kind == "input_ids":
-                found.append(np.array([len(row.input_ids) for row in block], dtype=np.int64))
-            else:
-                assert self.tokenizer is not None
-                found.append(self.tokenizer.lengths(block, self.ends))
+            input_ids, _ = self.tokens_of(block)
+            found.append(np.array(list(map(len, input_ids)), dtype=np.int64))
             if first is not None and not first:
-                first += self.tokens_of(block)[0]
+                first += input_ids
             seen(len(block))
         return np.concatenate(found)
 
     def tokens_of(self, block: _Block) -> tuple[list[list[int]], list[list[int]]]:
         """Return the input_ids and the labels of a block of documents, each as one list of integers per document."""
         if self.kind == "input_ids":
-            return [row.input_ids for row in block], [row.labels for row in block]
-        assert self.tokenizer is not None
-        return self.tokenizer.tokens(block, self.ends)
+            input_ids, labels = [row.input_ids for row in block], [row.labels for row in block]
+        else:
+            assert self.tokenizer is not None
+            input_ids, labels = self.tokenizer.tokens(block, self.ends)
+        self.trained += sum(len(each[1:]) - each[1:].count(IGNORED_LABEL) for each in labels)
+        return input_ids, labels
 
     def blocks(self) -> Iterator[_Block]:
         """Yield lists of documents. Each list, except the last one, is large enough to keep all tokenizer threads busy.
@@ -105,7 +111,7 @@ class Corpus:
         Raises:
             PackingError: an option does not fit the rows; or a row cannot be used, unless `documents.skip_bad` is True.
         """
-        self.kind, self._trained_by = "", None
+        self.kind, self._trained_by, self.trained, self.lacking = "", None, 0, 0
         self.loss_masks.clear()
         self.left_out.clear()
         block: _Block = []
@@ -138,7 +144,9 @@ class Corpus:
             self.left_out += [name for name in tokenized.left_out if name not in self.left_out]
             return tokenized
         assert self.tokenizer is not None
-        return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
+        rendered = render(row, self.kind, self.tokenizer.template, self.separator or "", self.train_on)
+        self.lacking += rendered.lacks_text
+        return rendered
 
     def _check_labels(self, row: "_TokenizedRow") -> None:
         """Raise BadRowError unless a row has the same label and mask columns as the first row.
@@ -161,6 +169,10 @@ class Corpus:
             raise PackingError(
                 "tokenizer: expected no tokenizer, since documents with input_ids are already tokenized; to tokenize "
                 "a text field instead, pass the name of that field as text_field"
+            )
+        if self.kind == "input_ids" and self.train_on is not None:
+            raise PackingError(
+                f"train_on: expected None for documents with input_ids, whose labels say it, got {self.train_on!r}"
             )
         if self.kind != "prompt" and self.separator is not None:
             raise PackingError(

@@ -1,8 +1,8 @@
 """Turn a row (a plain text, a prompt with its completion, or a chat) into the text to tokenize."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,27 +17,8 @@ class BadRowError(PackingError):
     """The error for a row that cannot be used. The message says what was expected and what the row has."""
 
 
-class TrainOn(NamedTuple):
-    """A choice of the tokens to train on, like assistant_only_loss and completion_only_loss in TRL."""
-
-    assistant_only: bool = False
-    """True if, in a chat, only tokens of the assistant's turns have a loss."""
-    completion_only: bool = True
-    """True if, in a prompt with a completion, only tokens of the completion have a loss."""
-
-    def covers(self, by_assistant: bool, in_completion: bool) -> bool:
-        """Return whether a part of a row's text is trained on.
-
-        Args:
-            by_assistant: whether the assistant wrote the part.
-            in_completion: whether the part belongs to the completion.
-        """
-        return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
-
-
-_COMPLETIONS = TrainOn()
-"""The default of `hf-packing pack`: completions, whole texts and whole chats are trained on."""
-EVERYTHING = TrainOn(completion_only=False)
+TRAIN_ON = ("assistant", "completion", "all")
+"""What the tokens of a document can be trained on: the assistant's turns, the completion after a prompt, or all."""
 
 
 class Rendered(NamedTuple):
@@ -48,12 +29,33 @@ class Rendered(NamedTuple):
     """The parts of the text that are not trained on, in order, as slices (start, stop) of characters."""
     complete: bool = False
     """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
+    lacks_text: bool = False
+    """True if the chat template has left out content, thinking or tool calls of an assistant turn."""
 
 
 Settings = Mapping[str, Any]
 """Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
-Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
-"""A function (messages, whether to add the generation prompt, settings) -> the chat as text."""
+Span = tuple[int, int]
+"""A part of a text, as a slice (start, stop) of characters."""
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages with the model's thinking. Each chat template knows one of these names."""
+_END_OF_THINKING = "</think>"
+"""Where thinking ends that is part of the content. Templates write it in their own way."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, as functions that write chats."""
+
+    write: Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
+    """A function (messages, whether to add the generation prompt, settings) -> the chat as text."""
+    special_tokens: tuple[str, ...] = ()
+    """Special tokens of the tokenizer, some of which end turns."""
+    mark: Callable[[Sequence[Mapping[str, Any]], Settings], tuple[str, list[Span]]] | None = None
+    """A function (messages, settings) -> the chat as text, and the assistant's parts; None for a template that does not
+    mark these parts with `{% generation %}`."""
+    training: Callable[[], "ChatTemplate | None"] = lambda: None
+    """A function that returns the template to take instead, as SFTTrainer does, to train on the assistant's turns."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
@@ -78,36 +80,43 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
 
 
 def render(
-    row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = _COMPLETIONS
+    row: Mapping[str, Any], kind: str, template: ChatTemplate, separator: str = "", train_on: str | None = None
 ) -> Rendered:
     """Return the text of a row, and the parts of the text that are not trained on.
 
     Args:
         row: a row of the documents.
         kind: one of ROW_KINDS, or the name of the field with the text.
-        template: function that writes a chat as text.
+        template: the chat template.
         separator: the text between a prompt and a completion that are both text.
-        train_on: the choice of the tokens to train on. If some parts of a chat are not trained on, its text ends after
-            the last trained part, since later text does not change the loss.
+        train_on: one of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts.
 
     Raises:
-        BadRowError: a value has the wrong type, or the template cannot write the chat.
+        BadRowError: a value has the wrong type, `train_on` does not fit the row, or the template cannot write the chat.
     """
     if kind == "messages":
-        return _render_chat(messages_of(row[kind]), 0, template, settings_of(row), train_on)
+        _check_train_on(train_on, "messages", "assistant", "all")
+        return _render_chat([], messages_of(row[kind]), template, settings_of(row), train_on or "assistant")
     if kind == "prompt":
         prompt, completion = row["prompt"], row.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             before, after = messages_of(prompt), messages_of(completion)
             if not after:
                 raise BadRowError("expected at least one message in the completion, got an empty list")
-            return _render_chat([*before, *after], len(before), template, settings_of(row), train_on)
-        begins = 0 if train_on.covers(False, False) else len(prompt) + len(separator)
-        masked = ((0, begins),) if begins else ()
+            return _render_chat(before, after, template, settings_of(row), train_on or "completion")
+        _check_train_on(train_on, "a prompt and a completion that are text", "completion", "all")
+        masked = () if train_on == "all" else ((0, len(prompt) + len(separator)),)
         return Rendered(_unicode(f"{prompt}{separator}{completion}"), masked)
     if not isinstance(row[kind], str):
         raise BadRowError(f"expected text in the field {kind!r}, got {type(row[kind]).__name__}")
+    _check_train_on(train_on, "text", "all")
     return Rendered(_unicode(row[kind]))
+
+
+def _check_train_on(train_on: str | None, of: str, *fitting: str) -> None:
+    if train_on not in (None, *fitting):
+        expected = " or ".join(map(repr, fitting))
+        raise BadRowError(f"expected train_on={expected} for documents with {of}, got train_on={train_on!r}")
 
 
 def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: Settings = MappingProxyType({})) -> str:
@@ -131,50 +140,95 @@ def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: S
     return f"{text}{begin}assistant\n" if ask else text
 
 
-class _Edge(NamedTuple):
-    """The end of a part of a chat. Either all tokens of a part are trained on, or none."""
-
-    messages: int
-    """The number of messages before the end."""
-    asks: bool
-    """True if the part ends with the generation prompt."""
-    trained: bool
-    """True if the part is trained on."""
+CHATML = ChatTemplate(chatml)
+"""The template for a tokenizer that has none."""
 
 
 def _render_chat(
-    messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
+    prompt: Sequence[Mapping[str, Any]],
+    completion: Sequence[Mapping[str, Any]],
+    template: ChatTemplate,
+    settings: Settings,
+    train_on: str,
 ) -> Rendered:
-    """Return the text of a chat, and its parts that are not trained on.
+    """Return the text of a chat, and its parts that are not trained on."""
+    messages = [*prompt, *completion]
+    masked: list[Span] = []
+    if train_on == "assistant":
+        template = template.training() or template
+        text, masked = (_marked_turns if template.mark else _turns_by_prefix)(messages, template, settings)
+    else:
+        text = template.write(messages, False, settings)
+    if prompt and train_on != "all":
+        masked = _joined([(0, len(_prefix(text, prompt, True, template, settings))), *masked])
+    turns = [message for message in messages if message["role"] == "assistant"]
+    lacks_text = any(part.strip() not in text for message in turns for part in texts_of(message))
+    return Rendered(_unicode(text), tuple(masked), complete=True, lacks_text=lacks_text)
 
-    `prompt` is the number of messages at the beginning that form the prompt.
+
+def _marked_turns(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, settings: Settings
+) -> tuple[str, list[Span]]:
+    """Return a chat as text, and the parts that its template does not mark as the assistant's."""
+    assert template.mark is not None
+    text, spans = template.mark(messages, settings)
+    if not spans and any(message["role"] == "assistant" for message in messages):
+        raise BadRowError("expected a chat template that marks the assistant's turns, but it marks none of this chat")
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return text, [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def _turns_by_prefix(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, settings: Settings
+) -> tuple[str, list[Span]]:
+    """Return a chat as text, and the parts that the assistant did not write, for a template without marks.
+
+    The text before each turn, written alone, shows where the turn begins, and so does the text up to its end.
     """
-    if not train_on.assistant_only and not (prompt and train_on.completion_only):
-        return Rendered(_unicode(template(messages, False, settings)), complete=True)
-    text, masked = "", []
-    for edge in _edges(messages, prompt, train_on):
-        longer = template(messages[: edge.messages], edge.asks, settings)
-        if not longer.startswith(text):
-            raise BadRowError(
-                "expected a chat template that leaves earlier turns as they are, but this template rewrites the text "
-                f"before turn {edge.messages} when that turn is added, so the tokens to train on cannot be found"
-            )
-        if not edge.trained:
-            masked.append((len(text), len(longer)))
-        text = longer
-    return Rendered(_unicode(text), tuple(masked), complete=True)
-
-
-def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn) -> list[_Edge]:
-    """Return the ends of the parts of a chat, up to the last trained part. Trained and untrained parts alternate."""
-    found = []
+    text = template.write(messages, False, settings)
+    trained = []
     for turn, message in enumerate(messages):
-        by_assistant = message["role"] == "assistant"
-        if by_assistant and turn:
-            found.append(_Edge(turn, True, train_on.covers(False, turn > prompt)))
-        found.append(_Edge(turn + 1, False, train_on.covers(by_assistant, turn >= prompt)))
-    changes = [edge for edge, following in pairwise(found) if edge.trained != following.trained]
-    return changes + [edge for edge in found[-1:] if edge.trained]
+        if message["role"] == "assistant":
+            start = len(_prefix(text, messages[:turn], True, template, settings)) if turn else 0
+            trained.append((start, len(_prefix(text, messages[: turn + 1], False, template, settings))))
+    edges = [0, *(edge for span in trained for edge in span), len(text)]
+    return text, [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def _prefix(
+    text: str, messages: Sequence[Mapping[str, Any]], asks: bool, template: ChatTemplate, settings: Settings
+) -> str:
+    """Return the text of the first messages of a chat; raise BadRowError if the chat does not begin with that text."""
+    prefix = template.write(messages, asks, settings)
+    if not text.startswith(prefix):
+        raise BadRowError(
+            f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
+            f"{len(messages)} messages when others follow, so the tokens to train on cannot be found. Install trl, "
+            "which has training versions of many templates; take a template with {% generation %} marks; or make a "
+            "document of each turn with hf_packing.branches"
+        )
+    return prefix
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Return the union of parts of a text."""
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a message that a chat template should write: content, thinking, and names of called tools."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content.rpartition(_END_OF_THINKING)[2]
+    yield from (part["text"] for part in (content if isinstance(content, list) else []) if "text" in part)
+    yield from (str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or [])
+    yield from (message[name] for name in _THINKING if isinstance(message.get(name), str))
 
 
 def _unicode(text: str) -> str:

@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SEGMENT_COLUMNS,
+    TREE_INPUT_IDS,
+    check_has_tokens,
+)
 from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -126,10 +134,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
             f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
             "to be packed already; remove the column if the dataset is not packed"
         )
-    if INPUT_IDS not in names:
-        raise PackingError(
-            f"column 'input_ids': expected this column in the dataset, got the columns {', '.join(names) or 'none'}"
-        )
+    check_has_tokens(names)
     if not is_token_type(table.schema.field(INPUT_IDS).type):
         raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
     for name, values in TRAINING_COLUMNS.items():

@@ -1,196 +1,138 @@
-"""Turn the texts of rows into tokens and labels, with the tokenizer that the user names.
+"""`tokenize` turns texts, prompts with completions, and chats into tokens and labels, as SFTTrainer does."""
 
-Each text is tokenized as a whole. Some parts of a text are masked, that is, not trained on. To find the token at which
-a masked part begins or ends, the text before that point is also tokenized alone. The two results share their leading
-tokens, and the number of shared tokens is the index of the wanted token. TRL finds the end of a prompt in the same way.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from tokenizers import Encoding, Tokenizer
+import datasets
 
-from hf_packing.columns import IGNORED_LABEL
-from hf_packing.data.documents import hub_answers, reason_of
-from hf_packing.data.rendering import BadRowError, Rendered, Settings, Template, chatml
+from hf_packing.columns import INPUT_IDS, LABELS
+from hf_packing.data.rendering import TRAIN_ON, BadRowError, kind_of_row, render
+from hf_packing.data.text_tokenizer import text_tokenizer
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+
+_COLUMNS = datasets.Features(
+    {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
+)
+_STREAMS = (datasets.IterableDataset, datasets.IterableDatasetDict)
+_DICTS = (datasets.DatasetDict, datasets.IterableDatasetDict)
 
 
-@dataclass(frozen=True)
-class TextTokenizer:
-    """A tokenizer with the settings that are needed to tokenize documents: the chat template and the end token."""
+def tokenize(
+    dataset: Any,
+    tokenizer: Any,
+    *,
+    train_on: str | None = None,
+    text_field: str | None = None,
+    chat_template: str | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """Turn texts, prompts with completions, or chats into `input_ids` and `labels`, as SFTTrainer does.
 
-    name: str
-    backend: Any
-    """A `tokenizers.Tokenizer`, or an object with the same interface."""
-    template: Template = chatml
-    template_text: str = "ChatML"
-    """A text that identifies the template: its source, and the special tokens that it may write."""
-    end: int | None = None
-    """The id of the end-of-sequence token; None if the tokenizer has none. A chat template writes end tokens itself."""
-
-    def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
-        """Return the number of tokens in every document, int64 [documents].
-
-        Args:
-            rendered: the documents.
-            ended: whether to append the end token to documents that need one.
-        """
-        pairs = zip(rendered, self._encode(rendered), strict=True)
-        lengths = [len(encoding) + len(self._end_of(each, encoding.ids, ended)) for each, encoding in pairs]
-        return np.array(lengths, dtype=np.int64)
-
-    def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100.
-
-        Args:
-            rendered: the documents.
-            ended: whether to append the end token to documents that need one.
-        """
-        edges = [sorted({edge for piece in each.masked for edge in piece if edge}) for each in rendered]
-        before = [
-            each._replace(text=each.text[:edge])
-            for each, places in zip(rendered, edges, strict=True)
-            for edge in places
-        ]
-        before_edges = iter(self._encode(before))
-        input_ids, labels = [], []
-        for each, places, encoding in zip(rendered, edges, self._encode(rendered), strict=True):
-            ids, end = encoding.ids, self._end_of(each, encoding.ids, ended)
-            token_of = {0: 0} | {edge: num_shared(ids, _without_end(next(before_edges))) for edge in places}
-            trained = list(ids)
-            for first, stop in each.masked:
-                masked = slice(token_of[first], token_of[stop])
-                trained[masked] = [IGNORED_LABEL] * len(trained[masked])
-            input_ids.append([*ids, *end])
-            labels.append([*trained, *end])
-        return input_ids, labels
-
-    def _encode(self, rendered: Sequence[Rendered]) -> list[Encoding]:
-        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
-        encodings: list[Encoding] = []
-        for complete, group in groupby(rendered, key=lambda each: each.complete):
-            texts = [each.text for each in group]
-            encodings += self.backend.encode_batch_fast(texts, add_special_tokens=not complete)
-        return encodings
-
-    def _end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
-        """Return the tokens to append to a document: the end token, or none if the document needs no end token.
-
-        Args:
-            document: the document.
-            ids: the input_ids of the document.
-            ended: whether to append the end token to documents that need one: texts that do not end with it yet.
-        """
-        if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
-            return []
-        return [self.end]
-
-
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
-    """Load a tokenizer and return it as a `TextTokenizer`.
+    Labels of tokens that are not trained on are -100. Texts and completions end with the end-of-sequence token of the
+    tokenizer. Chats are written by the chat template, with the columns `tools` and `chat_template_kwargs` as its
+    arguments, as in TRL.
 
     Args:
-        name: name of a repository on the hub, path of a folder, or path of a tokenizer.json file.
-        trust_remote_code: whether to run code that comes with the tokenizer. If False, such a tokenizer is refused.
+        dataset: Dataset, DatasetDict, IterableDataset or IterableDatasetDict; or a batch of `map`, as in
+            `dataset.map(hfp.tokenize, batched=True, fn_kwargs={"tokenizer": tokenizer}, remove_columns=...)`. Rows have
+            `text`, or `prompt` and `completion` (both as text, or both as lists of messages), or `messages`.
+        tokenizer: a tokenizer of transformers.
+        train_on: "assistant" for the assistant's turns of chats, "completion" for what follows a prompt, "all" for all
+            tokens. With None, "assistant" for messages, "completion" for prompts with completions, and "all" for texts.
+            The template needs no `{% generation %}` marks for "assistant": if TRL has a training version of the
+            template, that is taken, as SFTTrainer does; else a turn is what the template adds for it to the earlier
+            messages and the generation prompt.
+        text_field: name of the column with the text; None to take the first of `text`, `prompt` and `messages`.
+        chat_template: a Jinja template to take instead of the tokenizer's.
+        num_proc: number of processes for a Dataset.
+
+    Returns:
+        A dataset of the same kind, or a dict for a batch, with `input_ids` and `labels`: one list of integers [tokens]
+        for each row, in the same order.
 
     Raises:
-        PackingError: no such tokenizer exists, or the tokenizer cannot be loaded.
-    """
-    path = Path(name)
-    if path.is_file():
-        try:
-            return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
-        except Exception as error:  # tokenizers raises bare exceptions
-            raise PackingError(
-                f"tokenizer: expected a tokenizer.json file, got {name!r}, which cannot be loaded: {reason_of(error)}"
-            ) from None
-    from transformers import AutoTokenizer
+        PackingError: `train_on` is unknown or does not fit the rows; the columns are missing; a row has other types;
+            the chat template does not accept a row, does not write its tools, or rewrites earlier turns so that the
+            tokens to train on cannot be found.
 
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": not path.exists() and not hub_answers(name)}
-    try:
-        loaded = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # errors of the hub, the network or files
+    Warns:
+        UserWarning: chats lack content, thinking or tool calls, which the template leaves out; or documents have no
+            token to train on. The warnings give the numbers for each batch.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> backend = Tokenizer(models.WordLevel({"user": 0, "assistant": 1, "<end>": 2, "Hi": 3, "Bye": 4}))
+        >>> backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> template = (
+        ...     "{% for message in messages %}{{ message.role }} {{ message.content }} <end> {% endfor %}"
+        ...     "{% if add_generation_prompt %}assistant {% endif %}"
+        ... )
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=template)
+        >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+        >>> documents = hfp.tokenize(datasets.Dataset.from_list([{"messages": chat}]), tokenizer)
+        >>> documents["input_ids"][0]
+        [0, 3, 2, 1, 4, 2]
+        >>> documents["labels"][0]
+        [-100, -100, -100, -100, 4, 2]
+    """
+    if train_on not in (None, *TRAIN_ON):
+        raise PackingError(f"train_on: expected one of {', '.join(TRAIN_ON)}, or None, got {train_on!r}")
+    if not callable(tokenizer) or not hasattr(tokenizer, "chat_template"):
+        raise PackingError(f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}")
+    options = {"tokenizer": tokenizer, "train_on": train_on, "text_field": text_field, "chat_template": chat_template}
+    if isinstance(dataset, _DICTS):
+        return type(dataset)({name: tokenize(each, num_proc=num_proc, **options) for name, each in dataset.items()})
+    if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
+        return _tokens_of(dataset, **options)
+    names = dataset.column_names or list(next(iter(dataset), {}))
+    settings = {
+        "batched": True,
+        "with_indices": True,
+        "fn_kwargs": options,
+        "remove_columns": names,
+        "features": _COLUMNS,
+    }
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.map(_tokens_of, **settings)
+    return dataset.map(_tokens_of, num_proc=num_proc, desc="Tokenizing", **settings)
+
+
+def _tokens_of(
+    batch: Mapping[str, Sequence[Any]],
+    numbers: Sequence[int] | None = None,
+    *,
+    tokenizer: Any,
+    train_on: str | None,
+    text_field: str | None,
+    chat_template: str | None,
+) -> dict[str, list[list[int]]]:
+    """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
+    if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
         raise PackingError(
-            f"tokenizer: expected a name on the hub, a folder or a tokenizer.json, but {name!r} cannot be loaded "
-            f"here: {reason_of(error)}"
-        ) from None
-    if not hasattr(loaded, "backend_tokenizer"):
-        raise PackingError(f"tokenizer: expected a fast tokenizer, but {name!r} is a {type(loaded).__name__}")
-    return text_tokenizer(loaded)
-
-
-def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Return a `TextTokenizer` that wraps a tokenizer of transformers and its chat template.
-
-    Args:
-        tokenizer: a PreTrainedTokenizerBase. For a slow tokenizer, the `backend` of the result has no `to_str()`.
-    """
-    has_backend = hasattr(tokenizer, "backend_tokenizer")
-    backend = _without_limits(tokenizer.backend_tokenizer) if has_backend else _SlowBackend(tokenizer)
-    template = _template_of(tokenizer) if tokenizer.chat_template else chatml
-    written_with = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
-    return TextTokenizer(tokenizer.name_or_path, backend, template, written_with, tokenizer.eos_token_id)
-
-
-class _SlowBackend:
-    """A wrapper that gives a slow tokenizer, written in Python, the interface of `tokenizers.Tokenizer`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list["_SlowEncoding"]:
-        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
-        encoded = self.tokenizer(texts, **options) if texts else {"input_ids": [], "special_tokens_mask": []}
-        return list(map(_SlowEncoding, encoded["input_ids"], encoded["special_tokens_mask"]))
-
-
-@dataclass
-class _SlowEncoding:
-    ids: list[int]
-    special_tokens_mask: list[int]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-def _template_of(tokenizer: Any) -> Template:
-    def render(messages: Sequence[Any], ask: bool, settings: Settings) -> str:
-        usual = {"tokenize": False, "add_generation_prompt": ask}
+            f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
+        )
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    texts = text_tokenizer(tokenizer, chat_template)
+    rendered = []
+    for number, row in enumerate(rows):
         try:
-            return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
-        except Exception as error:  # templates may raise anything
-            raise BadRowError(
-                f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
-            ) from None
-
-    return render
-
-
-def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
-    """Switch off the padding and truncation of a tokenizer, which would change lengths, and return the tokenizer."""
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _without_end(text: Encoding) -> list[int]:
-    """Return the token ids of an encoded text without the special tokens at the end of the text."""
-    special = np.array(text.special_tokens_mask, dtype=bool)
-    within = np.flatnonzero(~special)
-    return text.ids[: within[-1] + 1] if len(within) else text.ids
-
-
-def num_shared(ids: Sequence[Any], others: Sequence[Any]) -> int:
-    """Return the number of leading items that two sequences share.
-
-    For token ids, the tokenizer's character offsets cannot replace this count: they are wrong after a character that
-    the tokenizer drops.
-    """
-    pairs = zip(ids, others, strict=False)
-    return next((number for number, (item, other) in enumerate(pairs) if item != other), min(len(ids), len(others)))
+            kind = kind_of_row(row, text_field)
+            if kind == INPUT_IDS:
+                raise BadRowError("expected rows without input_ids, which are tokens already")
+            rendered.append(render(row, kind, texts.template, train_on=train_on))
+        except BadRowError as error:
+            place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
+            raise PackingError(f"{place}: {error}") from None
+    input_ids, labels = texts.tokens(rendered, ended=True)
+    lacking = sum(each.lacks_text for each in rendered)
+    untrained = sum(not any(label >= 0 for label in each[1:]) for each in labels)
+    for number, text in (
+        (lacking, "chats lack content, thinking or tool calls, which the chat template leaves out"),
+        (untrained, "documents have no token to train on"),
+    ):
+        if number:
+            warnings.warn(f"tokenize: {number:,} of {len(rows):,} {text}", stacklevel=2)
+    return {INPUT_IDS: input_ids, LABELS: labels}

@@ -259,7 +259,7 @@ def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -
     lengths: list[int] = []
     with local_copy(name, options) as path, run.store.create(run.file("tokens", number)) as fresh:
         documents = Documents(str(path), skip_bad=texts.skip_bad)
-        corpus = Corpus(documents, tokenizer, texts.text_field, texts.end_documents, texts.separator)
+        corpus = Corpus(documents, tokenizer, texts.text_field, texts.end_documents, texts.separator, texts.train_on)
         with pa.OSFile(str(fresh), "wb") as sink, pa.ipc.new_stream(sink, _TOKENS) as stream:
             for block in corpus.blocks():
                 input_ids, labels = corpus.tokens_of(block)

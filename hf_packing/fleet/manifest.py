@@ -114,6 +114,8 @@ class PackedCorpus:
             f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
             f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
         ]
+        trained = sum(file.trained_tokens for file in self.files)
+        lines.append(f"{trained:,} of {metrics.num_tokens:,} tokens are trained on")
         if self.share_prefixes is not None:
             lines.append(f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs")
             lines += [f"repeated: {self._shared_between()}"] if self.shared_between else []

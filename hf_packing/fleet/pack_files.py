@@ -32,6 +32,7 @@ def pack_files(
     text_field: str | None = None,
     end_documents: bool = True,
     separator: str | None = None,
+    train_on: str | None = None,
     skip_bad: bool = False,
     trust_remote_code: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -61,7 +62,8 @@ def pack_files(
             rows of the files have input_ids.
         text_field: name of the field with the text; None to use the first of text, prompt and messages that a row has.
         end_documents: whether to append the end-of-sequence token to texts.
-        separator: the text between a prompt and a completion; None for a line break.
+        separator: the text between a prompt and a completion; None for no text.
+        train_on: "assistant", "completion" or "all", as for `tokenize`.
         skip_bad: whether to leave out, and count, rows that cannot be read or used; False to raise an error.
         trust_remote_code: whether to run code that comes with the tokenizer.
         storage_options: arguments for file systems that are not local, such as {"endpoint_url": ...}.
@@ -97,6 +99,7 @@ def pack_files(
         text_field=text_field,
         end_documents=end_documents,
         separator=separator,
+        train_on=train_on,
         skip_bad=skip_bad,
         trust_remote_code=trust_remote_code,
     )
@@ -119,6 +122,7 @@ def begin_run(
     text_field: str | None,
     end_documents: bool,
     separator: str | None,
+    train_on: str | None,
     skip_bad: bool,
     trust_remote_code: bool,
 ) -> Run:
@@ -133,6 +137,7 @@ def begin_run(
             text_field=text_field,
             end_documents=end_documents,
             separator=separator,
+            train_on=train_on,
             skip_bad=skip_bad,
         )
     settings = settings_of(

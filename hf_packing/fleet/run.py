@@ -43,6 +43,7 @@ class Texts:
     text_field: str | None
     end_documents: bool
     separator: str | None
+    train_on: str | None
     skip_bad: bool
 
 

@@ -104,7 +104,8 @@ def packing_report(
     """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
     Args:
-        lengths: the number of tokens in each document, a list or 1-d array of integers.
+        lengths: the number of tokens in each document, a list or 1-d array of integers; or a Dataset of documents with
+            `input_ids`, which is then also searched for shared prefixes.
         max_length: the most tokens that a row may have; one row length or several. If `strategies` are given, their row
             lengths are used instead.
         strategies: strategies to compare; None for FixedLength, FirstCome and BestFit with each max_length, and Bucket
@@ -130,6 +131,8 @@ def packing_report(
         >>> report.recommendation.strategy
         'BestFit(2048)'
     """
+    if documents is None and hasattr(lengths, "column_names"):
+        documents = lengths
     lengths = read_lengths(lengths)
     num_documents = len(lengths)
     if not lengths.any():

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 import hf_packing
+from hf_packing.columns import INPUT_IDS, check_has_tokens
 from hf_packing.data.map_batch import pack_batch
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.planning.lengths import (
@@ -31,6 +34,8 @@ from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
 
 _S = TypeVar("_S", bound="Strategy")
+_ROWS_AT_ONCE = 10_000
+"""Rows of a dataset whose lengths are read at once."""
 
 
 def _package_version() -> str:
@@ -275,8 +280,8 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
     """Plan packs from document lengths, without a dataset.
 
     Args:
-        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array. Documents of length 0 are
-            not packed, but the plan's metrics count them.
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array; or a Dataset of documents
+            with `input_ids`. Documents of length 0 are not packed, but the plan's metrics count them.
         strategy: strategy to plan with, such as BestFit(2048).
 
     Returns:
@@ -298,9 +303,16 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
 def read_lengths(lengths: Any) -> IntArray:
     """Check document lengths with `check_lengths`, and return the lengths as an int32 or int64 array [documents].
 
-    A lazy column of `datasets` is read at once, since NumPy would read it row by row.
+    Args:
+        lengths: as for `plan_packing`. A lazy column of `datasets` is read whole, since NumPy would read it by row.
     """
-    if type(lengths).__module__.partition(".")[0] == "datasets":
+    if names := getattr(lengths, "column_names", None):
+        check_has_tokens(names)
+        tables = lengths.select_columns(INPUT_IDS).with_format("arrow").iter(_ROWS_AT_ONCE)
+        chunks = (chunk for table in tables for chunk in table[INPUT_IDS].chunks)
+        found = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        lengths = np.concatenate([np.zeros(0, dtype=np.int32), *found])
+    elif type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]
     return check_lengths(lengths)
 

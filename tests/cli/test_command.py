@@ -205,7 +205,7 @@ def test_the_command_is_installed():
 @pytest.mark.parametrize(
     ("command", "defaults"),
     [
-        ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
+        ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "none"]),
         (
             "pack",
             [

@@ -4,7 +4,7 @@ import pytest
 from lazy_documents import both, on_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hf_packing.data.tokenize import TextTokenizer
+from hf_packing.data.text_tokenizer import TextTokenizer
 
 WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
 

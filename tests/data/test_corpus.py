@@ -7,7 +7,7 @@ from written_rows import ROWS, write_lines
 
 from hf_packing.data.corpus import Corpus
 from hf_packing.data.documents import Documents
-from hf_packing.data.tokenize import TextTokenizer, load_tokenizer
+from hf_packing.data.text_tokenizer import TextTokenizer, load_tokenizer
 from hf_packing.errors import PackingError
 
 
@@ -31,7 +31,7 @@ def test_lengths_and_tokens(tmp_path, tokenizer):
 
 
 def test_prompts_are_not_trained_on(tmp_path, tokenizer):
-    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
+    rows = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "one"}]
     corpus = Corpus(
         Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
     )
@@ -43,7 +43,7 @@ def test_tokens_that_the_tokenizer_puts_around_a_text(tmp_path, tokenizer):
     tokenizer.backend.post_processor = processors.TemplateProcessing(
         single="user $A <end>", special_tokens=[("user", 5), ("<end>", 1)]
     )
-    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
+    rows = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "one"}]
     corpus = Corpus(
         Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
     )
@@ -169,7 +169,10 @@ def test_options_without_effect_are_refused(tmp_path, tokenizer):
     "name", ["toolcall", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math", "wiki"))]
 )
 def test_lengths_of_real_documents(shared_data, name):
-    corpus = Corpus(
-        Documents(str(shared_data / f"{name}.jsonl.gz")), load_tokenizer(str(shared_data / "tokenizer.json"))
+    separator = "\n" if name in ("instruct", "math") else None
+    documents, tokenizer = (
+        Documents(str(shared_data / f"{name}.jsonl.gz")),
+        load_tokenizer(str(shared_data / "tokenizer.json")),
     )
+    corpus = Corpus(documents, tokenizer, separator=separator)
     assert np.array_equal(corpus.lengths(lambda _: None), np.load(shared_data / "lengths" / f"{name}.npy"))

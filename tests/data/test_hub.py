@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from hf_packing.data.documents import Documents, hub_answers
-from hf_packing.data.tokenize import load_tokenizer
+from hf_packing.data.text_tokenizer import load_tokenizer
 from hf_packing.errors import PackingError
 
 NOBODY = "http://127.0.0.1:9"

@@ -1,178 +1,194 @@
-"""Tokens of tokenizers with templates of their own: chats with tools, settings, and without the nulls of Arrow."""
+"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map, with marks in templates or without."""
 
 import json
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
-from written_rows import write_lines
+from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, WITH_TOOLS, tokenizer_with
+from tiny_models import build
+from trl import SFTConfig, SFTTrainer
 
-from hf_packing.data.corpus import Corpus
-from hf_packing.data.documents import Documents
-from hf_packing.data.rendering import Rendered, TrainOn, chatml, render
-from hf_packing.data.tokenize import TextTokenizer, load_tokenizer, text_tokenizer
+import hf_packing as hfp
+from hf_packing.data.rendering import ROW_KINDS
+from hf_packing.data.text_tokenizer import text_tokenizer
 from hf_packing.errors import PackingError
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% if style %}{{ style }}{% endif %}"
-    "{% for message in messages %}{{ bos_token }}{{ message['role'] }} {{ message['content'] }}"
-    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %} {% endfor %}"
-    "{% if add_generation_prompt %}{{ bos_token }}assistant {% endif %}"
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds what is lost"}}]
-USER = {"role": "user", "content": "one two"}
+CHATS = [{"messages": PLAIN}, {"messages": PLAIN[:2]}, {"messages": [*PLAIN, *PLAIN]}]
+PAIRS = [{"prompt": PLAIN[:3], "completion": PLAIN[3:]}, {"prompt": PLAIN[:1], "completion": PLAIN[1:]}]
+TEXTS = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "four<|im_end|>"}]
+FAMILIES = [name for name in FROM_TRL if f"{name}_training" in FROM_TRL]
 
 
-def call(**arguments):
-    return {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
-    }
+def columns(dataset):
+    return dataset["input_ids"][:], dataset["labels"][:]
 
 
-CHAT = [USER, call(a=1), {"role": "tool", "content": "x"}, call(b="c")]
-
-
-@pytest.fixture(scope="module")
-def letters():
-    """A token for every byte, so that whatever a template writes is seen."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<", eos_token=">", chat_template=TEMPLATE)
-
-
-@pytest.fixture
-def loaded(tmp_path, letters):
-    letters.save_pretrained(tmp_path / "tokenizer")
-    return load_tokenizer(str(tmp_path / "tokenizer"))
-
-
-def documents_of(tmp_path, rows, loaded):
-    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    corpus = Corpus(Documents(str(tmp_path / "a.jsonl")), loaded)
-    lengths = corpus.lengths(lambda _: None).tolist()
-    (block,) = corpus.blocks()
-    input_ids, labels = corpus.tokens_of(block)
-    assert lengths == list(map(len, input_ids))
-    return input_ids, labels
-
-
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-def test_tools_and_settings_reach_the_template(tmp_path, letters, loaded, tools):
-    settings = {"style": "brief"}
-    row = {"messages": CHAT, "tools": tools, "chat_template_kwargs": settings}
-    (ids,), _ = documents_of(tmp_path, [row], loaded)
-    assert ids == letters.apply_chat_template(CHAT, tools=TOOLS, **settings)["input_ids"]
-    assert "Finds what is lost" in letters.decode(ids)
-    row = {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": tools}
-    (ids,), (labels,) = documents_of(tmp_path, [row], loaded)
-    assert ids == letters.apply_chat_template(CHAT, tools=TOOLS)["input_ids"]
-    asked = letters.apply_chat_template(CHAT[:1], tools=TOOLS, add_generation_prompt=True)["input_ids"]
-    assert labels == [-100] * len(asked) + ids[len(asked) :]
-
-
-@pytest.mark.parametrize("write", ["to_parquet", "to_json", "save_to_disk"])
-def test_nulls_that_arrow_puts_into_messages_are_not_written(tmp_path, letters, loaded, write):
-    chat = json.loads(json.dumps(CHAT, sort_keys=True))  # datasets before 5.1 sorts keys
-    tools = [{"function": {"parameters": {name: {"type": "string"}}}, "type": "function"} for name in "xy"]
-    saved = datasets.Dataset.from_list([{"messages": chat, "tools": tools}])
-    assert saved[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
-    path = tmp_path / {"to_parquet": "b.parquet", "to_json": "b.jsonl", "save_to_disk": "b"}[write]
-    getattr(saved, write)(path)
-    corpus = Corpus(Documents(str(path)), loaded)
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block)[0] == [letters.apply_chat_template(chat, tools=tools)["input_ids"]]
-    corpus = Corpus(Documents(str(path)), TextTokenizer("letters", loaded.backend))
-    (block,) = corpus.blocks()
-    assert "null" not in block[0].text
-
-
-def test_another_special_token_is_another_template(tmp_path, letters, loaded):
-    """An interrupted run must not go on with it."""
-    (tmp_path / "other").mkdir()
-    other = PreTrainedTokenizerFast(tokenizer_object=letters.backend_tokenizer, bos_token="!", chat_template=TEMPLATE)
-    other.save_pretrained(tmp_path / "other")
-    assert load_tokenizer(str(tmp_path / "other")).template_text != loaded.template_text
-
-
-def test_prompts_end_where_they_do_for_a_tokenizer_that_leaves_characters_out(tmp_path):
-    """Its offsets drift: 'two' would lie within the prompt."""
-    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("onetw")}, []))
-    (ids,), (labels,) = documents_of(
-        tmp_path, [{"prompt": "######one", "completion": "two"}], TextTokenizer("letters", backend)
+def of_trl(rows, tokenizer, **settings):
+    """The tokens and labels that SFTTrainer trains on."""
+    args = SFTConfig(
+        "unused", use_cpu=True, bf16=False, report_to="none", max_length=None, shuffle_dataset=False, **settings
     )
-    assert ids == [0, 1, 2, 3, 4, 0]
-    assert labels == [-100, -100, -100, 3, 4, 0]
+    model = build("Llama", vocab_size=len(tokenizer))
+    return SFTTrainer(
+        model, args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    ).train_dataset
 
 
-def test_loading_tokenizers(tmp_path, tokenizer):
-    file = tmp_path / "tokenizer.json"
-    tokenizer.backend.enable_truncation(1)
-    tokenizer.backend.enable_padding(length=9)
-    tokenizer.backend.save(str(file))
-    assert load_tokenizer(str(file)).tokens([Rendered("one two three")], ended=False) == ([[2, 3, 4]], [[2, 3, 4]])
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer.json file, .* cannot be loaded: "):
-        load_tokenizer(str(tmp_path / "broken.json"))
+def ours(rows, template=CHATML, **settings):
+    return hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer_with(template), **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "train_on", "settings"),
+    [
+        (CHATS, "assistant", {"assistant_only_loss": True}),
+        (CHATS, "all", {}),
+        (PAIRS, "completion", {}),
+        (PAIRS, "assistant", {"assistant_only_loss": True}),
+        (PAIRS, "all", {"completion_only_loss": False}),
+        (TEXTS, "completion", {}),
+        (TEXTS, "all", {"completion_only_loss": False}),
+        ([{"text": "one two"}, {"text": "three<|im_end|>"}], "all", {}),
+    ],
+)
+def test_tokens_and_labels_are_those_of_sft_trainer(rows, train_on, settings):
+    expected = columns(of_trl(rows, tokenizer_with(MARKED), **settings))
+    assert columns(ours(rows, MARKED, train_on=train_on)) == expected
+    assert columns(ours(rows, CHATML, train_on=train_on)) == expected, "a template without marks"
+    labels = [label for row in expected[1] for label in row]
+    assert any(label != -100 for label in labels)
+    assert train_on == "all" or -100 in labels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chat", "toolcall", "instruct"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "llama3", None])
+def test_real_documents_are_tokenized_as_by_sft_trainer(shared_data, name, family):
+    rows = datasets.load_dataset("json", data_files=str(shared_data / f"{name}.jsonl.gz"), split="train")
+    rows = rows.select(range(60)).remove_columns({"id", "source"} & set(rows.column_names))
+    tokenizer = tokenizer_with(FROM_TRL[family] if family else MARKED)
+    expected = of_trl(rows.to_list(), tokenizer, **({} if name == "instruct" else {"assistant_only_loss": True}))
+    assert columns(hfp.tokenize(rows, tokenizer)) == columns(expected)
+
+
+@pytest.mark.filterwarnings("ignore:tokenize")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_are_found_without_marks(family, monkeypatch):
+    """Those of TRL's training version, but for white space after a turn, and for what the generation prompt writes."""
+    tokenizer = tokenizer_with(FROM_TRL[family])
+    try:
+        marked = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
+    except PackingError:
+        pytest.skip("the template refuses the chat")
+    monkeypatch.setattr("hf_packing.data.text_tokenizer._training_version", lambda _: None)
+    try:
+        found = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
+    except PackingError as error:
+        pytest.skip(str(error))
+    if found["input_ids"] != marked["input_ids"]:
+        pytest.skip("the training version writes other text")
+    asked = tokenizer.apply_chat_template(PLAIN, tokenize=False, add_generation_prompt=True).removeprefix(
+        tokenizer.apply_chat_template(PLAIN, tokenize=False)
+    )
+    for ids, ours, theirs in zip(*found.values(), marked["labels"], strict=True):
+        assert any(own != -100 for own in ours)
+        for token, own, other in zip(ids, ours, theirs, strict=True):
+            if own != other:
+                text = tokenizer.decode([token])
+                assert (text in asked) if own == -100 else not text.strip()
+
+
+def test_datasets_streams_and_map_are_the_same():
+    rows, tokenizer = datasets.Dataset.from_list(CHATS), tokenizer_with(CHATML)
+    whole = hfp.tokenize(rows, tokenizer)
+    assert whole.column_names == ["input_ids", "labels"]
+    assert columns(hfp.tokenize(rows, tokenizer, num_proc=2)) == columns(whole)
+    assert list(hfp.tokenize(rows.to_iterable_dataset(), tokenizer)) == whole.to_list()
+    of_dict = hfp.tokenize(datasets.DatasetDict(train=rows, test=rows.select([1])), tokenizer)
+    assert of_dict["train"].to_list() == whole.to_list()
+    assert of_dict["test"].to_list() == whole.to_list()[1:2]
+    mapped = rows.map(hfp.tokenize, batched=True, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
+    assert columns(mapped) == columns(whole)
+    assert hfp.tokenize(rows, tokenizer)._fingerprint == whole._fingerprint, "not tokenized again"
+    assert len(hfp.pack(whole, hfp.BestFit(512))) == 1
+
+
+def test_tools_and_thinking():
+    template = FROM_TRL["qwen3"]
+    (ids,), (labels,) = columns(ours([{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}], template))
+    tokenizer = tokenizer_with(template)
+    assert "Finds what is lost" in tokenizer.decode(ids)
+    trained = tokenizer.decode([label for label in labels if label != -100])
+    for said in ("I look.", '"what": "keys"', "And now?", "Found.", "On the table.<|im_end|>"):
+        assert said in trained
+    for said in ("Finds what is lost", "Where are my keys?", "on the table", "Thanks"):
+        assert said not in trained
+    with pytest.raises(PackingError, match="row 0: expected a chat template that writes tools"):
+        ours([{"messages": PLAIN, "tools": TOOLS}])
+
+
+def test_text_that_the_template_leaves_out_is_counted():
+    with pytest.warns(UserWarning, match="tokenize: 1 of 2 chats lack content, thinking or tool calls"):
+        ours([{"messages": PLAIN}, {"messages": CHAT}])
+    with pytest.warns(UserWarning, match="tokenize: 1 of 1 documents have no token to train on"):
+        ours([{"messages": PLAIN[:1]}])
+
+
+def test_another_template():
+    shouted = CHATML.replace("message.content", "message.content + '!'")
+    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
+
+
+@pytest.mark.parametrize("template", [STRIPPED, OPENED])
+def test_templates_that_rewrite_earlier_turns(template):
+    message = "row 1: expected a chat template that leaves earlier turns .* Install trl, .*hf_packing.branches"
+    with pytest.raises(PackingError, match=message):
+        ours([{"messages": [{"role": "user", "content": "a"}]}, {"messages": CHAT}], template)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (CHATS, {"train_on": "user"}, "train_on: expected one of assistant, completion, all, or None, got 'user'"),
+        (
+            CHATS,
+            {"train_on": "completion"},
+            "row 0: expected train_on='assistant' or 'all' for documents with messages",
+        ),
+        (
+            [{"body": "a"}],
+            {},
+            "row 0: expected text, prompt and completion, messages or input_ids, got the fields body",
+        ),
+        ([{"input_ids": [1]}], {}, "row 0: expected rows without input_ids"),
+        ([{"body": 1}], {"text_field": "body"}, "row 0: expected text in the field 'body', got int"),
+    ],
+)
+def test_refused(rows, settings, message):
+    with pytest.raises(PackingError, match=message):
+        ours(rows, **settings)
+
+
+def test_what_is_no_dataset_or_tokenizer():
     with pytest.raises(
-        PackingError, match="tokenizer: expected a name on the hub, .*'nobody/nothing' cannot be loaded"
+        PackingError, match=r"dataset: expected a dataset, or a batch of `map` with batched=True, got list"
     ):
-        load_tokenizer("nobody/nothing")
+        hfp.tokenize([PLAIN], tokenizer_with(CHATML))
+    with pytest.raises(PackingError, match="batched=True"):
+        datasets.Dataset.from_list([{"text": "a"}]).map(hfp.tokenize, fn_kwargs={"tokenizer": tokenizer_with(CHATML)})
+    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer of transformers, got str"):
+        hfp.tokenize(datasets.Dataset.from_list(CHATS), "gpt2")
 
 
-def test_a_folder_with_a_tokenizer_brings_its_template(tmp_path, tokenizer):
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<end>", unk_token="[UNK]")
-    saved.chat_template = "{% for message in messages %}{{ message.content }} three {% endfor %}"
-    saved.save_pretrained(tmp_path / "tokenizer")
-    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
-    assert loaded.end == 1
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "one two"}]}])
-    corpus = Corpus(Documents(str(file)), loaded)
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block)[0] == [[2, 3, 4]]
-
-
-class Spelled(PreTrainedTokenizer):
-    """A tokenizer in Python: a token for every letter, with one around them."""
-
-    vocab_size = 256
-
-    def get_vocab(self):
-        return {chr(number): number for number in range(self.vocab_size)}
-
-    def _tokenize(self, text):
-        return list(text)
-
-    def _convert_token_to_id(self, token):
-        return ord(token)
-
-    def _convert_id_to_token(self, index):
-        return chr(index)
-
-    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):  # noqa: ARG002
-        return [ord("<"), *token_ids_0, ord(">")]
-
-    def get_special_tokens_mask(self, token_ids_0, token_ids_1=None, already_has_special_tokens=False):  # noqa: ARG002
-        return [1, *[0] * len(token_ids_0), 1]
-
-
-def test_a_tokenizer_in_python():
-    row = {"prompt": "ab", "completion": "c"}
-    tokens = text_tokenizer(Spelled()).tokens([render(row, "prompt", chatml)], ended=True)
-    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert text_tokenizer(Spelled()).tokens([render({"text": "a"}, "text", chatml)], ended=True)[0] == [
-        list(map(ord, "<a>"))
-    ]
-
-
-def test_pieces_end_where_their_tokens_do(letters):
-    """Of a chat that is trained on in turns."""
-    turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ab"}] * 2
-    tokenizer = text_tokenizer(letters)
-    rendered = render({"messages": turns}, "messages", tokenizer.template, train_on=TrainOn(assistant_only=True))
-    (ids,), (labels,) = tokenizer.tokens([rendered], ended=True)
-    assert ids == letters.apply_chat_template(turns)["input_ids"]
-    assert letters.decode([label for label in labels if label != -100]) == "ab ab "
+def test_the_kinds_of_rows_that_the_docstring_names():
+    assert ROW_KINDS == ("input_ids", "text", "prompt", "messages")
+    assert text_tokenizer(tokenizer_with(CHATML)).template.mark is None
+    assert text_tokenizer(tokenizer_with(MARKED)).template.mark is not None

@@ -145,6 +145,31 @@ def test_a_batch_without_documents():
     assert len(packed) == 0
 
 
+def test_lengths_are_those_of_a_dataset():
+    lengths = [5, 3, 0, 7]
+    documents = Dataset.from_dict({"input_ids": [[1] * length for length in lengths], "id": list(range(4))})
+    for dataset, expected in (
+        (documents, lengths),
+        (documents.select([3, 0]), [7, 5]),
+        (documents.select([]), []),
+        (documents.to_iterable_dataset(), lengths),
+        (documents.with_format("torch"), lengths),
+    ):
+        assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
+    advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
+    assert str(advice[0]) == str(advice[1])
+
+
+@pytest.mark.parametrize("columns", [{"messages": [[]]}, {"prompt": ["a"], "completion": ["b"]}, {"text": ["a"]}])
+def test_texts_are_told_how_to_become_tokens(columns):
+    documents = Dataset.from_dict(columns)
+    for call in (hfp.pack, hfp.plan_packing, lambda rows, _: hfp.packing_report(rows)):
+        with pytest.raises(
+            hfp.PackingError, match="column 'input_ids': .*; hf_packing.tokenize makes it from texts and chats"
+        ):
+            call(documents, hfp.BestFit(4))
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
