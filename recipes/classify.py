@@ -9,7 +9,7 @@ trained from scratch. The flags are those below, and those of TrainingArguments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -22,12 +22,12 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of the rows; see above"})
-    eval_data: str | None = field(default=None, metadata={"help": "rows to evaluate on, or else a tenth of --data"})
-    model: str | None = field(default=None, metadata={"help": "name or folder, or else a small BERT from scratch"})
-    max_length: int = field(default=512, metadata={"help": "longer texts are truncated, and counted"})
-    max_tokens: int = field(default=4096, metadata={"help": "tokens of a micro-batch on each process"})
-    match_documents_per_step: int | None = field(default=None, metadata={"help": "mean number of rows per step"})
+    data: str | None = common.flag(None, "file, folder or name of the rows; see above")
+    eval_data: str | None = common.flag(None, "rows to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(512, "longer texts are truncated, and counted")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of rows per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:

@@ -47,16 +47,15 @@ CHATML = (
 )
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Print a recipe's docstring as it is, and the default of each flag."""
-
-
 def run(main: Callable[[], Any]) -> None:
     """Run a recipe; print what it refuses on one process only, and end the group of processes."""
     try:
         main()
     except (ValueError, OSError) as error:
-        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+        of_flags = str(error).startswith(
+            ("--", "Some specified arguments")
+        )  # HfArgumentParser says this of unknown ones
+        if not isinstance(error, (hfp.PackingError, OSError)) and not of_flags:
             raise  # no flag or file is wrong: the traceback says more
         sys.exit(str(error) if PartialState().is_main_process else 1)
     finally:
@@ -68,8 +67,11 @@ def flag(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
 
 
-class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats --help without a second default after a text that names the default."""
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Formats --help: the docstring as it is, and one default for each flag, also if its text names the default."""
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        return super()._format_usage(usage or "%(prog)s [flags]", *others)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         known = action.required or "default" in (action.help or "").lower()

@@ -13,7 +13,7 @@ compares each anchor with all texts of its batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import common
 from sentence_transformers import (  # pip install "hf-packing[embed]"
@@ -32,10 +32,10 @@ COLUMNS = ("anchor", "positive")
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of the pairs; see above"})
-    eval_data: str | None = field(default=None, metadata={"help": "pairs to evaluate on, or else a tenth of --data"})
-    model: str | None = field(default=None, metadata={"help": "name or folder, or else a small BERT from scratch"})
-    max_length: int = field(default=256, metadata={"help": "longer texts are truncated, and counted"})
+    data: str | None = common.flag(None, "file, folder or name of the pairs; see above")
+    eval_data: str | None = common.flag(None, "pairs to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(256, "longer texts are truncated, and counted")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:

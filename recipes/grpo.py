@@ -17,7 +17,7 @@ The flags are those below, and TRL's: those of GRPOConfig, and of ModelConfig fo
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -29,8 +29,8 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of the prompts; see above"})
-    reward: str = field(default="regex:[aeiou]+", metadata={"help": "length:N or regex:PATTERN; see above"})
+    data: str | None = common.flag(None, "file, folder or name of the prompts; see above")
+    reward: str = common.flag("regex:[aeiou]+", "length:N or regex:PATTERN; see above")
 
 
 def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
@@ -61,9 +61,9 @@ def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
     return trainer
 
 
-def reward_of(flag: str) -> Callable[..., list[float]]:
-    """Return the reward function of a flag."""
-    kind, _, value = flag.partition(":")
+def reward_of(named: str) -> Callable[..., list[float]]:
+    """Return the reward function that --reward names."""
+    kind, _, value = named.partition(":")
     if kind == "length" and value.isdecimal() and int(value) > 0:
 
         def score(text: str) -> float:
@@ -79,7 +79,7 @@ def reward_of(flag: str) -> Callable[..., list[float]]:
             return sum(len(found[0]) for found in re.finditer(value, text)) / max(1, len(text))
 
     else:
-        raise ValueError(f"--reward: expected length:N, with N from 1, or regex:PATTERN, got {flag!r}")
+        raise ValueError(f"--reward: expected length:N, with N from 1, or regex:PATTERN, got {named!r}")
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         return [score(each if isinstance(each, str) else each[-1]["content"]) for each in completions]

@@ -9,7 +9,7 @@ TrainingArguments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -28,14 +28,14 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of the texts; see above"})
-    eval_data: str | None = field(default=None, metadata={"help": "texts to evaluate on, or else a tenth of --data"})
-    model: str | None = field(default=None, metadata={"help": "name or folder, or else a small BERT from scratch"})
-    max_length: int = field(default=512, metadata={"help": "longer texts are split, and counted"})
-    max_tokens: int = field(default=4096, metadata={"help": "tokens of a micro-batch on each process"})
-    match_documents_per_step: int | None = field(default=None, metadata={"help": "mean number of documents per step"})
-    mlm_probability: float = field(default=0.3, metadata={"help": "share of the tokens that are masked"})
-    whole_words: bool = field(default=False, metadata={"help": "mask whole words, as separated by spaces"})
+    data: str | None = common.flag(None, "file, folder or name of the texts; see above")
+    eval_data: str | None = common.flag(None, "texts to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(512, "longer texts are split, and counted")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of documents per step")
+    mlm_probability: float = common.flag(0.3, "share of the tokens that are masked")
+    whole_words: bool = common.flag(False, "mask whole words, as separated by spaces")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
@@ -46,6 +46,8 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     with args.main_process_first():
         train, test = common.train_and_test(given.data, given.eval_data, ("text",), common.functions)
         tokenizer = common.load_tokenizer(given.model, train["text"], masked=True)
+        if tokenizer.mask_token is None:
+            raise ValueError(f"--model: expected one whose tokenizer has a mask token, as BERT's, got {given.model!r}")
         train, test = (tokenize(texts, tokenizer, given.max_length, given.whole_words) for texts in (train, test))
     how = {"whole_word_mask": True, "mask_replace_prob": 1, "random_replace_prob": 0} if given.whole_words else {}
     small = common.small_bert(len(tokenizer), given.max_length, **common.token_ids(tokenizer))

@@ -6,13 +6,12 @@
 
 Rows have a `chosen` and a `rejected` answer, and may have a `prompt`, as texts or messages. Without --data, the prompts
 are the first lines of the functions of the Python standard library; the chosen answer is the rest of the function, and
-the rejected one that of another. Without --model_name_or_path, a small Llama is trained from scratch.
-
-The flags are those below, and TRL's: those of RewardConfig, and of ModelConfig for the model and LoRA.
+the rejected one that of another. Without --model_name_or_path, a small Llama is trained from scratch. The flags are
+those below, and TRL's: those of RewardConfig, and of ModelConfig for the model and LoRA.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import common
 import numpy as np
@@ -24,10 +23,10 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of pairs; see above"})
-    eval_data: str | None = field(default=None, metadata={"help": "pairs to evaluate on, or else a tenth of --data"})
-    max_tokens: int = field(default=8192, metadata={"help": "tokens of a micro-batch on each process"})
-    match_documents_per_step: int | None = field(default=None, metadata={"help": "mean number of pairs per step"})
+    data: str | None = common.flag(None, "file, folder or name of pairs; see above")
+    eval_data: str | None = common.flag(None, "pairs to evaluate on, or else a tenth of --data")
+    max_tokens: int = common.flag(8192, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of pairs per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:

@@ -13,7 +13,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,14 @@ import hf_packing as hfp
 
 @dataclass
 class Arguments:
-    data: str | None = field(default=None, metadata={"help": "file, folder or name of the rows; see above"})
-    eval_data: str | None = field(default=None, metadata={"help": "rows to evaluate on, or else a tenth of --data"})
-    model: str | None = field(default=None, metadata={"help": "name or folder, or else a small BERT from scratch"})
-    max_length: int = field(default=384, metadata={"help": "longer contexts are cut into windows"})
-    doc_stride: int = field(default=128, metadata={"help": "tokens that two windows of a context share"})
-    max_answer_tokens: int = field(default=30, metadata={"help": "longest answer to predict"})
-    max_tokens: int = field(default=4096, metadata={"help": "tokens of a micro-batch on each process"})
-    match_documents_per_step: int | None = field(default=None, metadata={"help": "mean number of windows per step"})
+    data: str | None = common.flag(None, "file, folder or name of the rows; see above")
+    eval_data: str | None = common.flag(None, "rows to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(384, "longer contexts are cut into windows")
+    doc_stride: int = common.flag(128, "tokens that two windows of a context share")
+    max_answer_tokens: int = common.flag(30, "longest answer to predict")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of windows per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
@@ -78,8 +78,8 @@ def cut(rows: datasets.Dataset, tokenizer: Any, length: int, stride: int) -> dat
         questions = [question.lstrip() for question in batch["question"]]  # SQuAD has some after a thousand spaces
         for question, ids in zip(questions, tokenizer(questions, [""] * len(questions))["input_ids"], strict=True):
             if len(ids) + stride >= length:
-                limit = f"--max_length - --doc_stride = {length - stride}"
-                raise ValueError(f"expected questions of less than {limit} tokens, got {len(ids)}: {question[:60]!r}")
+                needed = f"more than the {len(ids)} of {question[:60]!r} and the {stride} of --doc_stride"
+                raise ValueError(f"--max_length: expected {needed}, got {length}")
         how = {"truncation": "only_second", "max_length": length, "stride": stride}
         both = {"return_overflowing_tokens": True, "return_offsets_mapping": True}
         encoded = tokenizer(questions, batch["context"], **how, **both)
@@ -110,7 +110,8 @@ def characters_of(question: str, context: str, answers: dict[str, list[Any]]) ->
     for text, start in zip(answers["text"], answers["answer_start"], strict=True):
         found = context[start : start + len(text)]
         if found != text or not text:
-            raise ValueError(f"{question!r}: expected the answer {text!r} at character {start}, got {found!r}")
+            expected = f"the answer {text!r} to {question!r} at character {start} of the context"
+            raise ValueError(f"--data or --eval_data: expected {expected}, got {found!r}")
         return start, start + len(text) - 1
     return ()
 

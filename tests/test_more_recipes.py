@@ -157,7 +157,7 @@ def test_refused(tmp_path):
     with pytest.raises(ValueError, match="^--data: expected columns text, got no text$"):
         mlm.main(["--data", files["c"], *none])
     flags = flags_of("mlm", tmp_path)
-    with pytest.raises(ValueError, match="does not have a mask token"):
+    with pytest.raises(ValueError, match="--model: expected one whose tokenizer has a mask token"):
         mlm.main([*flags, "--model", str(save_tiny_model(tmp_path / "model", "Bert"))])
     with pytest.raises(ValueError, match="mlm_probability should be between 0 and 1"):
         mlm.main([*flags, "--mlm_probability", "1.5"])
