@@ -23,7 +23,6 @@ from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 VOCABULARY = 8192
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -45,7 +44,7 @@ def padded(documents: list[list[int]]) -> dict:
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, IGNORED_LABEL),
+        "labels": ids.masked_fill(mask == 0, -100),
         "use_cache": False,
     }
 

@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 SIDES = ("padding", "TRL packing", "hf_packing")
 EQUAL_LOSS = 1e-4
@@ -92,8 +91,8 @@ class Side:
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
                 logits = self.model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
                 wanted = batch["labels"][:, 1:].flatten()
-                total += F.cross_entropy(logits, wanted, ignore_index=IGNORED_LABEL, reduction="sum").item()
-                labels += int((wanted != IGNORED_LABEL).sum())
+                total += F.cross_entropy(logits, wanted, reduction="sum").item()
+                labels += int((wanted != -100).sum())
         self.model.train()
         return total / labels, labels
 
@@ -104,7 +103,7 @@ class Side:
             batch = next(self.batches)
             self.real_tokens += real_tokens(batch)
             self.trainer.current_gradient_accumulation_steps = 1
-            items = (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+            items = (batch["labels"][:, 1:] != -100).sum()
             self.trainer.training_step(self.model, dict(batch), items)
             self.optimizer.step()
             self.optimizer.zero_grad()

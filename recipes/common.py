@@ -19,11 +19,13 @@ from typing import Any
 
 import datasets
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     LlamaConfig,
@@ -71,8 +73,11 @@ def flag(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
 
 
-class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats --help without a second default after a text that names the default."""
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Formats --help: the docstring as it is, and one default for each flag, also if its text names the default."""
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        return super()._format_usage(usage or "%(prog)s [flags]", *others)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         known = action.required or "default" in (action.help or "").lower()
@@ -108,10 +113,13 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     return rows
 
 
-def held_out(rows: datasets.Dataset, eval_rows: datasets.Dataset | None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the rows to train on and to evaluate on: those given, or else a tenth of all rows."""
-    if eval_rows is not None:
-        return rows, eval_rows
+def train_and_test(
+    data: str | None, eval_data: str | None, columns: Sequence[str], without_data: Callable[[], datasets.Dataset]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the rows of --data, or others without it, and those of --eval_data, or else a tenth of all rows."""
+    rows = read(data, columns) if data else without_data()
+    if eval_data:
+        return rows, read(eval_data, columns, "--eval_data")
     split = rows.train_test_split(test_size=0.1, seed=0)
     return split["train"], split["test"]
 
@@ -250,8 +258,7 @@ def functions() -> datasets.Dataset:
 def pairs() -> datasets.Dataset:
     """Return first lines of functions as `prompt`, their rest as `chosen`, and that of the next one as `rejected`."""
     halves = [text.split("\n", 1) for text in functions()["text"] if "\n" in text.strip()]
-    answers = [answer for _, answer in halves]
-    prompts = [line + "\n" for line, _ in halves]
+    prompts, answers = [line for line, _ in halves], ["\n" + answer for _, answer in halves]
     return datasets.Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]})
 
 
@@ -268,7 +275,10 @@ def questions() -> datasets.Dataset:
     rows = []
     for number, text in enumerate(functions()["text"]):
         context = textwrap.dedent(text)
-        asked = [("Which arguments does {} take?", r"\((.+?)\):\n"), ("What does {} return?", r"\n +return (.+)\n")]
+        asked = [
+            ("Which arguments does {} take?", r"def \w+\((.+?)\)(?: -> .+)?:\n"),
+            ("What does {} return?", r"\n +return (.+)\n"),
+        ]
         question, pattern = asked[number % 2]
         name = re.search(r"def (\w+)\(", context)
         if name and (found := re.search(pattern, context)):
@@ -283,7 +293,7 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
-        masked: whether the trained tokenizer puts tokens around each text and has a token for masks, as BERT's does.
+        masked: whether the trained tokenizer is as BERT's: with tokens around each text, one for masks, no template.
     """
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -301,7 +311,12 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]
         backend.post_processor = processors.BertProcessing(*around)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=None if masked else CHATML, **names)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the special tokens of a tokenizer, as a model's configuration names them."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def small_llama(vocabulary: int, **settings: Any) -> LlamaConfig:
@@ -323,3 +338,22 @@ def load_model(head: Any, name: str | None, small: PreTrainedConfig, **settings:
     """
     set_seed(0)
     return head.from_pretrained(name, dtype=torch.float32, **settings) if name else head.from_config(small)
+
+
+def save_small(folder: str, texts: Iterable[str], encoder: bool = False) -> str:
+    """Save a small model from scratch with its tokenizer, for trainers that load both by name; return the folder.
+
+    Call it within `main_process_first`: the main process saves, the others return the folder.
+
+    Args:
+        folder: where to save them.
+        texts: what to train the tokenizer on.
+        encoder: whether to save a BERT, and not a Llama.
+    """
+    if PartialState().is_local_main_process:
+        tokenizer = load_tokenizer(None, texts, masked=encoder)
+        tokenizer.save_pretrained(folder)
+        ids = token_ids(tokenizer)
+        small = small_bert(len(tokenizer), 512, **ids) if encoder else small_llama(len(tokenizer), **ids)
+        load_model(AutoModel if encoder else AutoModelForCausalLM, None, small).save_pretrained(folder)
+    return folder

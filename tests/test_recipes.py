@@ -242,7 +242,7 @@ def run_sft(data, model, folder, max_tokens):
         *("--output_dir", folder / "output", "--max_steps", 2, "--logging_steps", 1, "--report_to", "none"),
     )
     assert "'loss'" in said
-    assert "utilization of the ranks" in said
+    assert "micro-batches (ranks x micro-batches per rank)" in said
     assert (folder / "output" / "model.safetensors").is_file()
     return said
 
@@ -275,4 +275,4 @@ def test_the_notebook(tmp_path, monkeypatch):
     printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
     assert "isolated: no" in printed
     assert "isolated: yes" in printed
-    assert "utilization of the ranks" in printed
+    assert "micro-batches (ranks x micro-batches per rank)" in printed
