@@ -42,7 +42,7 @@ class Arguments:
 
 def main(flags: Sequence[str] | None = None) -> float:
     """Train; return the loss of the last evaluation."""
-    parser = HfArgumentParser(Arguments, formatter_class=common.OneDefault)
+    parser = HfArgumentParser(Arguments, formatter_class=common.Help)
     (args,) = parser.parse_args_into_dataclasses(flags)
     common.check_positive(args, "gradient_accumulation_steps", "num_train_epochs", "save_steps")
     checkpoint = common.checkpoint_of(args)

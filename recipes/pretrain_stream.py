@@ -47,7 +47,7 @@ class Arguments:
 
 
 def main(flags: Sequence[str] | None = None) -> Trainer:
-    parser = HfArgumentParser((Arguments, TrainingArguments), formatter_class=common.OneDefault)
+    parser = HfArgumentParser((Arguments, TrainingArguments), formatter_class=common.Help)
     parser.set_defaults(output_dir="outputs/pretrain_stream", max_steps=60, learning_rate=1e-3, **common.on_cpu())
     parser.set_defaults(logging_steps=10, logging_first_step=True)
     given, args = parser.parse_args_into_dataclasses(flags)
