@@ -4,7 +4,9 @@ To start a project of your own, copy one recipe and this file. What only serves 
 below it) can be left behind.
 """
 
+import argparse
 import ast
+import gc
 import re
 import sys
 import sysconfig
@@ -43,6 +45,10 @@ CHATML = (
 )
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Print a recipe's docstring as it is, and the default of each flag."""
+
+
 def run(main: Callable[[], Any]) -> None:
     """Run a recipe; print what it refuses on one process only, and end the group of processes."""
     try:
@@ -70,10 +76,13 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
         ValueError: there is no such file, or the rows lack a column.
     """
     path = Path(data)
-    if path.suffix in FORMATS:
+    formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]  # also of file.jsonl.gz
+    if formats or path.is_file():
         if not path.is_file():
             raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
-        rows = datasets.load_dataset(FORMATS[path.suffix], data_files=data, split="train")
+        if not formats:
+            raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
+        rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")
     if missing := [name for name in columns if name not in rows.column_names]:
@@ -122,10 +131,23 @@ def number(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
+def check_positive(args: Any, *names: str) -> None:
+    """Raise ValueError if an argument is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected an integer from 1, got {getattr(args, name)}")
+
+
+def texts(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
+    """Return the texts of rows, or else all that they say, to train a tokenizer on."""
+    return (row.get("text") or " ".join(map(str, row.values())) for row in rows)
+
+
 def functions() -> datasets.Dataset:
     """Return the source of every function and method of Python's standard library, without its tests, as `text`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = []
+    gc.disable()  # it would look through all imported libraries, while ast makes millions of objects
     for file in tqdm(sorted(library.rglob("*.py")), desc="Reading the standard library", unit=" files"):
         if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
             continue
@@ -142,6 +164,7 @@ def functions() -> datasets.Dataset:
                 found.append("".join(lines[first - 1 : node.end_lineno]))
             else:
                 nodes.extend(reversed(list(ast.iter_child_nodes(node))))
+    gc.enable()
     return datasets.Dataset.from_dict({"text": found})
 
 
@@ -175,13 +198,16 @@ def questions() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | None, texts: Iterable[str], masked: bool = False, vocabulary: int = 8192
+) -> PreTrainedTokenizerBase:
     """Return the named tokenizer, or one trained on the texts, the same on every process.
 
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
         masked: whether the trained tokenizer puts tokens around each text and has a token for masks, as BERT's does.
+        vocabulary: number of tokens that the trained tokenizer knows.
     """
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -194,7 +220,7 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     backend.decoder = decoders.ByteLevel()
     special = [*names.values(), "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet)
     backend.train_from_iterator(texts, trainer)
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]
