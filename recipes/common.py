@@ -59,6 +59,14 @@ def run(main: Callable[[], Any]) -> None:
         PartialState().destroy_process_group()
 
 
+class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
+    """Formats --help without a second default after a text that names the default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        named = "default" in (action.help or "").lower()
+        return action.help if named else super()._get_help_string(action)
+
+
 def on_cpu() -> dict[str, Any]:
     """Return the training arguments that a machine without an accelerator needs."""
     return {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
@@ -76,12 +84,12 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
         ValueError: there is no such file, or the rows lack a column.
     """
     path = Path(data)
-    formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]  # also of file.jsonl.gz
-    if formats or path.is_file():
-        if not path.is_file():
-            raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
-        if not formats:
-            raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
+    formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
+    if formats and not path.is_file():
+        raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if path.is_file() and not formats:
+        raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
+    if formats:
         rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
         rows = datasets.load_from_disk(data) if path.is_dir() else datasets.load_dataset(data, split="train")

@@ -21,6 +21,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
+    check_has_tokens,
 )
 from hf_packing.data.lazy.lazy_columns import LazyColumn
 from hf_packing.data.lazy.packed_tokens import PackedTokens
@@ -234,10 +235,7 @@ def _check_columns(names: Any) -> None:
         return
     if SEQ_LENGTHS in names:
         return
-    if INPUT_IDS not in names:
-        raise PackingError(
-            f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns: {', '.join(names) or 'none'}"
-        )
+    check_has_tokens(names)
     if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "

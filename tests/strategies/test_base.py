@@ -156,7 +156,8 @@ def test_lengths_are_those_of_a_dataset():
         (documents.with_format("torch"), lengths),
     ):
         assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
-    assert hfp.packing_report(documents, 8).rows == hfp.packing_report(lengths, 8).rows
+    advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
+    assert str(advice[0]) == str(advice[1])
 
 
 @pytest.mark.parametrize("columns", [{"messages": [[]]}, {"prompt": ["a"], "completion": ["b"]}, {"text": ["a"]}])
