@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -53,18 +54,25 @@ def run(main: Callable[[], Any]) -> None:
     """Run a recipe; print what it refuses on one process only, and end the group of processes."""
     try:
         main()
-    except (hfp.PackingError, ValueError) as error:
+    except (ValueError, OSError) as error:
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+            raise  # no flag or file is wrong: the traceback says more
         sys.exit(str(error) if PartialState().is_main_process else 1)
     finally:
         PartialState().destroy_process_group()
+
+
+def flag(default: Any, says: str, **more: Any) -> Any:
+    """Return a field of a dataclass of flags."""
+    return field(default=default, metadata={"help": says, **more})
 
 
 class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
     """Formats --help without a second default after a text that names the default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        named = "default" in (action.help or "").lower()
-        return action.help if named else super()._get_help_string(action)
+        known = action.required or "default" in (action.help or "").lower()
+        return action.help if known else super()._get_help_string(action)
 
 
 def on_cpu() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import common
 import datasets
 from accelerate import PartialState
+from common import flag
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
@@ -36,38 +37,23 @@ class Arguments:
     """The recipe's own flags."""
 
     data: str = field(metadata={"help": "file with the rows, folder of a saved dataset, or name of one on the hub"})
-    eval_data: str | None = field(
-        default=None, metadata={"help": "rows to evaluate on, as --eval_strategy says and at the end"}
+    eval_data: str | None = flag(None, "rows to evaluate on at the end, and as --eval_strategy says")
+    train_on: str | None = flag(
+        None,
+        "assistant, completion or all; None: the assistant's turns of messages, completions, whole texts",
+        choices=["assistant", "completion", "all"],
     )
-    train_on: str | None = field(
-        default=None,
-        metadata={
-            "help": "assistant, completion or all; None: the assistant's turns of messages, completions, whole texts",
-            "choices": ["assistant", "completion", "all"],
-        },
+    max_tokens: int = flag(4096, "tokens of a micro-batch on each process; longer documents are split")
+    strategy: str = flag(
+        "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
     )
-    max_tokens: int = field(
-        default=4096, metadata={"help": "tokens of a micro-batch on each process; longer documents are split"}
+    loss: str = flag("token", "mean over tokens, or over documents", choices=["token", "sequence"])
+    per_turn: bool = flag(False, "one document for each assistant turn, as seen at inference")
+    share_prefixes: bool | None = flag(
+        None, "compute what documents begin with only once; None: if --per_turn is given"
     )
-    strategy: str = field(
-        default="none",
-        metadata={
-            "help": "how to pack once, before training; none: anew in every epoch",
-            "choices": ["none", *STRATEGIES],
-        },
-    )
-    loss: str = field(
-        default="token", metadata={"help": "mean over tokens, or over documents", "choices": ["token", "sequence"]}
-    )
-    per_turn: bool = field(
-        default=False, metadata={"help": "one document for each assistant turn, as seen at inference"}
-    )
-    share_prefixes: bool | None = field(
-        default=None,
-        metadata={"help": "compute tokens with which several documents begin only once; None: if --per_turn is given"},
-    )
-    match_documents_per_step: int | None = field(
-        default=None, metadata={"help": "documents per optimizer step, to keep the schedule of an unpacked run"}
+    match_documents_per_step: int | None = flag(
+        None, "documents per optimizer step, to keep an unpacked run's schedule"
     )
 
 
@@ -77,12 +63,12 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
     options: dict[str, Any] = {"usage": usage, "formatter_class": common.OneDefault, "allow_abbrev": False}
     parser = TrlParser((Arguments, SFTConfig, ModelConfig), **options)
     parser.set_defaults(output_dir="outputs/sft", max_length=None, **common.on_cpu())
+    usual = {name: parser.get_default(name) for name in WITHOUT_EFFECT}
     given, args, model = parser.parse_args_and_config(flags, fail_with_unknown_args=True)
-    for name in WITHOUT_EFFECT:
-        if getattr(args, name) != parser.get_default(name):
-            raise ValueError(
-                f"--{name}: expected none, since --max_tokens and --strategy decide that, got {getattr(args, name)!r}"
-            )
+    for name, value in usual.items():
+        if getattr(args, name) != value:
+            decided = "--max_tokens and --strategy decide that"
+            raise ValueError(f"--{name}: expected none, since {decided}, got {getattr(args, name)!r}")
     share = given.per_turn if given.share_prefixes is None else given.share_prefixes
     checkpoint = common.checkpoint_of(args)
     tokenizer = load_tokenizer(model, args)
@@ -138,10 +124,10 @@ def load_tokenizer(model: ModelConfig, args: SFTConfig) -> PreTrainedTokenizerBa
 
 
 def tokenize(
-    data: str, flag: str, tokenizer: PreTrainedTokenizerBase, given: Arguments, args: SFTConfig
+    data: str, named_by: str, tokenizer: PreTrainedTokenizerBase, given: Arguments, args: SFTConfig
 ) -> datasets.Dataset:
     """Return documents with input_ids and labels."""
-    rows = common.read(data, flag=flag)
+    rows = common.read(data, flag=named_by)
     if tokenizer.chat_template is None and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
         PartialState().print("The tokenizer has no chat template: ChatML is used, and saved with the model")
         tokenizer.chat_template = common.CHATML

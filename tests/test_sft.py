@@ -145,9 +145,9 @@ def test_checkpoints_are_not_overwritten(train, tmp_path):
     assert (tmp_path / "output" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns == kept
 
 
-def test_an_error_is_printed_on_one_process():
+def test_an_error_is_printed_on_one_process(tiny_model):
     done = run_script(
-        sft.__file__, "--data", "nowhere.jsonl", "--model_name_or_path", "none", "--use_cpu", "True", ranks=2
+        sft.__file__, "--data", "nowhere.jsonl", "--model_name_or_path", tiny_model, "--use_cpu", "True", ranks=2
     )
     assert done.returncode
     assert (done.stdout + done.stderr).count("--data: expected a file or a dataset's name, got 'nowhere.jsonl'") == 1
@@ -167,17 +167,19 @@ def test_help_has_one_default_for_each_flag(capsys):
         sft.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split()).split(" --")
     assert sum("(default: " in each for each in shown) > 50
-    assert not [each for each in shown if each.lower().count("default:") + each.lower().count("defaults to") > 1]
+    assert not [each for each in shown if "(default: " in each and "default" in each.split("(default: ")[0].lower()]
 
 
 def test_lora(train, tmp_path):
-    trainer = train("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "--save_steps", 1)
+    trainer = train("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--save_steps", 1)
     trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
     assert trained
-    assert all("q_proj.lora_" in name for name in trained)
+    assert all(".lora_" in name for name in trained)
     assert (tmp_path / "output" / "adapter_model.safetensors").is_file()
     shutil.rmtree(tmp_path / "output" / "checkpoint-2")
-    rest = train("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "--resume_from_checkpoint", "last")
+    rest = train(
+        "--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--resume_from_checkpoint", "last"
+    )
     assert losses(rest) == losses(trainer)
 
 
@@ -226,7 +228,7 @@ def test_per_turn(train, chat_data, tmp_path):
         assert len(rows) == len(trainer.eval_dataset) == turns
         found = (trainer.processing_class.decode([each for each in row if each != IGNORED]) for row in rows["labels"])
         assert {re.sub("(Ho)+", "Ho", text) for text in found} == {"Ho<|im_end|>"}
-    with pytest.raises(PackingError, match="expected a list of messages"):
+    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer with a chat template"):
         train("--per_turn", "True", output=tmp_path / "text")
 
 
