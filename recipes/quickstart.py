@@ -35,7 +35,7 @@ NEXT_STEPS = """
 Next:
   see what packing does for your data   hf-packing report my.jsonl --tokenizer gpt2 --max-length 2048 4096
   run this on your data                 python recipes/quickstart.py --data my.jsonl --tokenizer gpt2
-  fine-tune a model on your chats       python recipes/sft.py --data chats.jsonl --model Qwen/Qwen3-0.6B"""
+  fine-tune a model on your chats       python recipes/sft.py --data chats.jsonl --model_name_or_path Qwen/Qwen3-0.6B"""
 Figures = dict[str, list[float]]
 
 
