@@ -1,110 +1,83 @@
 """Train a classifier of texts without padding: Trainer with its own collator, loss and metrics, and a token budget.
 
     python recipes/classify.py --data train.jsonl --eval_data test.jsonl --model google-bert/bert-base-uncased
-    torchrun --nproc-per-node 2 recipes/classify.py --data train.jsonl --epochs 3
+    torchrun --nproc-per-node 2 recipes/classify.py --data train.jsonl --num_train_epochs 3
 
 Rows have a `text` and a `label`, and may have a second text in `text_pair`. Without --data, the texts are the functions
 of the Python standard library, and the labels say whether a function is a method. Without --model, a small BERT is
-trained from scratch.
+trained from scratch. The flags are those below, and those of TrainingArguments.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import datasets
 import numpy as np
-from accelerate import PartialState
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer, read_documents, train_and_test
-from models import load_with_head, small_bert
-from process_group import end_process_group
-from trainer_flags import add_training, on_cpu, training_arguments
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
 
 import hf_packing as hfp
 
 
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json, .parquet or .csv file with text and label")
-    parser.add_argument("--eval_data", help="rows to evaluate on; default: 10 percent of --data")
-    parser.add_argument("--model", help="name or folder; default: a small BERT from scratch")
-    parser.add_argument("--max_length", type=positive, default=512, help="longer texts are truncated, and counted")
-    parser.add_argument("--max_tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
-    parser.add_argument("--rows_per_step", type=positive, help="mean number of rows in an optimizer step")
-    add_training(parser, "outputs/classify", 1e-4)
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of the rows; see above")
+    eval_data: str | None = common.flag(None, "rows to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(512, "longer texts are truncated, and counted")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of rows per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
-    given = parse(flags)
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        train, test = read(given)
-        tokenizer = load_tokenizer(given.tokenizer or given.model, train)
+    parser = HfArgumentParser((Arguments, TrainingArguments), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/classify", learning_rate=1e-4, logging_steps=10, **common.on_cpu())
+    given, args = parser.parse_args_into_dataclasses(flags)
+    checkpoint = common.checkpoint_of(args)
+    with args.main_process_first():
+        train, test = common.train_and_test(given.data, given.eval_data, ("text", "label"), methods)
         names = sorted(set(train["label"]), key=str)
-        train, test = (tokenize(rows, tokenizer, names, given.max_length) for rows in (train, test))
-    small = small_bert(len(tokenizer), given.max_length, num_labels=len(names))
+        if unknown := set(test["label"]) - set(names):
+            raise ValueError(f"--eval_data: expected labels of --data, got {min(map(repr, unknown))} too")
+        tokenizer = common.load_tokenizer(given.model, train["text"], masked=True)
+
+        def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+            tokens = tokenizer(batch["text"], batch.get("text_pair"), truncation=True, max_length=given.max_length)
+            return {**tokens, "labels": [names.index(label) for label in batch["label"]]}
+
+        train, test = (
+            rows.map(encode, batched=True, remove_columns=rows.column_names, desc="Tokenizing")
+            for rows in (train, test)
+        )
+    labels = {"id2label": dict(enumerate(map(str, names))), "label2id": {str(name): n for n, name in enumerate(names)}}
+    small = common.small_bert(len(tokenizer), given.max_length, **common.token_ids(tokenizer), **labels)
     trainer = Trainer(
-        load_with_head(AutoModelForSequenceClassification, given.model, small, num_labels=len(names)),
-        TrainingArguments(**training_arguments(given)),
+        common.load_model(AutoModelForSequenceClassification, given.model, small, **labels),
+        args,
         train_dataset=train,
         eval_dataset=test,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=accuracy,
+        processing_class=tokenizer,  # also makes the collator, which pads
+        compute_metrics=lambda found: {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))},
     )
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_tokens), match_documents_per_step=given.rows_per_step)
-    trainer.accelerator.print(summary)
+    say = trainer.accelerator.print
+    at_limit = sum(len(each) >= given.max_length for each in [*train["input_ids"], *test["input_ids"]])
+    say(f"{at_limit:,} of {len(train) + len(test):,} texts have {given.max_length} tokens or were truncated to it")
+    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
+    say(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics: dict[str, float] = trainer.evaluate()
-    trainer.accelerator.print(f"accuracy on {len(test):,} rows: {metrics['eval_accuracy']:.3f}")
+    say(f"accuracy on {len(test):,} rows: {metrics['eval_accuracy']:.3f}")
     trainer.save_model()
     return metrics
 
 
-def read(given: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the rows to train on, and those to evaluate on."""
-    rows = read_documents(given.data)
-    if given.data is None:
-        rows = rows.map(lambda row: {"label": int("(self" in row["text"].split("\n", 1)[0])}, desc="Labeling")
-    parts = train_and_test(rows, given.eval_data)
-    for flag, part in zip(("--data", "--eval_data"), parts, strict=True):
-        if not {"text", "label"} <= set(part.column_names):
-            raise SystemExit(f"{flag}: expected columns text and label, got {', '.join(part.column_names)}")
-    return parts
-
-
-def tokenize(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, names: list[Any], max_length: int
-) -> datasets.Dataset:
-    """Return the tokens of the texts, or pairs of texts, with the numbers of their labels."""
-    if unknown := set(rows["label"]) - set(names):
-        raise SystemExit(f"--eval_data: expected labels of --data, got {min(map(repr, unknown))} too")
-
-    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        given = {"truncation": True, "max_length": max_length}
-        encoded = tokenizer(batch["text"], batch.get("text_pair"), **given)
-        return {**encoded, "labels": [names.index(label) for label in batch["label"]]}
-
-    tokens = rows.map(encode, batched=True, remove_columns=rows.column_names, desc="Tokenizing")
-    at_limit = sum(len(each) >= max_length for each in tokens["input_ids"])
-    if at_limit:
-        PartialState().print(f"{at_limit:,} of {len(tokens):,} texts have {max_length} tokens or were truncated to it")
-    return tokens
-
-
-def accuracy(predicted: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float(np.mean(predicted.predictions.argmax(-1) == predicted.label_ids))}
+def methods() -> datasets.Dataset:
+    """Return the functions of the standard library, labeled by whether they are methods."""
+    functions = common.functions()
+    kinds = ["method" if "(self" in text.split("\n", 1)[0] else "function" for text in functions["text"]]
+    return functions.add_column("label", kinds)
 
 
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

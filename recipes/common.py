@@ -7,22 +7,26 @@ below it) can be left behind.
 import argparse
 import ast
 import gc
+import os
 import re
+import shutil
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     LlamaConfig,
@@ -38,6 +42,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_TRACEBACK = ("--", "Some specified arguments are not used")
+"""Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -46,20 +52,21 @@ CHATML = (
 )
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Print a recipe's docstring as it is, and the default of each flag."""
-
-
 def run(main: Callable[[], Any]) -> None:
     """Run a recipe; print what it refuses on one process only, and end the group of processes."""
     try:
         main()
     except (ValueError, OSError) as error:
-        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith("--"):
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith(NO_TRACEBACK):
             raise  # no flag or file is wrong: the traceback says more
-        sys.exit(str(error) if PartialState().is_main_process else 1)
+        sys.exit(str(error) if is_first_process() else 1)
     finally:
-        PartialState().destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # as torchrun sets it; there may be no group of processes yet
 
 
 def flag(default: Any, says: str, **more: Any) -> Any:
@@ -67,8 +74,11 @@ def flag(default: Any, says: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": says, **more})
 
 
-class OneDefault(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats --help without a second default after a text that names the default."""
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Formats --help: the docstring as it is, and one default for each flag, also if its text names the default."""
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        return super()._format_usage(usage or "%(prog)s [flags]", *others)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         known = action.required or "default" in (action.help or "").lower()
@@ -106,10 +116,13 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     return rows
 
 
-def held_out(rows: datasets.Dataset, eval_rows: datasets.Dataset | None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the rows to train on and to evaluate on: those given, or else a tenth of all rows."""
-    if eval_rows is not None:
-        return rows, eval_rows
+def train_and_test(
+    data: str | None, eval_data: str | None, columns: Sequence[str], without_data: Callable[[], datasets.Dataset]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the rows of --data, or others without it, and those of --eval_data, or else a tenth of all rows."""
+    rows = read(data, columns) if data else without_data()
+    if eval_data:
+        return rows, read(eval_data, columns, "--eval_data")
     split = rows.train_test_split(test_size=0.1, seed=0)
     return split["train"], split["test"]
 
@@ -138,7 +151,8 @@ def checkpoint_of(args: TrainingArguments) -> str | None:
         raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
     state = TrainerState.load_from_json(str(states[-1]))
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
-        PartialState().print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
+        if is_first_process():
+            print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
         sys.exit(0)
     return str(states[-1].parent)
 
@@ -154,9 +168,71 @@ def check_positive(args: Any, *names: str) -> None:
             raise ValueError(f"--{name}: expected an integer from 1, got {getattr(args, name)}")
 
 
-def texts(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
-    """Return the texts of rows, or else all that they say, to train a tokenizer on."""
-    return (row.get("text") or " ".join(map(str, row.values())) for row in rows)
+def epochs_done(loader: hfp.PackedLoader) -> float:
+    return loader.epoch + loader.micro_batches_done / len(loader)
+
+
+def finished(loader: hfp.PackedLoader, args: Any) -> bool:
+    """Return whether a training loop of your own has done --max_steps, or else --num_train_epochs."""
+    if args.max_steps > 0:
+        return loader.optimizer_steps >= args.max_steps
+    return epochs_done(loader) >= args.num_train_epochs
+
+
+def save(accelerator: Accelerator, loader: hfp.PackedLoader, output_dir: str) -> None:
+    """Save a checkpoint of a training loop of your own, and delete all but the last two.
+
+    It gets its name when it is complete, so that a run that is killed while it saves resumes from the one before.
+    """
+    output = Path(output_dir)
+    unfinished, folder = output / "unfinished", output / f"checkpoint-{loader.optimizer_steps}"
+    accelerator.save_state(unfinished)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state = TrainerState(global_step=loader.optimizer_steps, epoch=epochs_done(loader))
+        state.save_to_json(str(unfinished / "trainer_state.json"))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        for old in sorted(output.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)[:-2]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def resume(
+    accelerator: Accelerator,
+    loader: hfp.PackedLoader,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: str,
+    learning_rate: float,
+) -> None:
+    """Load a checkpoint that `save` has saved.
+
+    Raises:
+        ValueError: the learning rate is not that of the checkpoint, which the optimizer goes on with.
+    """
+    accelerator.load_state(checkpoint)
+    if learning_rate != (saved := optimizer.param_groups[0]["lr"]):
+        raise ValueError(f"--learning_rate: expected {saved}, as in the checkpoint, got {learning_rate}")
+    done, of = loader.micro_batches_done, len(loader)
+    accelerator.print(f"resuming {checkpoint}: in epoch {loader.epoch} after {done} of {of} micro-batches")
+
+
+def save_model(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str
+) -> None:
+    """Save the model and its tokenizer, to be loaded with `from_pretrained`."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(output_dir, state_dict=weights)
+        tokenizer.save_pretrained(output_dir)
+
+
+def texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the texts of rows, or else all that they say, to train a tokenizer on."""
+    for row in rows:
+        if "input_ids" in row:
+            raise ValueError("--tokenizer: expected one beside --data with input_ids, got none")
+        yield row.get("text") or " ".join(map(str, row.values()))
 
 
 def functions() -> datasets.Dataset:
@@ -187,8 +263,7 @@ def functions() -> datasets.Dataset:
 def pairs() -> datasets.Dataset:
     """Return first lines of functions as `prompt`, their rest as `chosen`, and that of the next one as `rejected`."""
     halves = [text.split("\n", 1) for text in functions()["text"] if "\n" in text.strip()]
-    answers = [answer for _, answer in halves]
-    prompts = [line + "\n" for line, _ in halves]
+    prompts, answers = [line for line, _ in halves], ["\n" + answer for _, answer in halves]
     return datasets.Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]})
 
 
@@ -205,7 +280,10 @@ def questions() -> datasets.Dataset:
     rows = []
     for number, text in enumerate(functions()["text"]):
         context = textwrap.dedent(text)
-        asked = [("Which arguments does {} take?", r"\((.+?)\):\n"), ("What does {} return?", r"\n +return (.+)\n")]
+        asked = [
+            ("Which arguments does {} take?", r"def \w+\((.+?)\)(?: -> .+)?:\n"),
+            ("What does {} return?", r"\n +return (.+)\n"),
+        ]
         question, pattern = asked[number % 2]
         name = re.search(r"def (\w+)\(", context)
         if name and (found := re.search(pattern, context)):
@@ -222,7 +300,7 @@ def load_tokenizer(
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
-        masked: whether the trained tokenizer puts tokens around each text and has a token for masks, as BERT's does.
+        masked: whether the trained tokenizer is as BERT's: with tokens around each text, one for masks, no template.
         vocabulary: number of tokens that the trained tokenizer knows.
     """
     if name:
@@ -241,7 +319,12 @@ def load_tokenizer(
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]
         backend.post_processor = processors.BertProcessing(*around)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=None if masked else CHATML, **names)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the special tokens of a tokenizer, as a model's configuration names them."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def small_llama(vocabulary: int, **settings: Any) -> LlamaConfig:
@@ -263,3 +346,22 @@ def load_model(head: Any, name: str | None, small: PreTrainedConfig, **settings:
     """
     set_seed(0)
     return head.from_pretrained(name, dtype=torch.float32, **settings) if name else head.from_config(small)
+
+
+def save_small(folder: str, texts: Iterable[str], encoder: bool = False) -> str:
+    """Save a small model from scratch with its tokenizer, for trainers that load both by name; return the folder.
+
+    Call it within `main_process_first`: the main process saves, the others return the folder.
+
+    Args:
+        folder: where to save them.
+        texts: what to train the tokenizer on.
+        encoder: whether to save a BERT, and not a Llama.
+    """
+    if PartialState().is_local_main_process:
+        tokenizer = load_tokenizer(None, texts, masked=encoder)
+        tokenizer.save_pretrained(folder)
+        ids = token_ids(tokenizer)
+        small = small_bert(len(tokenizer), 512, **ids) if encoder else small_llama(len(tokenizer), **ids)
+        load_model(AutoModel if encoder else AutoModelForCausalLM, None, small).save_pretrained(folder)
+    return folder

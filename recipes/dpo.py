@@ -1,69 +1,63 @@
 """Train on preferences with DPOTrainer, without padding: a token budget forms batches of whole pairs.
 
-    python recipes/dpo.py --data pairs.jsonl --model Qwen/Qwen3-0.6B --max_tokens 16384
-    torchrun --nproc-per-node 2 recipes/dpo.py --data pairs.jsonl --model Qwen/Qwen3-0.6B
+    python recipes/dpo.py --data pairs.jsonl --model_name_or_path Qwen/Qwen3-0.6B --max_tokens 16384
+    python recipes/dpo.py --data pairs.jsonl --model_name_or_path Qwen/Qwen3-0.6B --use_peft --learning_rate 1e-5
+    torchrun --nproc-per-node 2 recipes/dpo.py --data pairs.jsonl --model_name_or_path Qwen/Qwen3-0.6B
 
-Rows have a `prompt`, a `chosen` and a `rejected` answer, as DPOTrainer takes them. Without --data, the prompts are the
-first lines of the functions of the Python standard library; the chosen answer is the rest of the function, and the
-rejected one the rest of another. Without --model, a small Llama from scratch is trained.
+Rows have a `chosen` and a `rejected` answer, and may have a `prompt`, as texts or messages. Without --data, the prompts
+are the first lines of the functions of the Python standard library; the chosen answer is the rest of the function, and
+the rejected one that of another. Without --model_name_or_path, a small Llama is trained from scratch. The flags are
+those below, and TRL's: those of DPOConfig, and of ModelConfig for the model and LoRA.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from accelerate import PartialState
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer_for
-from models import load_model
-from pairs import read_pairs
-from process_group import end_process_group
-from trainer_flags import add_training, on_cpu, training_arguments
-from trl import DPOConfig, DPOTrainer
+import common
+from trl import DPOConfig, DPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 import hf_packing as hfp
 
-COLUMNS = ("prompt", "chosen", "rejected")
 
-
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json or .parquet file with prompt, chosen and rejected")
-    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--max_length", type=positive, default=1024, help="longer answers are truncated by DPOTrainer")
-    parser.add_argument("--max_tokens", type=positive, default=8192, help="tokens of a micro-batch on each process")
-    parser.add_argument("--pairs_per_step", type=positive, help="mean number of pairs in an optimizer step")
-    parser.add_argument("--loss_type", default="sigmoid", help="a loss of DPOTrainer that is a mean over pairs")
-    parser.add_argument("--beta", type=float, default=0.1)
-    add_training(parser, "outputs/dpo", 1e-6)
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of pairs; see above")
+    eval_data: str | None = common.flag(None, "pairs to evaluate on, with --eval_strategy")
+    max_tokens: int = common.flag(8192, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of pairs per step")
 
 
 def main(flags: Sequence[str] | None = None) -> DPOTrainer:
-    given = parse(flags)
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        pairs = read_pairs(given.data, COLUMNS)
-        tokenizer = load_tokenizer_for(given.tokenizer or given.model, pairs, COLUMNS[:2])
+    parser = TrlParser((Arguments, DPOConfig, ModelConfig), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/dpo", **common.on_cpu())
+    given, args, model = parser.parse_args_and_config(flags)
+    checkpoint = common.checkpoint_of(args)
+    with args.main_process_first():
+        pairs = common.read(given.data, ("chosen", "rejected")) if given.data else common.pairs()
+        eval_pairs = common.read(given.eval_data, ("chosen", "rejected"), "--eval_data") if given.eval_data else None
+        name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, pairs["chosen"]))
+    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
     trainer = DPOTrainer(
-        load_model(given.model, len(tokenizer)),
-        ref_model=load_model(given.model, len(tokenizer)),
-        args=DPOConfig(
-            max_length=given.max_length,
-            loss_type=[given.loss_type],
-            beta=given.beta,
-            bf16=not on_cpu(),
-            **training_arguments(given),
-        ),
+        name,
+        args=args,
         train_dataset=pairs,
-        processing_class=tokenizer,
+        eval_dataset=eval_pairs,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
     )
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_tokens), match_documents_per_step=given.pairs_per_step)
-    trainer.accelerator.print(summary)
+    for rows, kept in ((pairs, trainer.train_dataset), (eval_pairs or [], trainer.eval_dataset or [])):
+        sizes = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in kept]
+        long, left_out = sum(size > (args.max_length or size) for size in sizes), len(rows) - len(sizes)
+        if long or left_out:
+            said = f"of {len(rows):,} pairs, {long:,} are truncated to {args.max_length} tokens"
+            trainer.accelerator.print(f"{said}, and {left_out:,} whose prompts are longer are left out")
+    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
+    trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     return trainer
 
 
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

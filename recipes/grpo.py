@@ -1,80 +1,55 @@
 """Train with GRPOTrainer, without computing the padding of its batches. How it samples completions does not change.
 
-    python recipes/grpo.py --data prompts.jsonl --model Qwen/Qwen3-0.6B --max_completion_length 256
-    torchrun --nproc-per-node 2 recipes/grpo.py --data prompts.jsonl --model Qwen/Qwen3-0.6B --reward length:200
+    python recipes/grpo.py --data prompts.jsonl --model_name_or_path Qwen/Qwen3-0.6B --reward length:200
+    torchrun --nproc-per-node 2 recipes/grpo.py --data prompts.jsonl --model_name_or_path Qwen/Qwen3-0.6B --use_peft
+    python recipes/grpo.py --max_completion_length 32 --learning_rate 1e-2 --max_steps 40    # on a CPU
 
 Rows have a `prompt`: a text, or messages. Without --data, the prompts are first lines of functions of the Python
-standard library. Without --model, a small Llama from scratch is trained.
+standard library. Without --model_name_or_path, a small Llama is trained from scratch.
 
 --reward says what a completion is rewarded for, with a number from 0 to 1:
 
     length:N       its length: 1 for N characters, less for fewer or more, 0 for none or from 2 N on
     regex:PATTERN  the share of its characters that are in matches of a regular expression
+
+The flags are those below, and TRL's: those of GRPOConfig, and of ModelConfig for the model and LoRA.
 """
 
-import argparse
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import datasets
+import common
 import numpy as np
-from accelerate import PartialState
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer_for, read_documents
-from models import load_model
-from process_group import end_process_group
-from trainer_flags import add_training, on_cpu, training_arguments
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 import hf_packing as hfp
 
-Reward = Callable[..., list[float]]
-PROMPTS = 80
-"""Number of prompts without --data."""
 
-
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json or .parquet file with prompt")
-    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--reward", type=reward_of, default="regex:[aeiou]+", help="default: %(default)s; see above")
-    parser.add_argument("--num_generations", type=positive, default=8, help="completions of each prompt")
-    parser.add_argument("--per_device_train_batch_size", type=positive, default=16, help="completions of a micro-batch")
-    parser.add_argument(
-        "--max_completion_length", type=positive, default=32, help="tokens of a completion; default: 32"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the distance to --model as it was")
-    add_training(parser, "outputs/grpo", None, "1e-6 with --model, 1e-2 without")
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of the prompts; see above")
+    reward: str = common.flag("regex:[aeiou]+", "length:N or regex:PATTERN; see above")
 
 
 def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
-    given = parse(flags)
-    given.learning_rate = given.learning_rate or (1e-6 if given.model else 1e-2)
-    if given.beta and not given.model:
-        raise SystemExit(
-            f"--beta: expected 0 without --model, of which the reference model is a copy, got {given.beta}"
-        )
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        prompts = read(given.data)
-        tokenizer = load_tokenizer_for(given.tokenizer or given.model, prompts, ["prompt"])
+    parser = TrlParser((Arguments, GRPOConfig, ModelConfig), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/grpo", logging_steps=1, **common.on_cpu())
+    given, args, model = parser.parse_args_and_config(flags)
+    reward, checkpoint = reward_of(given.reward), common.checkpoint_of(args)
+    with args.main_process_first():
+        prompts = common.read(given.data, ("prompt",)) if given.data else common.pairs().select(range(80))
+        name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, prompts["prompt"]))
+    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
     trainer = GRPOTrainer(
-        load_model(given.model, len(tokenizer)),
-        reward_funcs=given.reward,
-        args=GRPOConfig(
-            num_generations=given.num_generations,
-            per_device_train_batch_size=given.per_device_train_batch_size,
-            max_completion_length=given.max_completion_length,
-            temperature=given.temperature,
-            beta=given.beta,
-            bf16=not on_cpu(),
-            **training_arguments(given) | {"logging_steps": 1},
-        ),
+        name,
+        reward_funcs=reward,
+        args=args,
         train_dataset=prompts,
-        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
     )
     trainer.accelerator.print(hfp.attach(trainer, None))
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -86,49 +61,31 @@ def main(flags: Sequence[str] | None = None) -> GRPOTrainer:
     return trainer
 
 
-def read(data: str | None) -> datasets.Dataset:
-    rows = read_documents(data)
-    if data is None:
-        lines = sorted(
-            {text.split("\n", 1)[0].strip() + "\n" for text in rows["text"] if text.strip().startswith("def ")}
-        )
-        return datasets.Dataset.from_dict({"prompt": lines}).shuffle(seed=0).select(range(PROMPTS))
-    if "prompt" not in rows.column_names:
-        raise SystemExit(f"--data: expected a column prompt, got {', '.join(rows.column_names)}")
-    return rows.select_columns("prompt")
-
-
-def reward_of(flag: str) -> Reward:
-    """Return the reward function of a flag."""
-    kind, _, value = flag.partition(":")
+def reward_of(named: str) -> Callable[..., list[float]]:
+    """Return the reward function that --reward names."""
+    kind, _, value = named.partition(":")
     if kind == "length" and value.isdecimal() and int(value) > 0:
-        wanted = int(value)
 
-        def length(completions: list[Any], **_: Any) -> list[float]:
-            return [max(0.0, 1 - abs(len(text_of(each)) - wanted) / wanted) for each in completions]
+        def score(text: str) -> float:
+            return max(0.0, 1 - abs(len(text) - int(value)) / int(value))
 
-        return length
-    if kind == "regex" and value:
+    elif kind == "regex" and value:
         try:
-            pattern = re.compile(value)
+            re.compile(value)
         except re.error as error:
-            raise argparse.ArgumentTypeError(f"expected a regular expression, got {value!r}: {error}") from None
+            raise ValueError(f"--reward: expected a regular expression, got {value!r}: {error}") from None
 
-        def regex(completions: list[Any], **_: Any) -> list[float]:
-            return [share_of(pattern, text_of(each)) for each in completions]
+        def score(text: str) -> float:
+            return sum(len(found[0]) for found in re.finditer(value, text)) / max(1, len(text))
 
-        return regex
-    raise argparse.ArgumentTypeError(f"expected length:N, with N from 1, or regex:PATTERN, got {flag!r}")
+    else:
+        raise ValueError(f"--reward: expected length:N, with N from 1, or regex:PATTERN, got {named!r}")
 
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [score(each if isinstance(each, str) else each[-1]["content"]) for each in completions]
 
-def text_of(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def share_of(pattern: re.Pattern[str], text: str) -> float:
-    return sum(len(match.group()) for match in pattern.finditer(text)) / max(1, len(text))
+    return reward
 
 
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

@@ -3,25 +3,22 @@
     python recipes/mlm.py --data text.jsonl --model answerdotai/ModernBERT-base --whole_words
     torchrun --nproc-per-node 2 recipes/mlm.py --data text.jsonl
 
-Rows have a `text`. Without --data, the texts are the functions of the Python standard library. Without --model, a small
-BERT is trained from scratch. Texts longer than --max_length are split.
+Rows have a `text`; texts longer than --max_length are split. Without --data, the texts are the functions of the Python
+standard library. Without --model, a small BERT is trained from scratch. The flags are those below, and those of
+TrainingArguments.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import datasets
 from accelerate import PartialState
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer, read_documents, train_and_test, train_masked_tokenizer
-from models import load_with_head, small_bert
-from process_group import end_process_group
-from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
-    PreTrainedTokenizerBase,
+    HfArgumentParser,
     Trainer,
     TrainingArguments,
 )
@@ -29,40 +26,41 @@ from transformers import (
 import hf_packing as hfp
 
 
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file with text")
-    parser.add_argument("--eval_data", help="texts to evaluate on; default: 10 percent of --data")
-    parser.add_argument("--model", help="name or folder; default: a small BERT from scratch")
-    parser.add_argument("--max_length", type=positive, default=512, help="longer texts are split, and counted")
-    parser.add_argument("--max_tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
-    parser.add_argument("--documents_per_step", type=positive, help="mean number of documents in an optimizer step")
-    parser.add_argument("--mlm_probability", type=float, default=0.3, help="share of the tokens that are masked")
-    parser.add_argument("--whole_words", action="store_true", help="mask whole words, as separated by spaces")
-    add_training(parser, "outputs/mlm", 5e-4)
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of the texts; see above")
+    eval_data: str | None = common.flag(None, "texts to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(512, "longer texts are split, and counted")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of documents per step")
+    mlm_probability: float = common.flag(0.3, "share of the tokens that are masked")
+    whole_words: bool = common.flag(False, "mask whole words, as separated by spaces")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
-    given = parse(flags)
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        train, test = train_and_test(read(given.data), given.eval_data, read)
-        name = given.tokenizer or given.model
-        tokenizer = load_tokenizer(name, train) if name else train_masked_tokenizer(train)
-        collator = masking(tokenizer, given.mlm_probability, given.whole_words)
+    parser = HfArgumentParser((Arguments, TrainingArguments), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/mlm", learning_rate=5e-4, logging_steps=10, **common.on_cpu())
+    given, args = parser.parse_args_into_dataclasses(flags)
+    checkpoint = common.checkpoint_of(args)
+    with args.main_process_first():
+        train, test = common.train_and_test(given.data, given.eval_data, ("text",), common.functions)
+        tokenizer = common.load_tokenizer(given.model, train["text"], masked=True)
+        if tokenizer.mask_token is None:
+            raise ValueError(f"--model: expected one whose tokenizer has a mask token, as BERT's, got {given.model!r}")
         train, test = (tokenize(texts, tokenizer, given.max_length, given.whole_words) for texts in (train, test))
+    how = {"whole_word_mask": True, "mask_replace_prob": 1, "random_replace_prob": 0} if given.whole_words else {}
+    small = common.small_bert(len(tokenizer), given.max_length, **common.token_ids(tokenizer))
     trainer = Trainer(
-        load_with_head(AutoModelForMaskedLM, given.model, small_bert(len(tokenizer), given.max_length)),
-        TrainingArguments(**training_arguments(given)),
+        common.load_model(AutoModelForMaskedLM, given.model, small),
+        args,
         train_dataset=train,
         eval_dataset=test,
-        data_collator=collator,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=given.mlm_probability, **how),
         processing_class=tokenizer,
     )
-    documents = given.documents_per_step
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_tokens), match_documents_per_step=documents)
-    trainer.accelerator.print(summary)
+    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
+    trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics: dict[str, float] = trainer.evaluate()
     trainer.accelerator.print(f"loss on {len(test):,} documents: {metrics['eval_loss']:.4f}")
@@ -70,29 +68,7 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     return metrics
 
 
-def read(data: str | None, flag: str = "--data") -> datasets.Dataset:
-    rows = read_documents(data, flag)
-    if "text" not in rows.column_names:
-        raise SystemExit(f"{flag}: expected a column text, got {', '.join(rows.column_names)}")
-    return rows.select_columns("text")
-
-
-def masking(
-    tokenizer: PreTrainedTokenizerBase, probability: float, whole_words: bool
-) -> DataCollatorForLanguageModeling:
-    if tokenizer.mask_token is None:
-        raise SystemExit("--tokenizer: expected one with a mask token, as of BERT, got one without")
-    if not 0 < probability < 1:
-        raise SystemExit(f"--mlm_probability: expected a number between 0 and 1, got {probability}")
-    always = {"mask_replace_prob": 1, "random_replace_prob": 0} if whole_words else {}
-    return DataCollatorForLanguageModeling(
-        tokenizer, mlm_probability=probability, whole_word_mask=whole_words, **always
-    )
-
-
-def tokenize(
-    texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, whole_words: bool
-) -> datasets.Dataset:
+def tokenize(texts: datasets.Dataset, tokenizer: Any, max_length: int, whole_words: bool) -> datasets.Dataset:
     """Return documents of at most `max_length` tokens, with what the collator needs to know about them."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
@@ -103,33 +79,21 @@ def tokenize(
             return_overflowing_tokens=True,
             return_special_tokens_mask=True,
             return_offsets_mapping=whole_words,
-            return_attention_mask=False,
-            return_token_type_ids=False,
         )
         text_of = encoded.pop("overflow_to_sample_mapping")
-        if whole_words:
+        if (
+            whole_words
+        ):  # the collator ends a word at a gap; some tokenizers count the space before a word as part of it
             encoded["offset_mapping"] = [
-                without_spaces(batch["text"][number], places)
+                [(end - len(batch["text"][number][begin:end].lstrip()), end) for begin, end in places]
                 for number, places in zip(text_of, encoded["offset_mapping"], strict=True)
             ]
         return dict(encoded)
 
-    documents = texts.map(encode, batched=True, remove_columns="text", desc="Tokenizing")
-    if len(documents) > len(texts):
-        PartialState().print(
-            f"texts longer than {max_length} tokens were split: {len(texts):,} texts are {len(documents):,} documents"
-        )
+    documents = texts.map(encode, batched=True, remove_columns=texts.column_names, desc="Tokenizing")
+    PartialState().print(f"{len(texts):,} texts are {len(documents):,} documents of at most {max_length} tokens")
     return documents
 
 
-def without_spaces(text: str, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the places of tokens without the spaces before them, which some tokenizers count as part of a token.
-
-    The collator takes tokens without a gap between them for one word.
-    """
-    return [(end - len(text[begin:end].lstrip()), end) for begin, end in places]
-
-
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

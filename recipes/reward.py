@@ -1,85 +1,65 @@
 """Train a reward model with RewardTrainer, without padding: a token budget forms batches of whole pairs.
 
-    python recipes/reward.py --data pairs.jsonl --eval_data test.jsonl --model Qwen/Qwen3-0.6B --max_tokens 16384
-    torchrun --nproc-per-node 2 recipes/reward.py --data pairs.jsonl --model Qwen/Qwen3-0.6B
+    python recipes/reward.py --data pairs.jsonl --eval_data test.jsonl --model_name_or_path Qwen/Qwen3-0.6B
+    python recipes/reward.py --data pairs.jsonl --model_name_or_path Qwen/Qwen3-0.6B --use_peft --learning_rate 1e-3
+    torchrun --nproc-per-node 2 recipes/reward.py --data pairs.jsonl --model_name_or_path Qwen/Qwen3-0.6B
 
-Rows have a `chosen` and a `rejected` text, and may have a `prompt` before both, as RewardTrainer takes them; also as
-messages, with a --tokenizer that has a chat template. Without --data, the prompts are the first lines of the functions
-of the Python standard library; the chosen answer is the rest of the function, and the rejected one the rest of another.
-Without --model, a small Llama from scratch is trained.
+Rows have a `chosen` and a `rejected` answer, and may have a `prompt`, as texts or messages. Without --data, the prompts
+are the first lines of the functions of the Python standard library; the chosen answer is the rest of the function, and
+the rejected one that of another. Without --model_name_or_path, a small Llama is trained from scratch. The flags are
+those below, and TRL's: those of RewardConfig, and of ModelConfig for the model and LoRA.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import datasets
+import common
 import numpy as np
-from accelerate import PartialState
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer_for, train_and_test
-from models import load_with_head, small_llama
-from pairs import read_pairs
-from process_group import end_process_group
 from torch import Tensor
-from trainer_flags import add_training, on_cpu, training_arguments
-from transformers import AutoModelForSequenceClassification
-from trl import RewardConfig, RewardTrainer
+from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config, get_quantization_config
 
 import hf_packing as hfp
 
 
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json or .parquet file with chosen, rejected and maybe prompt")
-    parser.add_argument("--eval_data", help="pairs to evaluate on; default: 10 percent of --data")
-    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--max_length", type=positive, default=1024, help="longer pairs are left out, and counted")
-    parser.add_argument("--max_tokens", type=positive, default=8192, help="tokens of a micro-batch on each process")
-    parser.add_argument("--pairs_per_step", type=positive, help="mean number of pairs in an optimizer step")
-    parser.add_argument("--center_rewards_coefficient", type=float, help="weight of a loss that centers the rewards")
-    add_training(parser, "outputs/reward", 1e-4)
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of pairs; see above")
+    eval_data: str | None = common.flag(None, "pairs to evaluate on, or else a tenth of --data")
+    max_tokens: int = common.flag(8192, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of pairs per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
-    given = parse(flags)
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        train, test = train_and_test(read(given.data), given.eval_data, read)
-        texts = [name for name in ("prompt", "chosen") if name in train.column_names]
-        tokenizer = load_tokenizer_for(given.tokenizer or given.model, train, texts)
-    small = small_llama(len(tokenizer), num_labels=1)
+    parser = TrlParser((Arguments, RewardConfig, ModelConfig), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/reward", lora_task_type="SEQ_CLS", **common.on_cpu())
+    given, args, model = parser.parse_args_and_config(flags)
+    checkpoint = common.checkpoint_of(args)
+    with args.main_process_first():
+        train, test = common.train_and_test(given.data, given.eval_data, ("chosen", "rejected"), common.pairs)
+        name = model.model_name_or_path or common.save_small(f"{args.output_dir}/small", map(str, train["chosen"]))
+    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
     trainer = RewardTrainer(
-        load_with_head(AutoModelForSequenceClassification, given.model, small, num_labels=1),
-        args=RewardConfig(
-            max_length=given.max_length,
-            center_rewards_coefficient=given.center_rewards_coefficient,
-            bf16=not on_cpu(),
-            **training_arguments(given),
-        ),
+        name,
+        args=args,
         train_dataset=train,
         eval_dataset=test,
-        processing_class=tokenizer,
         preprocess_logits_for_metrics=differences,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
     )
-    kept = {"training": (len(trainer.train_dataset), len(train)), "evaluation": (len(trainer.eval_dataset), len(test))}
-    for name, (short, pairs) in kept.items():
-        if short < pairs:
-            trainer.accelerator.print(
-                f"{pairs - short:,} of {pairs:,} pairs for {name} have more than {given.max_length} tokens: left out"
-            )
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_tokens), match_documents_per_step=given.pairs_per_step)
-    trainer.accelerator.print(summary)
+    for use, kept, rows in (("training", trainer.train_dataset, train), ("evaluation", trainer.eval_dataset, test)):
+        if left_out := len(rows) - len(kept):
+            said = f"{left_out:,} of {len(rows):,} pairs for {use} have more than {args.max_length} tokens: left out"
+            trainer.accelerator.print(said)
+    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
+    trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     found = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
     accuracy = float(np.mean(found.predictions > 0))
     trainer.accelerator.print(f"accuracy on {len(found.predictions):,} pairs: {accuracy:.3f}")
     trainer.save_model()
     return {**found.metrics, "eval_accuracy": accuracy}
-
-
-def read(data: str | None, flag: str = "--data") -> datasets.Dataset:
-    return read_pairs(data, ("chosen", "rejected"), ("prompt", "margin"), flag)
 
 
 def differences(logits: Tensor, _: Tensor | None) -> Tensor:
@@ -89,5 +69,4 @@ def differences(logits: Tensor, _: Tensor | None) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

@@ -60,7 +60,7 @@ class Arguments:
 def main(flags: Sequence[str] | None = None) -> SFTTrainer:
     """Train, save the model in --output_dir, and return the trainer."""
     usage = "sft.py --data DATA --model_name_or_path MODEL [--config FILE.yaml] [flags]"
-    options: dict[str, Any] = {"usage": usage, "formatter_class": common.OneDefault, "allow_abbrev": False}
+    options: dict[str, Any] = {"usage": usage, "formatter_class": common.Help, "allow_abbrev": False}
     parser = TrlParser((Arguments, SFTConfig, ModelConfig), **options)
     parser.set_defaults(output_dir="outputs/sft", max_length=None, **common.on_cpu())
     usual = {name: parser.get_default(name) for name in WITHOUT_EFFECT}

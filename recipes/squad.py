@@ -1,77 +1,65 @@
 """Train a model that finds answers in a text, without padding: Trainer with its own collator, and a token budget.
 
     python recipes/squad.py --data train.jsonl --eval_data dev.jsonl --model google-bert/bert-base-uncased
-    torchrun --nproc-per-node 2 recipes/squad.py --data train.jsonl --epochs 2
+    torchrun --nproc-per-node 2 recipes/squad.py --data train.jsonl --num_train_epochs 2
 
 Rows are those of SQuAD: `question`, `context`, and `answers` with lists of `text` and `answer_start`, which are empty
 if the context has no answer. Without --data, the contexts are functions of the Python standard library, and the
 questions ask which arguments they take, or what they return. Without --model, a small BERT is trained from scratch.
+The flags are those below, and those of TrainingArguments.
 """
 
-import argparse
+import re
+import string
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import common
 import datasets
+import numpy as np
 from accelerate import PartialState
-from answer_scores import exact_match_and_f1
-from answer_windows import cut_into_windows
-from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer, read_documents, train_and_test
-from function_data import questions
-from models import load_with_head, small_bert
-from process_group import end_process_group
-from tokenizers.processors import TemplateProcessing
-from trainer_flags import add_training, on_cpu, training_arguments
-from transformers import (
-    AutoModelForQuestionAnswering,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForQuestionAnswering, HfArgumentParser, Trainer, TrainingArguments
 
 import hf_packing as hfp
 
-COLUMNS = ("question", "context", "answers")
-NOT_FOR_THE_MODEL = ["row", "offsets"]
 
-
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json or .parquet file with question, context and answers")
-    parser.add_argument("--eval_data", help="rows to evaluate on; default: 10 percent of --data")
-    parser.add_argument("--model", help="name or folder; default: a small BERT from scratch")
-    parser.add_argument("--max_length", type=positive, default=384, help="longer contexts are cut into windows")
-    parser.add_argument("--doc_stride", type=positive, default=128, help="tokens that two windows of a text share")
-    parser.add_argument("--max_answer_tokens", type=positive, default=30, help="longest answer to predict")
-    parser.add_argument("--max_tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
-    parser.add_argument("--rows_per_step", type=positive, help="mean number of windows in an optimizer step")
-    add_training(parser, "outputs/squad", learning_rate=2e-4)
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = common.flag(None, "file, folder or name of the rows; see above")
+    eval_data: str | None = common.flag(None, "rows to evaluate on, or else a tenth of --data")
+    model: str | None = common.flag(None, "name or folder, or else a small BERT from scratch")
+    max_length: int = common.flag(384, "longer contexts are cut into windows")
+    doc_stride: int = common.flag(128, "tokens that two windows of a context share")
+    max_answer_tokens: int = common.flag(30, "longest answer to predict")
+    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
+    match_documents_per_step: int | None = common.flag(None, "mean number of windows per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
-    given = parse(flags)
-    checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=on_cpu()).main_process_first():
-        train, test = read(given)
-        tokenizer = load_pair_tokenizer(given, train)
-        cut = partial(cut_into_windows, tokenizer=tokenizer, max_length=given.max_length, doc_stride=given.doc_stride)
-        windows, test_windows = cut(train, "--data"), cut(test, "--eval_data" if given.eval_data else "--data")
-    small = small_bert(len(tokenizer), given.max_length, pad_token_id=tokenizer.pad_token_id)
+    parser = HfArgumentParser((Arguments, TrainingArguments), description=__doc__, formatter_class=common.Help)
+    parser.set_defaults(output_dir="outputs/squad", learning_rate=2e-4, logging_steps=10, **common.on_cpu())
+    given, args = parser.parse_args_into_dataclasses(flags)
+    checkpoint = common.checkpoint_of(args)
+    columns = ("question", "context", "answers")
+    with args.main_process_first():
+        train, test = common.train_and_test(given.data, given.eval_data, columns, common.questions)
+        tokenizer = common.load_tokenizer(given.model, train["context"], masked=True)
+        tokenizer.padding_side = "right"  # or the places of the answers would be those of other tokens
+        windows, test_windows = (cut(part, tokenizer, given.max_length, given.doc_stride) for part in (train, test))
+    small = common.small_bert(len(tokenizer), given.max_length, **common.token_ids(tokenizer))
     trainer = Trainer(
-        load_with_head(AutoModelForQuestionAnswering, given.model, small),
-        TrainingArguments(**training_arguments(given)),
-        train_dataset=windows.remove_columns(NOT_FOR_THE_MODEL),
-        eval_dataset=test_windows.remove_columns(NOT_FOR_THE_MODEL),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=partial(
-            exact_match_and_f1, windows=test_windows, rows=test, max_answer_tokens=given.max_answer_tokens
-        ),
+        common.load_model(AutoModelForQuestionAnswering, given.model, small),
+        args,
+        train_dataset=windows.remove_columns(["row", "offsets"]),
+        eval_dataset=test_windows.remove_columns(["row", "offsets"]),
+        processing_class=tokenizer,  # also makes the collator, which pads
+        compute_metrics=partial(scores, windows=test_windows, rows=test, longest=given.max_answer_tokens),
     )
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_tokens), match_documents_per_step=given.rows_per_step)
-    trainer.accelerator.print(summary)
+    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
+    trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics: dict[str, float] = trainer.evaluate()
     exact, f1 = metrics["eval_exact_match"], metrics["eval_f1"]
@@ -80,34 +68,91 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     return metrics
 
 
-def read(given: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return the rows to train on, and those to evaluate on."""
+def cut(rows: datasets.Dataset, tokenizer: Any, length: int, stride: int) -> datasets.Dataset:
+    """Return windows of question and context, with the number of their row and the characters of each token.
 
-    def read_rows(path: str, flag: str) -> datasets.Dataset:
-        rows = read_documents(path, flag)
-        if missing := [name for name in COLUMNS if name not in rows.column_names]:
-            raise SystemExit(f"{flag}: expected columns {', '.join(COLUMNS)}, got no {missing[0]}")
-        return rows
+    A window that does not have the answer points to its first token. Tokens outside the context have the characters -1.
+    """
 
-    rows = questions(read_documents(None)) if given.data is None else read_rows(given.data, "--data")
-    return train_and_test(rows, given.eval_data, read_rows)
+    def encode(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        questions = [question.lstrip() for question in batch["question"]]  # SQuAD has some after a thousand spaces
+        for question, ids in zip(questions, tokenizer(questions, [""] * len(questions))["input_ids"], strict=True):
+            if len(ids) + stride >= length:
+                needed = f"more than the {len(ids)} of {question[:60]!r} and the {stride} of --doc_stride"
+                raise ValueError(f"--max_length: expected {needed}, got {length}")
+        how = {"truncation": "only_second", "max_length": length, "stride": stride}
+        both = {"return_overflowing_tokens": True, "return_offsets_mapping": True}
+        encoded = tokenizer(questions, batch["context"], **how, **both)
+        row_of = encoded.pop("overflow_to_sample_mapping")
+        answers = [characters_of(*row) for row in zip(questions, batch["context"], batch["answers"], strict=True)]
+        tokens = [[encoded.char_to_token(window, at, 1) for at in answers[row]] for window, row in enumerate(row_of)]
+        places = [pair if pair and None not in pair else [0, 0] for pair in tokens]
+        encoded["start_positions"], encoded["end_positions"] = map(list, zip(*places, strict=True))
+        encoded["row"] = [numbers[row] for row in row_of]
+        encoded["offsets"] = [
+            [place if part == 1 else (-1, -1) for place, part in zip(each, encoded.sequence_ids(window), strict=True)]
+            for window, each in enumerate(encoded.pop("offset_mapping"))
+        ]
+        return dict(encoded)
+
+    windows = rows.map(encode, batched=True, with_indices=True, remove_columns=rows.column_names, desc="Cutting")
+    answered = sum(bool(each["text"]) for each in rows["answers"])
+    found = [row for row, start in zip(windows["row"], windows["start_positions"], strict=True) if start]
+    PartialState().print(
+        f"{len(rows):,} questions, {answered:,} answered, in {len(windows):,} windows of at most {length} tokens; "
+        f"{len(windows) - len(found):,} windows have no answer, {answered - len(set(found)):,} answers are in no window"
+    )
+    return windows
 
 
-def load_pair_tokenizer(given: argparse.Namespace, rows: datasets.Dataset) -> PreTrainedTokenizerBase:
-    """Return the named tokenizer, or one trained on the contexts that begins and separates question and context."""
-    name = given.tokenizer or given.model
-    tokenizer = load_tokenizer(name, rows.select_columns("context").rename_column("context", "text"))
-    if name is None:
-        end = tokenizer.eos_token
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{end} $A", pair=f"{end} $A {end} $B:1", special_tokens=[(end, tokenizer.eos_token_id)]
-        )
-    if not tokenizer.is_fast:
-        raise SystemExit(f"--tokenizer: expected a fast tokenizer, which knows the places of tokens, got {name!r}")
-    tokenizer.padding_side = "right"  # or the places of the answers would be those of other tokens
-    return tokenizer
+def characters_of(question: str, context: str, answers: dict[str, list[Any]]) -> tuple[int, ...]:
+    """Return the first and the last character of a question's first answer, or nothing if it has none."""
+    for text, start in zip(answers["text"], answers["answer_start"], strict=True):
+        found = context[start : start + len(text)]
+        if found != text or not text:
+            expected = f"the answer {text!r} to {question!r} at character {start} of the context"
+            raise ValueError(f"--data or --eval_data: expected {expected}, got {found!r}")
+        return start, start + len(text) - 1
+    return ()
+
+
+def scores(predicted: Any, windows: datasets.Dataset, rows: datasets.Dataset, longest: int) -> dict[str, float]:
+    """Return the mean exact match and F1, of 100, of the best span in the windows of each row.
+
+    If a row has no answer, no answer is one of the predictions: that of the first tokens, in the window where they are
+    least probable.
+    """
+    best = [(-np.inf, "")] * len(rows)
+    nothing = np.full(len(rows), np.inf)
+    for window, starts, ends in zip(windows, *predicted.predictions, strict=True):
+        row, places = window["row"], np.array(window["offsets"])
+        nothing[row] = min(nothing[row], starts[0] + ends[0])
+        inside = np.flatnonzero(places[:, 0] >= 0)
+        possible = np.triu(np.tri(len(inside), k=longest - 1, dtype=bool))
+        spans = np.where(possible, starts[inside, None] + ends[inside], -np.inf)
+        if spans.max(initial=-np.inf) > best[row][0]:
+            first, last = inside[list(np.unravel_index(spans.argmax(), spans.shape))]
+            best[row] = (spans.max(), rows[row]["context"][places[first, 0] : places[last, 1]])
+    right = rows["answers"][:]
+    if not all(each["text"] for each in right):
+        best = [(logit, "" if none >= logit else text) for (logit, text), none in zip(best, nothing, strict=True)]
+    exact, f1 = np.mean([compare(text, each["text"]) for (_, text), each in zip(best, right, strict=True)], axis=0)
+    return {"exact_match": float(exact) * 100, "f1": float(f1) * 100}
+
+
+def compare(text: str, answers: list[str]) -> tuple[float, float]:
+    """Return whether a text is one of the right answers, and the highest F1 of its words with one of them."""
+    words, right = words_of(text), [words_of(answer) for answer in answers] or [[]]
+    shared = [(Counter(words) & Counter(each)).total() for each in right]
+    f1 = [2 * n / (len(words) + len(each)) if words or each else 1 for n, each in zip(shared, right, strict=True)]
+    return float(words in right), max(f1)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words in lower case, without punctuation and articles."""
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
 if __name__ == "__main__":
-    main()
-    end_process_group()
+    common.run(main)

@@ -3,15 +3,16 @@
 import shutil
 from pathlib import Path
 
-import answer_scores
-import answer_windows
+import common
 import datasets
 import numpy as np
 import pytest
 import squad
-from function_data import described, questions
 from processes import run_script
-from recipe_inputs import exits, write
+from recipe_inputs import write
+from transformers import EvalPrediction
+
+import hf_packing as hfp
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -46,12 +47,13 @@ def flags_for(folder, rows, **others):
 
 
 def test_squad(tmp_path, capsys):
-    flags = flags_for(tmp_path, asked(), rows_per_step=5, epochs=2)
+    flags = flags_for(tmp_path, asked(), match_documents_per_step=5, num_train_epochs=2)
     metrics = squad.main(flags)
     assert 0 <= metrics["eval_exact_match"] <= metrics["eval_f1"] <= 100
     said = capsys.readouterr().out
-    assert "36 questions, 29 with an answer, in " in said
-    assert "the answers to 0 questions are in no window" in said
+    assert "36 questions, 29 answered, in " in said
+    assert "4 questions, 3 answered, in " in said
+    assert said.count(" windows have no answer, 0 answers are in no window") == 2
     assert "the loss is a mean of rows" in said
     assert "on 4 questions: exact match" in said
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -59,13 +61,13 @@ def test_squad(tmp_path, capsys):
 
 def test_answers_are_in_the_windows_that_have_them():
     rows = datasets.Dataset.from_list(asked())
-    tokenizer = squad.load_pair_tokenizer(squad.parse([]), rows)
-    found = answer_windows.cut_into_windows(rows, "--data", tokenizer, max_length=24, doc_stride=8)
+    tokenizer = common.load_tokenizer(None, rows["context"], masked=True)
+    found = squad.cut(rows, tokenizer, length=24, stride=8)
     assert len(found) > len(rows)
     right = 0
     for window in found:
         row, start, end = rows[window["row"]], window["start_positions"], window["end_positions"]
-        assert window["input_ids"][0] == tokenizer.eos_token_id
+        assert window["input_ids"][0] == tokenizer.cls_token_id
         text = tokenizer.decode(window["input_ids"][start : end + 1])
         in_context = [place for place in window["offsets"] if place[0] >= 0]
         first, last = in_context[0][0], in_context[-1][1]
@@ -74,14 +76,15 @@ def test_answers_are_in_the_windows_that_have_them():
             assert text.strip() == "gold"
             right += 1
         else:
-            assert start == end == answer_windows.NO_ANSWER
+            assert start == end == 0
     assert right >= 32
 
     logits = np.full((2, len(found), 24), -9.0)
     for number, (first, last) in enumerate(zip(found["start_positions"], found["end_positions"], strict=True)):
         logits[:, number, [first, last]] = [[9 + (first > 0)], [9 + (last > 0)]]
-    predicted = answer_scores.predict(*logits, found, rows, max_answer_tokens=8)
-    assert [text.strip() for text in predicted] == ["gold" if each["text"] else "" for each in rows["answers"]]
+    predicted = EvalPrediction(predictions=tuple(logits), label_ids=None)
+    assert squad.scores(predicted, found, rows, longest=8) == {"exact_match": 100, "f1": 100}
+    assert squad.scores(predicted, found, rows, longest=0)["exact_match"] == 20  # no span: right where is no answer
 
 
 @pytest.mark.parametrize(
@@ -95,44 +98,49 @@ def test_answers_are_in_the_windows_that_have_them():
     ],
 )
 def test_words_are_compared_as_squad_does(text, right, scores):
-    assert answer_scores.best_of(text, right) == pytest.approx(scores)
+    assert squad.compare(text, right) == pytest.approx(scores)
 
 
-def test_questions_about_functions():
-    rows = list(questions(datasets.Dataset.from_dict({"text": FUNCTIONS[:1] + FUNCTIONS[:3] + FUNCTIONS[2:]})))
+def test_questions_about_functions(monkeypatch):
+    texts = FUNCTIONS[:1] + FUNCTIONS[:3] + FUNCTIONS[2:]
+    monkeypatch.setattr(common, "functions", lambda: datasets.Dataset.from_dict({"text": texts}))
+    rows = list(common.questions())
     found = {row["question"]: row["answers"]["text"][0] for row in rows}
     assert found == {
         "What does area return?": "width * height",
         "Which arguments does area take?": "self, width, height=2",
         "Which arguments does größe take?": 'text, *, encoding="ü"',
         "What does größe return?": "(é, encoding)",
-        "Which arguments does two take?": "x",
-        "What does stars return?": "args",
+        "What does two return?": "1",
+        "Which arguments does stars take?": "*args",
     }
     for row in rows:
         start, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
         assert row["context"][start : start + len(text)] == text
 
 
-def test_functions_without_their_docstrings():
-    (row,) = described(datasets.Dataset.from_dict({"text": FUNCTIONS}))
+def test_functions_without_their_docstrings(monkeypatch):
+    monkeypatch.setattr(common, "functions", lambda: datasets.Dataset.from_dict({"text": FUNCTIONS}))
+    (row,) = common.described()
     assert row == {
         "anchor": "Return it.",
-        "positive": "def area(self, width, height=2):\n    return width * height\n",
+        "positive": "    def area(self, width, height=2):\n        return width * height\n",
     }
 
 
 def test_squad_refuses(tmp_path):
-    def refusal(rows, **others):
-        return exits(squad.main, flags_for(tmp_path, rows, **others))
+    def refuses(message, rows, **others):
+        with pytest.raises(ValueError, match=message):
+            squad.main(flags_for(tmp_path, rows, **others))
 
     rows = asked(20)
-    assert refusal([{"question": "a", "context": "b"}]) == (
-        "--data: expected columns question, context, answers, got no answers"
-    )
+    without = [{"question": "a", "context": "b"}]
+    refuses("^--data: expected columns question, context, answers, got no answers$", without)
     wrong = [{**row, "answers": {"text": ["gold"], "answer_start": [999]}} for row in rows]
-    assert "expected the answer 'gold' in the context at character 999, got ''" in refusal(wrong)
-    assert "expected questions of less than --max_length - --doc_stride = 2 tokens" in refusal(rows, max_length=10)
+    refuses("expected the answer 'gold' to 'where [0-9]+' at character 999 of the context, got ''$", wrong)
+    refuses(
+        "^--max_length: expected more than the .* of 'where .* and the 8 of --doc_stride, got 10$", rows, max_length=10
+    )
 
 
 @pytest.mark.slow
@@ -140,7 +148,7 @@ def test_resume(tmp_path):
     flags = flags_for(tmp_path, asked(), max_steps=4, save_steps=2)
     whole = squad.main(flags)
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    again = squad.main([*flags, "--resume_from_checkpoint"])
+    again = squad.main([*flags, "--resume_from_checkpoint", "last"])
     assert again["eval_loss"] == whole["eval_loss"]
 
 
@@ -152,7 +160,7 @@ def torchrun(recipe, flags):
 
 @pytest.mark.slow
 def test_squad_on_two_processes(tmp_path):
-    said = torchrun("squad.py", flags_for(tmp_path, asked(), epochs=2))
+    said = torchrun("squad.py", flags_for(tmp_path, asked(), num_train_epochs=2))
     assert "2 x " in said  # ranks x micro-batches
     assert said.count("on 4 questions: exact match") == 1
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -162,7 +170,12 @@ def pairs(folder, number=60):
     rng = np.random.default_rng(1)
     names = [f"{chr(97 + n % 26)}{n}" for n in range(number)]
     rows = [{"anchor": f"about {name}", "positive": f"{name} " * int(rng.integers(1, 12))} for name in names]
-    known = {"data": write(folder / "pairs.jsonl", rows), "batch_size": 8, "max_length": 32, "max_steps": 4}
+    known = {
+        "data": write(folder / "pairs.jsonl", rows),
+        "per_device_train_batch_size": 8,
+        "max_length": 32,
+        "max_steps": 4,
+    }
     return [text for name, value in (known | {"save_steps": 2}).items() for text in (f"--{name}", str(value))]
 
 
@@ -175,13 +188,15 @@ def test_embed(tmp_path, capsys):
     whole = embed.main(flags)
     said = capsys.readouterr().out
     assert "padding on the right or left is taken out" in said
-    assert "0 of 108 texts to train on have 32 tokens or are truncated to it" in said
-    assert "anchors are closest to their own text among all of them" in said
-    assert max(whole["difference"], whole["difference_of_score"]) < 1e-5
+    assert "0 of 108 texts have 32 tokens or are truncated to it" in said
+    assert f"{whole['cosine_accuracy@1']:.1%} of 6 anchors are closest to their own text among all of them" in said
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert embed.main([*flags, "--resume_from_checkpoint"])["accuracy"] == whole["accuracy"]
+    assert embed.main([*flags, "--resume_from_checkpoint", "last"]) == whole
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+    with pytest.raises(SystemExit) as ended:
+        embed.main([*flags, "--resume_from_checkpoint", "last"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.slow
@@ -193,16 +208,13 @@ def test_embed_on_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_embeddings_are_those_of_the_encoder_without_the_patch(tmp_path):
-    pytest.importorskip("sentence_transformers")
-    import embed
-
-    import hf_packing as hfp
-
+    transformers = pytest.importorskip("sentence_transformers")
     texts = [f"word {n} " * (n % 7 + 1) for n in range(40)]
-    given = embed.parse(["--output_dir", str(tmp_path), "--max_length", "64"])
-    model = embed.load_model(given, datasets.Dataset.from_dict({"positive": texts})).double()
+    model = transformers.SentenceTransformer(common.save_small(str(tmp_path), texts, encoder=True)).double()
     alone = np.concatenate([model.encode([text]) for text in texts])
     hfp.patch_model(model[0].auto_model)
     for side in ("right", "left"):
         model.tokenizer.padding_side = side
         assert np.abs(model.encode(texts, batch_size=8) - alone).max() < 1e-12
+    tokens = model.tokenizer(texts)["input_ids"]
+    assert np.abs(hfp.score(model[0].auto_model, tokens, hidden="mean").hidden - alone).max() < 1e-6

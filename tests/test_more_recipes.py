@@ -1,9 +1,9 @@
 """The recipes for reward models, GRPO and masked language models, run as a user runs them, on less."""
 
-import argparse
 import shutil
 from pathlib import Path
 
+import common
 import datasets
 import grpo
 import mlm
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import reward
 import torch
-from documents import train_masked_tokenizer, train_tokenizer
+from peft import AutoPeftModelForSequenceClassification
 from processes import run_script
-from recipe_inputs import exits, save_tiny_model, write
+from recipe_inputs import save_tiny_model, write
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -59,7 +59,7 @@ def test_reward(tmp_path, capsys):
     pairs = preferred(26)
     short = write(tmp_path / "test.jsonl", pairs)
     long = write(tmp_path / "train.jsonl", [*preferred(), {"chosen": "aa " * 99, "rejected": "bb"}])  # without prompts
-    flags = flags_of("reward", tmp_path, "--eval_data", short, "--max_steps", 3, "--pairs_per_step", 5)
+    flags = flags_of("reward", tmp_path, "--eval_data", short, "--max_steps", 3, "--match_documents_per_step", 5)
     accuracy = reward.main([*flags, "--data", str(long)])["eval_accuracy"]
     said = capsys.readouterr().out
     assert "1 of 32 pairs for training have more than 40 tokens: left out" in said
@@ -78,16 +78,17 @@ def test_reward(tmp_path, capsys):
 
 
 def test_mlm(tmp_path, capsys):
-    metrics = mlm.main(flags_of("mlm", tmp_path, "--documents_per_step", 9))
+    metrics = mlm.main(flags_of("mlm", tmp_path, "--match_documents_per_step", 9))
     said = capsys.readouterr().out
-    assert "texts longer than 16 tokens were split: 36 texts are " in said
+    assert "36 texts are " in said
+    assert " documents of at most 16 tokens" in said
     assert f" documents: {metrics['eval_loss']:.4f}" in said
 
 
-@pytest.mark.parametrize("train", [train_masked_tokenizer, train_tokenizer])
-def test_splitting_loses_no_token(train):
+@pytest.mark.parametrize("masked", [True, False])
+def test_splitting_loses_no_token(masked):
     rows = datasets.Dataset.from_list(texts())
-    tokenizer = train(rows)
+    tokenizer = common.load_tokenizer(None, rows["text"], masked)
     documents = mlm.tokenize(rows, tokenizer, 7, whole_words=False)
     assert max(map(len, documents["input_ids"])) == 7
     kept = [np.array(row["input_ids"])[np.array(row["special_tokens_mask"]) == 0] for row in documents]
@@ -96,27 +97,44 @@ def test_splitting_loses_no_token(train):
 
 
 def test_whole_words_of_tokens_that_begin_with_a_space():
-    tokenizer = train_masked_tokenizer(datasets.Dataset.from_list([{"text": "x"}]))  # a token for each byte
+    tokenizer = common.load_tokenizer(None, ["x"], masked=True)  # a token for each byte
     (document,) = mlm.tokenize(datasets.Dataset.from_list([{"text": "aa" + " bb" * 40}]), tokenizer, 200, True)
     torch.manual_seed(0)
     ids, special, places = (
         torch.tensor([document[name]]) for name in ("input_ids", "special_tokens_mask", "offset_mapping")
     )
-    _, labels = mlm.masking(tokenizer, 0.3, True).torch_mask_tokens(ids, special, places)
+    masks = {"mlm_probability": 0.3, "whole_word_mask": True, "mask_replace_prob": 1, "random_replace_prob": 0}
+    _, labels = DataCollatorForLanguageModeling(tokenizer, **masks).torch_mask_tokens(ids, special, places)
     of_word = [set(word.tolist()) for word in (labels[0] != -100)[1:-1].split([2] + [3] * 40)]
     assert all(len(chosen) == 1 for chosen in of_word)
     assert {True} in of_word
     assert {False} in of_word
 
 
-def test_grpo(tmp_path, capsys):
+def test_reward_with_lora(tmp_path):
     model = save_tiny_model(tmp_path / "model")
-    flags = flags_of("grpo", tmp_path, "--max_steps", 1, "--reward", "length:20", "--model", model, "--beta", 0.1)
+    flags = flags_of("reward", tmp_path, "--max_steps", 2, "--model_name_or_path", model)
+    reward.main([*flags, "--use_peft", "--lora_r", "4", "--learning_rate", "0.01"])
+    trained = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
+    assert any("score" in name for name in trained)  # the head, which is new, is trained and saved whole
+    found = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
+    assert found.peft_config["default"].r == 4
+
+
+def test_grpo(tmp_path, capsys):
+    flags = flags_of("grpo", tmp_path, "--max_steps", 1, "--reward", "length:20", "--beta", 0.1)
     trainer = grpo.main(flags)
     said = capsys.readouterr().out
     assert "model: LlamaForCausalLM, its tokens run as one packed row" in said
     assert "ref_model: LlamaForCausalLM, its tokens run as one packed row" in said
-    assert f"mean reward: {trainer.state.log_history[0]['rewards/length/mean']:.3f} in the first 1 steps" in said
+    assert f"mean reward: {trainer.state.log_history[0]['rewards/reward/mean']:.3f} in the first 1 steps" in said
+
+
+def test_grpo_with_lora(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    grpo.main(flags_of("grpo", tmp_path, "--max_steps", 1, "--model_name_or_path", model, "--use_peft"))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_rewards_of_grpo():
@@ -124,7 +142,7 @@ def test_rewards_of_grpo():
     assert grpo.reward_of("regex:a:?b+")(["abbc", "a:b", "", "c"]) == [0.75, 1, 0, 0]
     assert grpo.reward_of("length:2")([[{"role": "assistant", "content": "ab"}]]) == [1]
     for wrong in ("length:0", "length:x", "regex:", "regex:(", "short"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        with pytest.raises(ValueError, match="--reward: expected"):
             grpo.reward_of(wrong)
 
 
@@ -132,17 +150,19 @@ def test_refused(tmp_path):
     rows = {"a": [{"text": "a"}], "c": [{"prompt": [{"role": "user", "content": "a"}]}]}
     files = {name: str(write(tmp_path / f"{name}.jsonl", data)) for name, data in rows.items()}
     none = "--output_dir", str(tmp_path / "out")
-    assert exits(grpo.main, ["--data", files["a"], *none]) == "--data: expected a column prompt, got text"
-    assert "expected 0 without --model" in exits(grpo.main, ["--data", files["c"], "--beta", "1", *none])
-    assert "with a chat template" in exits(grpo.main, ["--data", files["c"], *none])
-    assert (
-        exits(reward.main, ["--data", files["a"], *none]) == "--data: expected columns chosen, rejected, got no chosen"
-    )
-    assert exits(mlm.main, ["--data", files["c"], *none]) == "--data: expected a column text, got prompt"
-    model = str(save_tiny_model(tmp_path / "model"))
+    with pytest.raises(ValueError, match="^--data: expected columns prompt, got no prompt$"):
+        grpo.main(["--data", files["a"], *none])
+    with pytest.raises(ValueError, match="^--data: expected columns chosen, rejected, got no chosen$"):
+        reward.main(["--data", files["a"], *none])
+    with pytest.raises(ValueError, match="^--data: expected columns text, got no text$"):
+        mlm.main(["--data", files["c"], *none])
     flags = flags_of("mlm", tmp_path)
-    assert "expected one with a mask token" in exits(mlm.main, [*flags, "--tokenizer", model])
-    assert "got 1.5" in exits(mlm.main, [*flags, "--mlm_probability", "1.5"])
+    with pytest.raises(ValueError, match="--model: expected one whose tokenizer has a mask token"):
+        mlm.main([*flags, "--model", str(save_tiny_model(tmp_path / "model", "Bert"))])
+    with pytest.raises(ValueError, match="mlm_probability should be between 0 and 1"):
+        mlm.main([*flags, "--mlm_probability", "1.5"])
+    with pytest.raises(ValueError, match="--no_such_flag"):
+        mlm.main([*flags, "--no_such_flag", "1"])
 
 
 @pytest.mark.slow
@@ -151,13 +171,17 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
     flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--save_steps", 1, "--gradient_accumulation_steps", 2)
     whole = MAIN[recipe](flags)
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert "has one of an earlier run" in exits(MAIN[recipe], flags)
+    with pytest.raises(ValueError, match="has some of an earlier run"):
+        MAIN[recipe](flags)
+    with pytest.raises(SystemExit) as ended:
+        MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
+    assert ended.value.code == 0
     for name in ("checkpoint-2", "model.safetensors"):
         path = tmp_path / "out" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
     assert any(not torch.equal(before[name], weights[name]) for name in weights)
-    again = MAIN[recipe]([*flags, "--resume_from_checkpoint"])
+    again = MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
     resumed = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
     if recipe != "grpo":
