@@ -90,7 +90,7 @@ def print_costs(report: hfp.PackingReport) -> list[tuple[str, int, float, int]]:
 def train_both(args: Arguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> tuple[Figures, Figures]:
     """Train twice from the same weights, in turn, on the same documents in each step; return seconds and losses."""
     size, lengths = args.documents_per_step, np.array([len(ids) for ids in documents["input_ids"]])
-    fitting = np.flatnonzero(lengths <= args.max_length)
+    fitting = np.flatnonzero((lengths > 0) & (lengths <= args.max_length))
     steps = min(args.steps, len(fitting) // size)
     if not steps:
         raise ValueError(f"--documents_per_step: expected at most {len(fitting):,}, which fit a row, got {size:,}")
