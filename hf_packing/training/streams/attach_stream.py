@@ -26,6 +26,7 @@ from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
+from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import evaluation_datasets
@@ -178,6 +179,9 @@ def _check(
     if isinstance(trainer, PackedTrainer):
         raise PackingError("trainer: expected a trainer not yet attached, got an attached trainer; call attach once")
     check_trainer(trainer, check_loss(loss))
+    known = {"train_dataset": trainer.train_dataset, **evaluation_datasets(trainer)}
+    for name, dataset in known.items():
+        refuse_cut_documents(trainer, name, dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
@@ -190,8 +194,7 @@ def _check(
             batches.evaluation_stream(trainer, name, dataset, planned_from)
         else:
             batches.sampler_in_order(trainer, name, dataset, planned_from)
-    known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
-    check_columns("attach", known, taken_by_trainer(trainer))
+    check_columns("attach", list(known.values()), taken_by_trainer(trainer))
     isolation = isolation_in_summary(prove, batches.first_batch_proof)
     ranks = data_rank(trainer.accelerator).world_size
     schedule = getattr(batching, "length_schedule", None)
