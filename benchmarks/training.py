@@ -25,7 +25,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
-from documents import standard_library_functions, tokenize, train_tokenizer
+import common
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -144,10 +144,10 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    functions = standard_library_functions().shuffle(seed=0)
+    functions = common.functions().shuffle(seed=0)
     functions = functions.select(range(arguments.sample or len(functions)))
-    tokenizer = train_tokenizer(functions)
-    tokenized = tokenize(functions, tokenizer)
+    tokenizer = common.load_tokenizer(None, functions["text"])
+    tokenized = hfp.tokenize(functions, tokenizer).select_columns("input_ids")
     fitting = tokenized.filter(lambda row: 2 <= len(row["input_ids"]) <= arguments.longest)
     documents = fitting.select(range(min(arguments.documents, len(fitting))))
     lengths = np.array([len(ids) for ids in documents["input_ids"]])

@@ -6,6 +6,7 @@ below it) can be left behind.
 
 import argparse
 import ast
+import gc
 import os
 import re
 import shutil
@@ -104,6 +105,8 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
     if formats and not path.is_file():
         raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if path.is_file() and not formats:
+        raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
     if formats:
         rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
@@ -236,6 +239,7 @@ def functions() -> datasets.Dataset:
     """Return the source of every function and method of Python's standard library, without its tests, as `text`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = []
+    gc.disable()  # it would look through all imported libraries, while ast makes millions of objects
     for file in tqdm(sorted(library.rglob("*.py")), desc="Reading the standard library", unit=" files"):
         if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
             continue
@@ -252,6 +256,7 @@ def functions() -> datasets.Dataset:
                 found.append("".join(lines[first - 1 : node.end_lineno]))
             else:
                 nodes.extend(reversed(list(ast.iter_child_nodes(node))))
+    gc.enable()
     return datasets.Dataset.from_dict({"text": found})
 
 
@@ -287,13 +292,16 @@ def questions() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | None, texts: Iterable[str], masked: bool = False, vocabulary: int = 8192
+) -> PreTrainedTokenizerBase:
     """Return the named tokenizer, or one trained on the texts, the same on every process.
 
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
         masked: whether the trained tokenizer is as BERT's: with tokens around each text, one for masks, no template.
+        vocabulary: number of tokens that the trained tokenizer knows.
     """
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -306,7 +314,7 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     backend.decoder = decoders.ByteLevel()
     special = [*names.values(), "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet)
     backend.train_from_iterator(texts, trainer)
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]

@@ -8,11 +8,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 from transformers import Trainer
 
 from hf_packing.columns import INPUT_IDS
+from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
 from hf_packing.training.trainer_loss import sft_trainer_of
 
 _PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"
@@ -75,6 +76,6 @@ def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
     return int(dropped.sum()), int((tokens - kept).sum())
 
 
-def _lengths(dataset: datasets.Dataset, name: str) -> np.ndarray:
+def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
     """Return the lengths of the lists in a column, int64 [rows], also of rows that a filter has dropped."""
-    return np.asarray(pc.list_value_length(dataset.data.table.column(name)), dtype=np.int64)
+    return TokenColumn(name, dataset.data.table.column(name)).length
