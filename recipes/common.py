@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -52,12 +53,12 @@ def run(main: Callable[[], Any]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
-        of_flags = str(error).startswith(
-            ("--", "Some specified arguments")
-        )  # HfArgumentParser says this of unknown ones
+        of_flags = str(error).startswith(("--", "Some specified arguments"))  # the second of unknown flags
         if not isinstance(error, (hfp.PackingError, OSError)) and not of_flags:
             raise  # no flag or file is wrong: the traceback says more
-        sys.exit(str(error) if PartialState().is_main_process else 1)
+        if not PartialState().is_main_process:
+            time.sleep(30)  # the launcher ends this process once the main one has said it
+        sys.exit(str(error))
     finally:
         PartialState().destroy_process_group()
 
