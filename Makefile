@@ -9,11 +9,13 @@ VENV := .venv
 # versions have a build without CUDA on PyPI. `make test-oldest TORCH=2.9.0` takes another one.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALLED := $(VENV)/.installed
+INSTALLED_FOR_DEMO := $(VENV)/.installed-for-demo
 
 .PHONY: demo test test-all test-oldest test-newest survey lint bench docs clean
 
-demo: $(INSTALLED)
-	$(VENV)/bin/python recipes/quickstart.py
+demo: $(INSTALLED_FOR_DEMO)
+	$(VENV)/bin/python -u recipes/quickstart.py
+	@echo "To run these commands, activate the virtual environment: source $(VENV)/bin/activate"
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
@@ -51,7 +53,12 @@ docs: $(INSTALLED)
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest outputs site
 
+$(INSTALLED_FOR_DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[trl,plots]"
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev]"
-	touch $@
+	touch $@ $(INSTALLED_FOR_DEMO)

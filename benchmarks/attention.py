@@ -14,14 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from internals import PackedRow, packed_varlen, use_row
 from measure import figure, in_turn, machine, ratio, recorded
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
-
-from hf_packing.attention.packed_row import PackedRow, use_row
-from hf_packing.attention.varlen import packed_varlen
 
 ROWS = {"8 x 512": [512] * 8, "32 x 128": [128] * 32, "1 x 4096": [4096]}
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64

@@ -11,10 +11,9 @@ import statistics
 from itertools import accumulate
 
 import torch
+from internals import block_mask
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn.attention.flex_attention import create_block_mask
-
-from hf_packing.attention.flex import block_mask
 
 ROWS = {"4096 tokens in 8": [512] * 8, "16384 tokens in 32": [512] * 32, "16384 tokens in 1": [16384]}
 """Tokens in segments."""

@@ -18,12 +18,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
-from documents import standard_library_functions, tokenize, train_tokenizer
+import common
 from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 VOCABULARY = 8192
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -45,7 +44,7 @@ def padded(documents: list[list[int]]) -> dict:
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, IGNORED_LABEL),
+        "labels": ids.masked_fill(mask == 0, -100),
         "use_cache": False,
     }
 
@@ -87,9 +86,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(machine("hf-packing", "transformers", "torch"))
-    texts = standard_library_functions().shuffle(seed=0)
+    texts = common.functions().shuffle(seed=0)
     texts = texts.select(range(arguments.sample or len(texts)))
-    ids = tokenize(texts, train_tokenizer(texts))["input_ids"]
+    ids = hfp.tokenize(texts, common.load_tokenizer(None, texts["text"]))["input_ids"]
     random = np.random.default_rng(0)
     for name in ("Mamba", "Jamba"):
         chosen = random.choice(len(ids), arguments.steps * arguments.documents, replace=len(ids) < 200)

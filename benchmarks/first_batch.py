@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from internals import prove_on_batch
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention import prove_on_batch
 
 STEPS = 100
 """The cost of the proof is told as a share of this number of steps."""

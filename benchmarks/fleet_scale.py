@@ -30,25 +30,31 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import internals
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from internals import (
+    TOKENS_IN_A_SHARD,
+    Counted,
+    LengthCounts,
+    PackedFile,
+    Run,
+    Store,
+    Task,
+    count,
+    count_lengths,
+    deal,
+    gather,
+    identity_of,
+    load_plan,
+    make_plan,
+    write_parts,
+)
 from lengths import refinedweb_like
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.fleet import drive as driver
-from hf_packing.fleet import pack_files
-from hf_packing.fleet.count import Counted, count
-from hf_packing.fleet.deal import deal
-from hf_packing.fleet.gather import PackedFile, gather
-from hf_packing.fleet.inputs import identity_of
-from hf_packing.fleet.parts import write_parts
-from hf_packing.fleet.plan import TOKENS_IN_A_SHARD, load_plan, make_plan
-from hf_packing.fleet.run import Run
-from hf_packing.fleet.store import Store
-from hf_packing.fleet.tasks import Task
-from hf_packing.planning.lengths import LengthCounts, count_lengths
 
 ROW = 4096
 TOKENS_IN_A_FILE = 10**7
@@ -217,7 +223,7 @@ def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: s
     run = begin_run(names, store, None)
     stubs = Stubs(run, names, histograms, stop_at)
     with suppress(StoppedError):
-        driver.drive(run, stubs)
+        internals.drive(run, stubs)
     whole = time.perf_counter() - began
     seconds = whole - sum(stubs.seconds.values())
     first = ", ".join(f"{stage} {at - began:.1f} s" for stage, at in stubs.began.items())
@@ -232,7 +238,7 @@ def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: s
 
 
 def begin_run(names: list[str], store: Store, shards: int | None) -> Run:
-    return pack_files.begin_run(
+    return internals.begin_run(
         names,
         hfp.BestFit(ROW),
         store,

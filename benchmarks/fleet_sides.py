@@ -164,7 +164,7 @@ def lengths_of(name: str) -> Any:
 
 def dealt_file(batch: Mapping[str, Any], table: Any, before: Any) -> Iterator[dict[str, Any]]:
     """Yield the segments of a file as a table."""
-    from hf_packing.data.token_columns import TokenColumn
+    from internals import TokenColumn
 
     (number,), (name,) = batch["number"], batch["name"]
     column = TokenColumn("input_ids", pq.read_table(name)["input_ids"])
@@ -184,15 +184,13 @@ def dealt_file(batch: Mapping[str, Any], table: Any, before: Any) -> Iterator[di
 
 def gathered(segments: pa.Table) -> pa.Table:
     """Return the packed rows of the segments of an output file."""
-    from hf_packing.data.packed_rows import pack_rows
-    from hf_packing.data.token_columns import TokenColumn
-    from hf_packing.planning.plan import PackingPlan
+    from internals import TokenColumn, pack_rows
 
     column = TokenColumn("input_ids", segments["input_ids"])
     pack, place = segments["pack"].to_numpy(), segments["place"].to_numpy()
     order = np.lexsort((place, pack))
     first = np.flatnonzero(np.diff(pack[order], prepend=-1))
-    plan = PackingPlan(
+    plan = hfp.PackingPlan(
         document_length=column.length,
         segment_document=order,
         segment_start=np.zeros(len(order), np.int32),

@@ -22,7 +22,6 @@ from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 
 @dataclass
@@ -74,7 +73,7 @@ def padded_steps(lengths: np.ndarray, arguments: argparse.Namespace) -> Iterator
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         yield Step(
-            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED_LABEL)},
+            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)},
             int(mask.sum()),
         )
         begin += count

@@ -19,15 +19,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+from internals import ArrowRows, RankBatchSampler, rows_loader, sizes_of
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import ArrowRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.training.loader import rows_loader
 
 COLUMNS = ("input_ids", "labels", "position_ids", "seq_lengths")
 ROWS_COMPARED_AT_ONCE = 64

@@ -19,14 +19,12 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from internals import RankBatchSampler, rows_loader, sizes_of
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.training.loader import rows_loader
 
 WORKERS = (0, 2)
 

@@ -17,9 +17,8 @@ from itertools import chain, repeat
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from internals import Answer, in_lockstep
 from measure import figure, machine, recorded
-
-from hf_packing.training.streams.lockstep import Answer, in_lockstep
 
 
 def next_step(answers: Iterator[Answer]) -> tuple[str, Answer]:

@@ -17,15 +17,12 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from internals import MaskedRows, Masking, RankBatchSampler, sizes_of
 from measure import figure, in_turn, machine, recorded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.training.masked_documents import MaskedRows
-from hf_packing.training.masking import Masking
 
 WHOLE, WORDS = 1_000, 2_000
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

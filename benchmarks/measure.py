@@ -14,10 +14,6 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "recipes"))
-
-from hardware import processor
-
 RESULTS = Path(__file__).parent / "results"
 
 figures: list[dict[str, Any]] = []
@@ -79,6 +75,14 @@ class Copy(io.StringIO):
 
     def flush(self) -> None:
         self.other.flush()
+
+
+def processor() -> str:
+    """Return the processor's name, as Linux reports it."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
 
 
 def machine(*packages: str) -> str:

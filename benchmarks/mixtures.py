@@ -15,12 +15,11 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+from internals import divided_mixture, examples_of
 from lengths import log_normal
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.data.streams import upstream
-from hf_packing.data.streams.mixtures_in import divided_mixture
 
 SHARES = {"short": 0.5, "middle": 0.3, "long": 0.2}
 MEANS = {"short": 200, "middle": 1000, "long": 5000}
@@ -55,7 +54,7 @@ def counts_of(ids: Any) -> np.ndarray:
 
 def off_of_documents(mixed: datasets.IterableDataset, streams: int, tokens: int) -> float:
     """Return how far shares are off when every logical stream has given its part of the tokens."""
-    divided, counts, each = divided_mixture(upstream.examples_of(mixed), streams), np.zeros(3), tokens // streams
+    divided, counts, each = divided_mixture(examples_of(mixed), streams), np.zeros(3), tokens // streams
     for stream in range(streams):
         left = each
         for table in divided.shard_data_sources(streams, stream).tables():

@@ -14,7 +14,6 @@ from measure import figure, in_turn, machine, ratio, recorded
 from trl import pack_dataset
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 MEAN_LENGTH = 490
 
@@ -26,7 +25,7 @@ def make_documents(tokens: int, max_length: int, folder: str) -> datasets.Datase
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens))]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     ids = rng.integers(0, 32_000, int(lengths.sum()), dtype=np.int32)
-    labels = np.where(rng.random(len(ids)) < 0.3, np.int32(IGNORED_LABEL), ids)
+    labels = np.where(rng.random(len(ids)) < 0.3, np.int32(-100), ids)
     columns = {"input_ids": ids, "labels": labels}
     table = pa.table({name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in columns.items()})
     datasets.Dataset(table).save_to_disk(folder)

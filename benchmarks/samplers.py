@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from internals import Epoch, sizes_of_documents
 from lengths import log_normal
 from measure import figure, machine, recorded
 from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents
 
 Steps = list[list[np.ndarray]]
 """For each step, the documents of every rank."""

@@ -23,7 +23,6 @@ from measure import figure, in_turn, machine, ratio, recorded
 from tree_data import VOCABULARY, documents_of
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 CLOSE = 1e-4
 
@@ -44,7 +43,7 @@ def random_answers(prompts: int, prompt: int, answers: int, answer: int) -> list
         asked = rng.integers(3, VOCABULARY, length).tolist()
         for own in rng.integers(1 + answer // 2, 1 + int(answer * 1.5), answers):
             tokens = rng.integers(3, VOCABULARY, own).tolist()
-            found.append({"input_ids": asked + tokens, "labels": [IGNORED_LABEL] * len(asked) + tokens})
+            found.append({"input_ids": asked + tokens, "labels": [-100] * len(asked) + tokens})
     return found
 
 

@@ -18,13 +18,11 @@ import numpy as np
 import torch
 import torch._dynamo
 import transformers
+from internals import Epoch, RowSizes, sizes_of_documents, sizes_of_packs, within_shapes
 from lengths import log_normal
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch, RowSizes
-from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
-from hf_packing.sampling.within_limits import within_shapes
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}

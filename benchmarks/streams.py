@@ -4,9 +4,9 @@ python benchmarks/streams.py
 
 First, lengths of documents are packed in windows, as `pack` packs a stream with one logical stream, including what
 waits and the last window. Beside it: one plan for all documents; batches of 1,000 documents, as TRL packs; and first
-fit into 64 open rows, which go out together when a document fits in none of them, as Grain packs. Then parquet files
-are read, read and packed, and read and packed batch by batch with `map`, in turn. Documents longer than a row are
-split. Last, how many rows lie between two documents that were neighbors in their file.
+fit into 64 open rows, which go out together when a document fits in none of them, as Grain's FirstFitPackIterDataset
+does. Then parquet files are read, read and packed, and read and packed batch by batch with `map`, in turn. Documents
+longer than a row are split. Last, how many rows lie between two documents that were neighbors in their file.
 """
 
 import argparse
@@ -22,12 +22,11 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from internals import WindowSize, check_lengths, choose_waiting
 from lengths import log_normal
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.planning.lengths import check_lengths
-from hf_packing.planning.windows import WindowSize, choose_waiting
 
 LENGTHS = {
     "lognormal": (6.0, 1.2, 10**6),

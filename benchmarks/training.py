@@ -25,14 +25,13 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
-from documents import standard_library_functions, tokenize, train_tokenizer
+import common
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 SIDES = ("padding", "TRL packing", "hf_packing")
 EQUAL_LOSS = 1e-4
@@ -92,8 +91,8 @@ class Side:
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
                 logits = self.model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
                 wanted = batch["labels"][:, 1:].flatten()
-                total += F.cross_entropy(logits, wanted, ignore_index=IGNORED_LABEL, reduction="sum").item()
-                labels += int((wanted != IGNORED_LABEL).sum())
+                total += F.cross_entropy(logits, wanted, reduction="sum").item()
+                labels += int((wanted != -100).sum())
         self.model.train()
         return total / labels, labels
 
@@ -104,7 +103,7 @@ class Side:
             batch = next(self.batches)
             self.real_tokens += real_tokens(batch)
             self.trainer.current_gradient_accumulation_steps = 1
-            items = (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+            items = (batch["labels"][:, 1:] != -100).sum()
             self.trainer.training_step(self.model, dict(batch), items)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -145,10 +144,10 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    functions = standard_library_functions().shuffle(seed=0)
+    functions = common.functions().shuffle(seed=0)
     functions = functions.select(range(arguments.sample or len(functions)))
-    tokenizer = train_tokenizer(functions)
-    tokenized = tokenize(functions, tokenizer)
+    tokenizer = common.load_tokenizer(None, functions["text"])
+    tokenized = hfp.tokenize(functions, tokenizer).select_columns("input_ids")
     fitting = tokenized.filter(lambda row: 2 <= len(row["input_ids"]) <= arguments.longest)
     documents = fitting.select(range(min(arguments.documents, len(fitting))))
     lengths = np.array([len(ids) for ids in documents["input_ids"]])

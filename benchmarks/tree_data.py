@@ -17,8 +17,6 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from hf_packing.columns import IGNORED_LABEL
-
 DATA = Path(os.environ.get("HF_PACKING_DATA") or Path(__file__).parents[2] / "shared" / "data")
 TURN_START, TURN_END, FIRST_TOKEN, VOCABULARY = 1, 2, 4, 8192
 Tokens = list[int]
@@ -42,7 +40,7 @@ class Documents(NamedTuple):
         columns = {"input_ids": self.tokens}
         if labels:
             trained = np.arange(len(self.tokens)) >= np.repeat(ends - self.lengths + self.trained_from, self.lengths)
-            columns["labels"] = np.where(trained, self.tokens, np.int32(IGNORED_LABEL))
+            columns["labels"] = np.where(trained, self.tokens, np.int32(-100))
         offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in columns.items()}
         return datasets.Dataset(pa.table(lists))

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import transformers
+from internals import items_in
 from measure import figure, in_turn, machine, recorded
 from tree_data import SETS, VOCABULARY, Documents, documents_of
 
 import hf_packing as hfp
-from hf_packing.training.losses import items_in
 
 EQUAL_LOSS = 1e-5
 

@@ -12,17 +12,22 @@ import statistics
 import time
 
 import datasets
+from internals import (
+    TOKENS_AT_ONCE,
+    TokenColumns,
+    TreesPlan,
+    blocks_of_packs,
+    check_lengths,
+    cut_to_pieces,
+    find_token_columns,
+    find_trees,
+    plan_trees,
+    tree_rows,
+)
 from measure import figure, in_turn, machine, recorded
 from tree_data import SETS, Documents, documents_of, short_documents
 
 import hf_packing as hfp
-from hf_packing.columns import INPUT_IDS
-from hf_packing.data.packed_rows import blocks_of_packs
-from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, find_token_columns
-from hf_packing.data.trees.find_trees import find_trees
-from hf_packing.data.trees.plan_trees import TreesPlan, plan_trees
-from hf_packing.data.trees.tree_rows import tree_rows
-from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 
 SHORT = "short, 67 tokens each"
 
@@ -52,7 +57,7 @@ def main() -> None:
 def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> None:
     strategy, least = hfp.BestFit(arguments.max_length), arguments.share_prefixes
     columns = find_token_columns(documents.as_dataset().data.table)
-    lengths = check_lengths(columns[INPUT_IDS].length)
+    lengths = check_lengths(columns["input_ids"].length)
     pieces = cut_to_pieces(lengths, arguments.max_length, "split")
     found: list[TreesPlan] = []
     sides = {

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, POSITION_IDS, SEQ_IDX
+from hf_packing.columns import COPIED_SEGMENT, CU_SEQ_LENS, MAX_LENGTHS, POSITION_IDS, SEQ_IDX
 
 
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
@@ -29,12 +29,13 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     if longest is None or batch[MAX_LENGTHS[0]] <= longest:
         return dict(batch)
     positions = batch[POSITION_IDS] % longest
-    begins = positions[0] == 0
+    begins, is_own = positions[0] == 0, batch[SEQ_IDX][0] >= 0
+    numbers = torch.where(is_own, (begins & is_own).cumsum(0) - 1, COPIED_SEGMENT + 1 - begins.cumsum(0))
     cu_seq_lens = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).to(batch[CU_SEQ_LENS[0]].dtype)
     return {
         **batch,
         POSITION_IDS: positions,
         **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens),
         **dict.fromkeys(MAX_LENGTHS, longest),
-        SEQ_IDX: (begins.cumsum(0, dtype=torch.int32) - 1)[None].to(batch[SEQ_IDX].dtype),
+        SEQ_IDX: numbers[None].to(batch[SEQ_IDX].dtype),
     }

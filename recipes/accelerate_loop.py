@@ -1,104 +1,87 @@
 """A training loop of your own: token budget, exact loss, evaluation, and checkpoints to resume from.
 
-    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2
-    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2 --resume-from-checkpoint
+    python recipes/accelerate_loop.py
+    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --data chats.jsonl --model Qwen/Qwen3-0.6B
+    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --data chats.jsonl --model Qwen/Qwen3-0.6B \\
+        --num_train_epochs 3 --resume_from_checkpoint last
 
-Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
-scratch. Documents are packed during training, anew in every epoch.
+Rows have a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`; 2 % of them are held out for evaluation.
+Documents are packed during training, anew in every epoch. Without --data, the texts are the functions of the Python
+standard library; without --model, a small Llama is trained from scratch.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Literal
 
+import common
 import torch
 from accelerate import Accelerator
-from checkpoints import Progress, add_checkpoints, checkpoint_of, positive, save
-from documents import load_tokenizer, read_documents, tokenize
-from models import load_model
-from tqdm.auto import tqdm
+from accelerate.utils import tqdm
+from common import flag
+from transformers import AutoModelForCausalLM, HfArgumentParser
 
 import hf_packing as hfp
 
 
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file, or a dataset's name")
-    parser.add_argument("--tokenizer", help="name or folder; default: a byte-level BPE trained on the documents")
-    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
-    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches per optimizer step")
-    parser.add_argument(
-        "--loss", choices=["token", "sequence"], default="token", help="mean over tokens, or over documents"
-    )
-    parser.add_argument("--epochs", type=positive, default=1, help="epochs in all, counting those before a resume")
-    parser.add_argument(
-        "--steps", type=positive, help="stop and save after this many more optimizer steps; default: do not stop"
-    )
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    add_checkpoints(parser, "outputs/accelerate_loop")
-    return parser.parse_args(flags)
+@dataclass
+class Arguments:
+    data: str | None = flag(None, "file, saved dataset, or name of one on the hub; default: functions of Python")
+    model: str | None = flag(None, "name or folder; default: a small Llama from scratch")
+    tokenizer: str | None = flag(None, "name or folder; default: that of --model, or one trained on the texts")
+    max_tokens: int = flag(4096, "tokens of a micro-batch on each process")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
+    loss: Literal["token", "sequence"] = flag("token", "mean over tokens, or documents")
+    learning_rate: float = flag(1e-3, "learning rate of AdamW")
+    num_train_epochs: int = flag(1, "epochs in all")
+    max_steps: int = flag(-1, "optimizer steps in all, instead of --num_train_epochs")
+    save_steps: int = flag(50, "optimizer steps between checkpoints")
+    output_dir: str = flag("outputs/accelerate_loop", "folder of the checkpoints and the model")
+    resume_from_checkpoint: str | None = flag(None, "last: the last one; or a checkpoint's folder")
 
 
-def main(flags: Sequence[str] | None = None) -> None:
-    arguments = parse(flags)
-    checkpoint = checkpoint_of(arguments)
+def main(flags: Sequence[str] | None = None) -> float:
+    """Train; return the loss of the last evaluation."""
+    parser = HfArgumentParser(Arguments, formatter_class=common.Help)
+    (args,) = parser.parse_args_into_dataclasses(flags)
+    common.check_positive(args, "gradient_accumulation_steps", "num_train_epochs", "save_steps")
+    checkpoint = common.checkpoint_of(args)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
+        cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=args.gradient_accumulation_steps
     )
-    train(accelerator, arguments, checkpoint)
-    accelerator.free_memory()  # before the process group ends, which a DDP model must not outlive
-    accelerator.end_training()
-
-
-def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: Path | None) -> None:
     with accelerator.main_process_first():
-        texts = read_documents(arguments.data)
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
-        documents = tokenize(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
+        rows = common.read(args.data) if args.data else common.functions()
+        tokenizer = common.load_tokenizer(args.tokenizer or args.model, common.texts(rows))
+        documents = rows if "input_ids" in rows.column_names else hfp.tokenize(rows, tokenizer)
+        train, test = documents.train_test_split(test_size=0.02, seed=0).values()
 
-    model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
-    budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
-    loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    done = Progress(arguments, ["learning_rate"])
-    accelerator.register_for_checkpointing(done)
-    if checkpoint is not None:
-        accelerator.load_state(checkpoint)
-        accelerator.print(
-            f"resuming in epoch {loader.epoch} after {loader.micro_batches_done} of {len(loader)} micro-batches"
-        )
-    if loader.epoch >= arguments.epochs:
-        raise SystemExit(f"--epochs: expected more than the {loader.epoch} of the checkpoint, got {arguments.epochs}")
+    model = common.load_model(AutoModelForCausalLM, args.model, common.small_llama(len(tokenizer)))
+    budget = hfp.TokenBudget(args.max_tokens, overflow="split")
+    loader = hfp.prepare_dataloader(accelerator, train, budget, loss=args.loss, model=model.to(accelerator.device))
+    accelerator.print(loader.summary)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=args.learning_rate))
+    if checkpoint:
+        common.resume(accelerator, loader, optimizer, checkpoint, args.learning_rate)
 
-    last = done.steps + arguments.steps if arguments.steps else None
-    for epoch in range(loader.epoch, arguments.epochs):
+    while not common.finished(loader, args):
+        epoch = loader.epoch
         model.train()
-        progress = tqdm(
-            loader, desc=f"Epoch {epoch}", initial=loader.micro_batches_done, disable=not accelerator.is_main_process
-        )
-        for batch in progress:
+        for batch in tqdm(loader, desc=f"Epoch {epoch}", initial=loader.micro_batches_done):
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            done.steps += accelerator.sync_gradients
-            if accelerator.sync_gradients and (done.steps == last or done.steps % arguments.save_every == 0):
-                save(accelerator, arguments.output)
-            if done.steps == last:
+            finished = common.finished(loader, args)
+            if accelerator.sync_gradients and (finished or loader.optimizer_steps % args.save_steps == 0):
+                common.save(accelerator, loader, args.output_dir)
+            if finished:
                 break
-        loss = hfp.evaluation_loss(accelerator, model, documents["test"], rows_per_batch=8)
-        accelerator.print(f"epoch {epoch}, {done.steps} optimizer steps in all: evaluation loss {loss:.4f}")
-        if done.steps == last:
-            break
-    accelerator.unwrap_model(model).save_pretrained(
-        arguments.output / "model",
-        is_main_process=accelerator.is_main_process,
-        state_dict=accelerator.get_state_dict(model),
-    )
+        loss = hfp.evaluation_loss(accelerator, model, test, rows_per_batch=8)
+        accelerator.print(f"epoch {epoch}, {loader.optimizer_steps} optimizer steps in all: evaluation loss {loss:.4f}")
+    common.save_model(accelerator, model, tokenizer, args.output_dir)
+    return loss
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -6,19 +6,22 @@ below it) can be left behind.
 
 import argparse
 import ast
+import gc
+import os
 import re
+import shutil
 import sys
 import sysconfig
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
@@ -40,6 +43,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_TRACEBACK = ("--", "Some specified arguments are not used")
+"""Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -53,14 +58,18 @@ def run(main: Callable[[], Any]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
-        of_flags = str(error).startswith(("--", "Some specified arguments"))  # the second of unknown flags
-        if not isinstance(error, (hfp.PackingError, OSError)) and not of_flags:
+        if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith(NO_TRACEBACK):
             raise  # no flag or file is wrong: the traceback says more
-        if not PartialState().is_main_process:
-            time.sleep(30)  # the launcher ends this process once the main one has said it
+        if not is_first_process():
+            time.sleep(30)  # the launcher ends this process once the first one has printed the error
         sys.exit(str(error))
     finally:
-        PartialState().destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # as torchrun sets it; there may be no group of processes yet
 
 
 def flag(default: Any, says: str, **more: Any) -> Any:
@@ -99,6 +108,8 @@ def read(data: str, columns: Sequence[str] = (), flag: str = "--data") -> datase
     formats = [FORMATS[suffix] for suffix in path.suffixes if suffix in FORMATS]
     if formats and not path.is_file():
         raise ValueError(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if path.is_file() and not formats:
+        raise ValueError(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
     if formats:
         rows = datasets.load_dataset(formats[-1], data_files=data, split="train")
     else:
@@ -143,7 +154,8 @@ def checkpoint_of(args: TrainingArguments) -> str | None:
         raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
     state = TrainerState.load_from_json(str(states[-1]))
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
-        PartialState().print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
+        if is_first_process():
+            print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
         sys.exit(0)
     return str(states[-1].parent)
 
@@ -152,10 +164,85 @@ def number(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
+def check_positive(args: Any, *names: str) -> None:
+    """Raise ValueError if an argument is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected an integer from 1, got {getattr(args, name)}")
+
+
+def epochs_done(loader: hfp.PackedLoader) -> float:
+    return loader.epoch + loader.micro_batches_done / len(loader)
+
+
+def finished(loader: hfp.PackedLoader, args: Any) -> bool:
+    """Return whether a training loop of your own has done --max_steps, or else --num_train_epochs."""
+    if args.max_steps > 0:
+        return loader.optimizer_steps >= args.max_steps
+    return epochs_done(loader) >= args.num_train_epochs
+
+
+def save(accelerator: Accelerator, loader: hfp.PackedLoader, output_dir: str) -> None:
+    """Save a checkpoint of a training loop of your own, and delete all but the last two.
+
+    It gets its name when it is complete, so that a run that is killed while it saves resumes from the one before.
+    """
+    output = Path(output_dir)
+    unfinished, folder = output / "unfinished", output / f"checkpoint-{loader.optimizer_steps}"
+    accelerator.save_state(unfinished)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state = TrainerState(global_step=loader.optimizer_steps, epoch=epochs_done(loader))
+        state.save_to_json(str(unfinished / "trainer_state.json"))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        for old in sorted(output.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)[:-2]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def resume(
+    accelerator: Accelerator,
+    loader: hfp.PackedLoader,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: str,
+    learning_rate: float,
+) -> None:
+    """Load a checkpoint that `save` has saved.
+
+    Raises:
+        ValueError: the learning rate is not that of the checkpoint, which the optimizer goes on with.
+    """
+    accelerator.load_state(checkpoint)
+    if learning_rate != (saved := optimizer.param_groups[0]["lr"]):
+        raise ValueError(f"--learning_rate: expected {saved}, as in the checkpoint, got {learning_rate}")
+    done, of = loader.micro_batches_done, len(loader)
+    accelerator.print(f"resuming {checkpoint}: in epoch {loader.epoch} after {done} of {of} micro-batches")
+
+
+def save_model(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str
+) -> None:
+    """Save the model and its tokenizer, to be loaded with `from_pretrained`."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(output_dir, state_dict=weights)
+        tokenizer.save_pretrained(output_dir)
+
+
+def texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the texts of rows, or else all that they say, to train a tokenizer on."""
+    for row in rows:
+        if "input_ids" in row:
+            raise ValueError("--tokenizer: expected one beside --data with input_ids, got none")
+        yield row.get("text") or " ".join(map(str, row.values()))
+
+
 def functions() -> datasets.Dataset:
     """Return the source of every function and method of Python's standard library, without its tests, as `text`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = []
+    gc.disable()  # it would look through all imported libraries, while ast makes millions of objects
     for file in tqdm(sorted(library.rglob("*.py")), desc="Reading the standard library", unit=" files"):
         if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
             continue
@@ -172,6 +259,7 @@ def functions() -> datasets.Dataset:
                 found.append("".join(lines[first - 1 : node.end_lineno]))
             else:
                 nodes.extend(reversed(list(ast.iter_child_nodes(node))))
+    gc.enable()
     return datasets.Dataset.from_dict({"text": found})
 
 
@@ -207,13 +295,16 @@ def questions() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | None, texts: Iterable[str], masked: bool = False, vocabulary: int = 8192
+) -> PreTrainedTokenizerBase:
     """Return the named tokenizer, or one trained on the texts, the same on every process.
 
     Args:
         name: name or folder; None to train a byte-level BPE with a ChatML template.
         texts: what to train it on.
         masked: whether the trained tokenizer is as BERT's: with tokens around each text, one for masks, no template.
+        vocabulary: number of tokens that the trained tokenizer knows.
     """
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -226,7 +317,7 @@ def load_tokenizer(name: str | None, texts: Iterable[str], masked: bool = False)
     backend.decoder = decoders.ByteLevel()
     special = [*names.values(), "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet)
     backend.train_from_iterator(texts, trainer)
     if masked:
         around = [(token, backend.token_to_id(token)) for token in (names["sep_token"], names["cls_token"])]

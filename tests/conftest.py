@@ -29,6 +29,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -slow[item.path] / tests[item.path])
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say how many tests were skipped, in one line for each reason."""
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, tests in skipped.most_common():
+        terminalreporter.write_line(f"{tests} skipped: {reason.removeprefix('Skipped: ')}")
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Datasets in memory are cached in a folder of the test's own."""

@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 first_batch_process.py FOLDER '["stock", "distance"]'
 
-For every case, the process trains an epoch, and writes its losses and what was proven or refused into
+For every case, the process trains an epoch, and writes its losses, what was proven or refused, and what it printed into
 FOLDER/CASE-RANK.json. Ranks get batches with different numbers of documents, and so different numbers of lengths.
 """
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -47,15 +49,17 @@ def train(case, folder):
     fully_shard(model)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     found = {"losses": []}
-    try:
-        for batch in loader:
-            loss = hfp.compute_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found["losses"].append(loss.item())
-    except hfp.ModelNotSupportedError as error:
-        found["refused"] = str(error)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            for batch in loader:
+                loss = hfp.compute_loss(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found["losses"].append(loss.item())
+        except hfp.ModelNotSupportedError as error:
+            found["refused"] = str(error)
+    found["printed"] = printed.getvalue()
     found["proven"] = str(loader.first_batch_proof)
     found["sharded"] = all(type(each).__name__ == "DTensor" for each in model.parameters())
     (folder / f"{case}-{accelerator.process_index}.json").write_text(json.dumps(found))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import internals
 import pytest
 from processes import run_script
 
@@ -93,6 +94,25 @@ def test_runs(script):
     done = run_script(BENCHMARKS / script, *options)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools", "recipes/reproduce"])
+def test_only_internals_reaches_into_the_package(folder):
+    reaching = re.compile(r"^\s*(from|import) hf_packing\.", re.MULTILINE)
+    files = list((BENCHMARKS.parent / folder).rglob("*.py"))
+    assert len(files) >= 5
+    found = {file.name for file in files if reaching.search(file.read_text())}
+    assert found == ({"internals.py"} if folder == "tools" else set())  # benchmarks import theirs by name
+
+
+def test_benchmarks_use_all_that_they_reach_into():
+    texts = [file.read_text() for file in BENCHMARKS.glob("*.py") if file.name != "internals.py"]
+    used = "\n".join(text for text in texts if "internals" in text)
+    for name in internals.HOME_OF:
+        assert getattr(internals, name) is not None
+        assert re.search(rf"\b{name}\b", used), name
+    with pytest.raises(AttributeError, match="'internals' has no attribute 'nothing'"):
+        internals.nothing  # noqa: B018
 
 
 def test_every_benchmark_is_run_by_make():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import launch
-from recipe_inputs import exits, save_tiny_model, write
+from recipe_inputs import save_tiny_model, write
 from tiers import fast_only
 
 import hf_packing as hfp
@@ -195,30 +195,33 @@ def test_what_is_shared_runs_once(folder, share, expected):
 
 
 @pytest.mark.slow  # reads the names of all tasks of the harness
-def test_the_command(folder, tasks, tmp_path, capsys):
+def test_the_command(folder, tasks, tmp_path, capsys, monkeypatch):
     import evaluate_packed
 
-    output = tmp_path / "out" / "results.json"
-    options = [
-        "--model",
-        folder / "Llama",
-        "--include_path",
-        tasks,
-        "--device",
-        "cpu",
-        "--max_tokens",
-        "512",
-        "--share_prefixes",
-    ]
-    options = [str(each) for each in [*options, "--limit", 5, "--output", output]]
-    results = evaluate_packed.main([*options, "--dtype", "float32", "--tasks", "letters,texts"])
-    assert json.loads(output.read_text())["letters"]["acc,none"] == results["results"]["letters"]["acc,none"]
-    assert "word_perplexity" in capsys.readouterr().out
-    assert "--tasks: expected names" in exits(evaluate_packed.main, [*options, "--tasks", "letters,leters"])
-    twice = [*options, "--tasks", "letters", "--model_args", "dtype=float32"]
-    assert "--model_args: expected arguments without a flag of their own, got dtype" in exits(
-        evaluate_packed.main, twice
+    monkeypatch.setattr("sys.argv", [])
+    options = ["--include_path", str(tasks), "--device", "cpu", "--limit", "5", "--tasks", "letters,texts"]
+    arguments = f"pretrained={folder / 'Llama'},dtype=float32"
+    evaluate_packed.main(
+        [*options, "--model_args", f"{arguments},max_tokens=512,share_prefixes=True", "--output_path", str(tmp_path)]
     )
+    printed = capsys.readouterr().out
+    assert "packed (" in printed
+    assert "word_perplexity" in printed
+    (written,) = tmp_path.glob("**/results_*.json")
+    found = json.loads(written.read_text())["results"]
+    expected = lm_eval.simple_evaluate(
+        stock(folder / "Llama"),
+        tasks=["letters", "texts"],
+        limit=5,
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False),
+    )
+    assert numbers_of({"results": found}) == pytest.approx(numbers_of(expected), rel=1e-4, abs=1e-6)
+
+
+def test_requests_that_are_cut_are_counted(folder):
+    requests = [(None, [5] * length, [6, 7]) for length in (94, 95, 96, 97)]
+    with pytest.warns(UserWarning, match="2 of 4 requests are longer than 96 tokens, and cut"):
+        packed(folder / "Llama")._loglikelihood_tokens(requests, disable_tqdm=True)
 
 
 @pytest.mark.slow
@@ -234,9 +237,9 @@ def test_each_process_gets_its_own_answers(tmp_path):
 
 def test_wrong_requests(folder):
     model = packed(folder / "Llama")
-    with pytest.raises(hfp.PackingError, match="continuation: expected 1 to 96 tokens, got 97"):
+    with pytest.raises(hfp.PackingError, match="continuation of 1 to 96 tokens, got 1 and 97 tokens"):
         model._loglikelihood_tokens([(None, [5], [6] * 97)])
-    with pytest.raises(hfp.PackingError, match="context: expected at least 1 token, got 0"):
+    with pytest.raises(hfp.PackingError, match="expected a context .* got 0 and 1 tokens"):
         model._loglikelihood_tokens([(None, [], [6])])
 
 

@@ -21,8 +21,11 @@ LPFHP_PACKS = {"2": 10_099_081, "3": 9_090_154, "8": 8_207_569, "any": 8_138_483
 
 @pytest.fixture
 def modules(monkeypatch):
-    """The scripts' own modules can be imported, those whose names are found nowhere else."""
+    """The scripts can be imported, with the `common` that is beside them and not that of another folder."""
     monkeypatch.syspath_prepend(str(REPRODUCE))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    yield
+    sys.modules.pop("common", None)
 
 
 def call(script, folder, *options, **environment):
@@ -33,11 +36,11 @@ def call(script, folder, *options, **environment):
     )
 
 
-def tables(script, folder, *options):
+def tables(script, folder, *options, result=None):
     """Run a script and read the tables it wrote: for each caption the rows, by their first cell."""
     done = call(script, folder, *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    written = (folder / f"{script}.md").read_text()
+    written = (folder / f"{result or script}.md").read_text()
     assert f"Python 3.{sys.version_info.minor}" in written.splitlines()[0]
     assert f"hf-packing {hfp.__version__}" in written.splitlines()[0]
     assert written.strip() in done.stdout.replace("\n\n\n", "\n\n")
@@ -75,7 +78,7 @@ def test_bucket_pre_training(tmp_path):
 
 @pytest.mark.slow
 def test_krell(tmp_path, shared_data):  # noqa: ARG001
-    found = tables("krell", tmp_path)
+    found = tables("krell", tmp_path, "--data", "wikipedia")
     packs = {(row[0], row[1]): row for row in starting_with(found, "16,279,552 sequences")[1:]}
     assert {depth: int(number(packs["LPFHP", depth][2])) for depth in LPFHP_PACKS} == LPFHP_PACKS
     for row in packs.values():
@@ -89,7 +92,7 @@ def test_krell(tmp_path, shared_data):  # noqa: ARG001
 
 @pytest.mark.slow
 def test_packed_squad(tmp_path):
-    found = tables("packed_squad", tmp_path)
+    found = tables("krell", tmp_path, "--data", "squad", result="packed_squad")
     packs = starting_with(found, "88,641 lengths like SQuAD's, 172.")[1:]
     assert len(packs) == 6
     for row in packs:
@@ -144,7 +147,7 @@ def test_data_that_is_not_there_is_named(tmp_path, script, file):
 
 @pytest.mark.parametrize("max_length", [8, 100, 1024])
 def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length):  # noqa: ARG001
-    from segment_tree_best_fit import best_fit_packs
+    from fewer_truncations import best_fit_packs
 
     for documents in (1, 7, 400):
         lengths = rng.integers(1, 2 * max_length, documents)
@@ -152,11 +155,11 @@ def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length)
 
 
 def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
-    from packed_bert import IGNORED_LABEL, masked, mean_over_sequences
+    from krell import IGNORED, masked, mean_over_sequences
 
     tokens, mask = rng.integers(0, 100, 2000), 100
     document = masked(tokens.copy(), mask, rng)
-    asked = document["labels"] != IGNORED_LABEL
+    asked = document["labels"] != IGNORED
     assert asked.mean() == pytest.approx(0.15, abs=0.01)
     assert not asked[0]
     assert (document["labels"][asked] == tokens[asked]).all()
@@ -164,34 +167,29 @@ def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
     assert (document["input_ids"][asked] == mask).mean() == pytest.approx(0.8, abs=0.1)
 
     logits = torch.from_numpy(rng.normal(size=(1, 6, 9))).float()
-    labels = torch.tensor([[3, 4, IGNORED_LABEL, IGNORED_LABEL, 5, IGNORED_LABEL]])
-    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED_LABEL)
+    labels = torch.tensor([[3, 4, IGNORED, IGNORED, 5, IGNORED]])
+    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED)
     loss = mean_over_sequences(logits, labels, torch.tensor([[0, 0, 0, 1, 2, 2]]))
     assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
 
 
 def test_every_method_trains_on_every_token_once(modules, rng):  # noqa: ARG001
-    from methods import METHODS, batch_of, steps_of
+    from packing_with_flash_attention import METHODS, batch_of, rows_of
 
     documents = Dataset.from_dict({"input_ids": [rng.integers(1, 50, n).tolist() for n in rng.integers(1, 40, 60)]})
     tokens = Counter(token for document in documents["input_ids"] for token in document)
     assert len(METHODS) == 8
     for method in METHODS:
-        seen = Counter()
-        for rows in steps_of(method, documents, 64):
-            ids = batch_of(method, rows)["input_ids"]
-            seen.update(ids[ids > 0].tolist())
-        assert seen == tokens, method.name
+        rows = rows_of(method, documents, 64)
+        batches = [batch_of(method, rows[begin : begin + 4])["input_ids"] for begin in range(0, len(rows), 4)]
+        assert Counter(token for ids in batches for token in ids[ids > 0].tolist()) == tokens, method
 
 
 def test_without_position_ids_a_row_is_one_document(modules):  # noqa: ARG001
-    from methods import BY_NAME, WITH, WITHOUT, batch_of, steps_of
+    from packing_with_flash_attention import WITH, WITHOUT, batch_of, rows_of
 
     documents = Dataset.from_dict({"input_ids": [np.arange(1, 6).tolist()] * 8})
     borders = {
-        name: [
-            batch_of(BY_NAME[name], rows)["cu_seq_lens_q"].tolist() for rows in steps_of(BY_NAME[name], documents, 20)
-        ]
-        for name in (WITH, WITHOUT)
+        method: batch_of(method, rows_of(method, documents, 20))["cu_seq_lens_q"].tolist() for method in (WITH, WITHOUT)
     }
-    assert borders == {WITH: [list(range(0, 45, 5))], WITHOUT: [[0, 20, 40]]}
+    assert borders == {WITH: list(range(0, 45, 5)), WITHOUT: [0, 20, 40]}

@@ -135,7 +135,7 @@ def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, **chan
     data = datasets.Dataset.from_list(data or paired())
     if kind == "reward":
         data = data.map(lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")})
-        config = arguments(folder, trl.RewardConfig, max_length=None, **changes)
+        config = arguments(folder, trl.RewardConfig, **{"max_length": None, **changes})
         model = llama("SequenceClassification", num_labels=1).to(dtype)
         return trl.RewardTrainer(
             model, args=config, train_dataset=data.remove_columns("prompt"), processing_class=tokenizer()
@@ -143,7 +143,7 @@ def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, **chan
     model = llama("CausalLM").to(dtype)
     torch.manual_seed(1)
     reference = llama("CausalLM").to(dtype)
-    config = arguments(folder, trl.DPOConfig, max_length=None, **changes)
+    config = arguments(folder, trl.DPOConfig, **{"max_length": None, **changes})
     return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)
 
 

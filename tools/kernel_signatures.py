@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from hf_packing.attention.kernels import Call, VarlenKernel
-from hf_packing.versions import OLDEST
+from tools.internals import OLDEST, Call, VarlenKernel
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.columns import IGNORED_LABEL
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
@@ -88,10 +87,10 @@ def trainable_tokens(trainer: SFTTrainer) -> int:
     total = 0
     for batch in trainer.get_train_dataloader():
         labels = batch["labels"].clone()
-        labels[:, 0] = IGNORED_LABEL
+        labels[:, 0] = -100
         if "cu_seq_lens_q" in batch:
-            labels[0, batch["cu_seq_lens_q"][:-1].long()] = IGNORED_LABEL
-        total += int((labels != IGNORED_LABEL).sum())
+            labels[0, batch["cu_seq_lens_q"][:-1].long()] = -100
+        total += int((labels != -100).sum())
     return total
 
 

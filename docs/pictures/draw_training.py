@@ -84,7 +84,7 @@ def packing() -> Figure:
         draw_rows(each, rows, capacities, cut=cut, space=len(LENGTHS))
         empty = 1 - sum(LENGTHS) / sum(capacities)
         title(each, words.format(cut=len(cut), all=len(LENGTHS), empty=empty))
-    draw_attention(axes[3], [8, 6, 2], "Packed, most models:\nthey see each other", leaks=True)
+    draw_attention(axes[3], [8, 6, 2], "Packed, many models:\nthey see each other", leaks=True)
     draw_attention(axes[4], [8, 6, 2], "After patch_model:\nonly themselves")
     return figure
 
@@ -92,7 +92,7 @@ def packing() -> Figure:
 def isolation() -> Figure:
     figure, axes = figure_of(4, (13, 3.7))
     lengths = [8, 5, 7]
-    draw_attention(axes[0], lengths, "Most stock models", leaks=True)
+    draw_attention(axes[0], lengths, "Many stock models", leaks=True)
     draw_attention(axes[1], lengths, "Patched decoder")
     draw_attention(axes[2], lengths, "Patched encoder", causal=False)
     kinds = [Patch(color=ATTENDS, label="attends, same document"), Patch(color=LEAKS, label="leak: another document")]

@@ -95,10 +95,13 @@ class BatchProof:
     def __str__(self) -> str:
         if self.problem:
             return f"not isolated on {self.where}: {self.problem}"
-        compared = f"{self.alone} documents equal the same documents run alone"
-        gradients = "also their gradients" if self.gradients else "gradients were not compared"
+        compared = "logits or gradients" if self.gradients else "logits"
         kernel = f"; kernel: {self.kernel}" if self.kernel else ""
-        return f"isolated on {self.where}; {compared}, {gradients}{kernel}"
+        return (
+            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
+            f"{str(self.dtype).removeprefix('torch.')}; no document changes the {compared} of another (largest change "
+            f"{self.max_leak:.2g}); alone they are the same ({self.alone} compared){kernel}"
+        )
 
 
 @torch.inference_mode(False)  # gradients are compared

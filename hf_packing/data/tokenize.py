@@ -88,16 +88,10 @@ def tokenize(
     if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
         return _tokens_of(dataset, **options)
     names = dataset.column_names or list(next(iter(dataset), {}))
-    settings = {
-        "batched": True,
-        "with_indices": True,
-        "fn_kwargs": options,
-        "remove_columns": names,
-        "features": _COLUMNS,
-    }
-    if isinstance(dataset, datasets.IterableDataset):
+    settings = {"batched": True, "fn_kwargs": options, "remove_columns": names, "features": _COLUMNS}
+    if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
         return dataset.map(_tokens_of, **settings)
-    return dataset.map(_tokens_of, num_proc=num_proc, desc="Tokenizing", **settings)
+    return dataset.map(_tokens_of, with_indices=True, num_proc=num_proc, desc="Tokenizing", **settings)
 
 
 def _tokens_of(

@@ -41,6 +41,8 @@ class EpochSummary:
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
+    packed_rows: int | None = None
+    """Number of packed rows that hold the documents; None if documents are packed while training, or are in trees."""
     trees: TreeCounts | None = None
     """Counts of the documents that share prefixes; None if rows are not trees."""
     length_schedule: LengthSchedule | None = None
@@ -49,27 +51,32 @@ class EpochSummary:
     """An object whose text says what was proven about isolation so far; None if this is not known."""
 
     def __str__(self) -> str:
-        text = self._counts() if self.trees is None else f"{self._counts()}\n{self.trees}"
-        if self.length_schedule is not None:
-            text = f"{text}\nlength of segments: {self.length_schedule}"
-        return text if self.isolation is None else f"{text}\n{self.isolation}"
-
-    def _counts(self) -> str:
-        text = (
+        lines = [
             f"{self.optimizer_steps:,} optimizer steps per epoch, each with {self.documents_per_step:,.1f} documents, "
-            f"{self.tokens_per_step:,.0f} tokens on average\n"
+            f"{self.tokens_per_step:,.0f} tokens on average",
             f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches per rank), the "
-            f"largest with {self.largest_micro_batch:,} tokens\n"
-            f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} by "
-            "attention\n"
+            f"largest with {self.largest_micro_batch:,} tokens",
+        ]
+        if self.world_size > 1:
+            lines.append(
+                f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} "
+                "by attention"
+            )
+        lines.append(
             f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
+            f"{'' if self.labels is None else f'; {self.labels}'}"
         )
-        if self.labels is not None:
-            text = f"{text}; {self.labels}"
-        if self.unpacked_documents_per_step is None:
-            return text
-        return (
-            f"{text}\nwithout packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
-            f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
-            f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
-        )
+        if self.unpacked_documents_per_step is not None:
+            lines.append(
+                f"without packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
+                f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
+                f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
+            )
+        if self.trees is None:
+            rows = ", packed while training" if self.packed_rows is None else f" in {self.packed_rows:,} packed rows"
+            lines.insert(0, f"{self.documents:,} documents{rows}")
+        else:
+            lines.append(str(self.trees))
+        if self.length_schedule is not None:
+            lines.append(f"length of segments: {self.length_schedule}")
+        return "\n".join(lines if self.isolation is None else [*lines, str(self.isolation)])

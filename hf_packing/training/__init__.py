@@ -26,6 +26,7 @@
 | document_logps.py | `document_logps`, the log-probabilities of documents, with gradients |
 | token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
+| max_length.py | refuses or counts what trainers of TRL cut or drop |
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
 | ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
 """

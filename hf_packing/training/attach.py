@@ -22,7 +22,9 @@ from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
+from hf_packing.training.first_batch import isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
+from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
@@ -99,8 +101,9 @@ def attach(
             loss.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the number of a
             run without packing to get as many steps per epoch. With None, the batching decides.
-        prove: "first batch" to prove isolation on the first batch, before the first optimizer step; the route of a
-            large model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
+        prove: "first batch" to prove isolation on the first batch, before the first optimizer step, and print a line
+            that says so; the route of a large model is then found on a small copy. "model" or "small" to prove
+            isolation now, as `patch_model` does.
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. Evaluation batches are then
             filled with as many rows as fit. None for batches of any shape, or to use the trainer's PackingCollator.
         max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
@@ -114,10 +117,10 @@ def attach(
         UnpaddedModels: how each model runs padded batches.
 
     Raises:
-        PackingError: the trainer, an argument or a dataset is not supported; the training dataset has labels, but none
-            are left after its documents were cut or dropped; data or arguments differ between ranks
-            (raised on all ranks); or a masked language model gets data without labels, or labels that only repeat the
-            input tokens, and no collator that masks tokens.
+        PackingError: the trainer, an argument or a dataset is not supported; SFTTrainer has cut documents to its
+            max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
+            data or arguments differ between ranks (raised on all ranks); or a masked language model gets data without
+            labels, or labels that only repeat the input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
             leak, `train` raises this error on all ranks, with the name of the module in which the leak begins.
 
@@ -191,6 +194,9 @@ def _check_and_plan(
     check_loss(loss)
     check_batching(batching)
     check_trainer(trainer, loss)
+    known = {"train_dataset": trainer.train_dataset, **evaluation_datasets(trainer)}
+    for name, dataset in known.items():
+        refuse_cut_documents(trainer, name, dataset)
     if documents_per_step is not None:
         batching = with_documents_per_step(batching, documents_per_step)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
@@ -202,10 +208,9 @@ def _check_and_plan(
     sampler = batches.sampler(trainer, planned_from)
     for name, dataset in evaluation_datasets(trainer).items():
         batches.sampler_in_order(trainer, name, dataset, planned_from)
-    known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
-    check_columns("attach", known, taken_by_trainer(trainer))
+    check_columns("attach", list(known.values()), taken_by_trainer(trainer))
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    isolation = batches.first_batch_proof if prove == "first batch" else None
+    isolation = isolation_in_summary(prove, batches.first_batch_proof)
     summary = sampler.summary(unpacked * data_rank(trainer.accelerator).world_size, isolation)
     return _Planned(batches, sampler, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
 

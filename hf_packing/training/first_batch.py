@@ -1,6 +1,5 @@
 """Prove isolation on the first batch of a training, before the first optimizer step."""
 
-import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,14 +9,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
+from datasets.utils import tqdm
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention import BatchProof, inner_model, prove_on_batch
+from hf_packing.attention import BatchProof, ProveInTraining, inner_model, prove_on_batch
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.losses import documents_in
-
-_logger = logging.getLogger(__name__)
 
 _ADVICE = (
     "Short documents did not show this when the model was patched. Change the module, or train the model on padded "
@@ -29,11 +27,12 @@ _ADVICE = (
 class FirstBatchProof:
     """Proves isolation on the first batch in training mode, and on the first batch in evaluation mode.
 
-    A batch counts if any rank has several documents in it. `print` shows what was proven so far.
+    A batch counts if any rank has several documents in it. The main process prints one line for each proof, and `print`
+    shows what was proven so far.
     """
 
     proofs: dict[str, BatchProof] = field(default_factory=dict)
-    """What was proven, by mode: "training" or "evaluation"."""
+    """What was proven on the rank with the most documents, by mode: "training" or "evaluation"."""
     _model: "weakref.ref[PreTrainedModel] | None" = None
 
     def check(self, model: nn.Module, batch: Mapping[str, Any], mode: str) -> None:
@@ -53,22 +52,32 @@ class FirstBatchProof:
         if mode in self.proofs or not _on_any_rank(int(documents_in(batch)) > 1, batch):
             return
         proof = prove_on_batch(model, batch, training=mode == "training")
-        problem = proof.problem and f"on {proof.where}, {proof.problem}"
-        problems = [problem] if PartialState().num_processes == 1 else gather_object([problem])
-        for rank, problem in enumerate(problems):
-            if problem:
-                on_rank = f" on rank {rank}" if len(problems) > 1 else ""
+        proofs = [proof] if PartialState().num_processes == 1 else gather_object([proof])
+        for rank, each in enumerate(proofs):
+            if each.problem:
+                on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
                 raise ModelNotSupportedError(
                     f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
-                    f"{problem}. {_ADVICE}"
+                    f"on {each.where}, {each.problem}. {_ADVICE}"
                 )
-        self.proofs[mode] = proof
-        _logger.info("%s", self)
+        self.proofs[mode] = max(proofs, key=lambda each: each.documents)
+        if PartialState().is_main_process:
+            tqdm.write(self._line(mode))  # print() would break the progress bar
 
     def __str__(self) -> str:
         if not self.proofs:
             return "isolation: to be proven on the first batch"
-        return "\n".join(f"isolation: {proof}" for proof in self.proofs.values())
+        return "\n".join(map(self._line, self.proofs))
+
+    def _line(self, mode: str) -> str:
+        return f"isolation: proven on the first {mode} batch: {self.proofs[mode]}"
+
+
+def isolation_in_summary(prove: ProveInTraining, proof: FirstBatchProof) -> FirstBatchProof | str:
+    """Return an object whose text says in a summary what is proven of isolation, on the first batch or before."""
+    if prove == "first batch":
+        return proof
+    return f"isolation: proven {'on a small copy of the model' if prove == 'small' else 'when the model was patched'}"
 
 
 def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:

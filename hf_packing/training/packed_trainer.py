@@ -88,7 +88,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 )
             name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self.planned_batches.loader_in_order(self, name, dataset)
+        return self.planned_batches.loader_in_order(self, name, dataset, prepared=True)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         return self.planned_batches.loader_in_order(self, "test_dataset", test_dataset)

@@ -37,6 +37,7 @@ from hf_packing.training.checks import (
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss
+from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.model_loss import check_loss_of_model, collator_for
 from hf_packing.training.passed_on import passed_on, taken_by_trainer
 from hf_packing.training.ranks import (
@@ -248,17 +249,20 @@ class PlannedBatches:
         self.accumulation = sampler.accumulation
         return self._loader(trainer, self._rows_to_train(trainer), sampler)
 
-    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any, prepared: bool = False) -> DataLoader[Any]:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset.
 
         Args:
             trainer: the attached trainer.
             name: the name of the dataset in error messages.
             dataset: a map-style dataset of packed rows or documents.
+            prepared: whether the dataset is one that SFTTrainer prepares.
         """
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check(trainer)
+            if prepared:
+                refuse_cut_documents(trainer, name, dataset)
             return self.sampler_in_order(trainer, name, dataset, planned_from)
 
         def settle(_: PlannedFrom) -> None:

@@ -345,14 +345,13 @@ class StepCounts:
         together = torch.cat(self._steps, dim=1).double().cpu()
         self._steps.clear()
         tokens, squares = together[..., _TOKENS], together[..., _SQUARES]
-        efficiency = {} if max_tokens is None else {"packing_efficiency": float(tokens.mean()) / max_tokens}
-        return {
-            **efficiency,
-            "documents_per_step": float(together[..., _DOCUMENTS].sum()) / steps,
-            "tokens_per_step": float(tokens.sum()) / steps,
-            "token_utilization": _utilization(tokens),
-            "attention_utilization": _utilization(squares),
-        }
+        taken = {} if max_tokens is None else {"packing_efficiency": float(tokens.mean()) / max_tokens}
+        taken["documents_per_step"] = float(together[..., _DOCUMENTS].sum()) / steps
+        taken["tokens_per_step"] = float(tokens.sum()) / steps
+        if len(together) > 1:  # one rank waits for no other
+            taken["token_utilization"] = _utilization(tokens)
+            taken["attention_utilization"] = _utilization(squares)
+        return taken
 
 
 class Predictions:

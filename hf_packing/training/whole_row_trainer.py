@@ -7,6 +7,7 @@ micro-batch's share of the optimizer step.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -32,6 +33,7 @@ from hf_packing.training.checks import (
     overridden_batch_methods,
 )
 from hf_packing.training.loss_units import UNITS
+from hf_packing.training.max_length import lost_pairs
 from hf_packing.training.planned_rows import PlannedRows
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
@@ -207,11 +209,12 @@ def attach_whole_rows(
         planned.settle(trainer, stock.dataset, stock.collate_fn)
         unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
         summary = sampler.summary(unpacked * sampler.world_size, planned)
+    dropped, lost = lost_pairs(trainer, trainer.train_dataset)
     trainer.planned_rows = planned
     trainer.add_callback(BatchesOfCheckpoint(planned.unit))
     trainer.__class__ = subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
     planned.remember_settings(trainer)
-    return summary
+    return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)
 
 
 def _check(trainer: Trainer, batching: Any, loss_unit: str | None, unused: dict[str, Any]) -> None:
@@ -244,6 +247,13 @@ def _check(trainer: Trainer, batching: Any, loss_unit: str | None, unused: dict[
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     refuse_streams_and_packs("train_dataset", trainer.train_dataset)
+    limit = getattr(trainer.args, "max_length", None)
+    with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
+    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
+        raise PackingError(
+            f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
+            f"since attach cannot count what {kind} cuts or drops then"
+        )
     check_methods(trainer)
     check_arguments(trainer, None)
     check_accelerator(trainer.accelerator)

@@ -1,4 +1,4 @@
-"""What the reproductions share: their options, the data they read, and tables that are printed and written."""
+"""What the reproductions share: options, data, a small model, CPU time, and tables that are printed and written."""
 
 import argparse
 import importlib.metadata
@@ -6,64 +6,101 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from hardware import processor
+from transformers import PreTrainedModel
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-LINE = 120
 TOY_RESULTS = Path("outputs/reproduce")
+LINE = 120
+
+WIDE_SHARE, LONGEST, BLOCK = 0.3831637, 1 << 18, 1 << 22
+NARROW, WIDE = (6.2047192, 0.8323742), (5.2399588, 1.6609820)
+"""Mean and deviation of the logarithms."""
 
 
-def options(documentation: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts share; each script adds its own."""
+def options(documentation: str, **sizes: Any) -> argparse.ArgumentParser:
+    """Return a parser with an option for each size, beside those that all scripts share."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs; its figures mean nothing")
-    parser.add_argument(
-        "--output", type=Path, help=f"folder of the result; default: results beside the script, or {TOY_RESULTS}"
-    )
+    results = f"folder of the result; default: results beside the script, or {TOY_RESULTS}"
+    parser.add_argument("--output", type=Path, help=results)
+    for name, size in sizes.items():
+        kind, number = (type(size[0]), "+") if isinstance(size, list) else (type(size), None)
+        option, default = f"--{name.replace('_', '-')}", f"default: {size}"
+        parser.add_argument(option, type=kind, nargs=number, default=size, metavar="N", help=default)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """Read the options; with --quick, those that were not given take the values in `quick`."""
+def parse(parser: argparse.ArgumentParser, **toy: Any) -> argparse.Namespace:
+    """Read the options; with --quick, those that were not given take the values in `toy`."""
     if parser.parse_known_args()[0].quick:
-        parser.set_defaults(**quick)
+        parser.set_defaults(**toy)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # speeds are per CPU second, and threads that wait for each other would count
-    arguments.output = arguments.output or (TOY_RESULTS if arguments.quick else RESULTS)
+    arguments.output = arguments.output or (TOY_RESULTS if arguments.quick else HERE / "results")
     arguments.output.mkdir(parents=True, exist_ok=True)
     return arguments
 
 
 def shared_file(name: str, source: str) -> Path:
-    """Return the path of a file in the folder that HF_PACKING_DATA names, or exit if it is not there.
-
-    Args:
-        name: of the file.
-        source: what the file is and where it comes from, for the message if it is missing.
-    """
-    folder = Path(os.environ.get("HF_PACKING_DATA") or HERE.parents[2] / "shared" / "data")
+    """Return the path of a file in the folder that HF_PACKING_DATA names, or exit with its source if it is missing."""
+    folder = Path(os.environ.get("HF_PACKING_DATA") or HERE.parents[2] / "shared" / "data").resolve()
     if not (folder / name).is_file():
-        sys.exit(
-            f"expected {name} in {folder.resolve()}, it is not there. The file is {source}; set HF_PACKING_DATA to its "
-            "folder"
-        )
+        found = f"expected {name} in {folder}, it is not there. The file is {source}"
+        sys.exit(f"{found}; set HF_PACKING_DATA to its folder")
     return folder / name
 
 
-def machine(*packages: str) -> str:
-    """Hardware and versions, as one line for the top of a result."""
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    cores = f"{os.cpu_count()} cores, torch on {torch.get_num_threads()}"
-    return f"{processor()}, {cores}, Python {platform.python_version()}, {versions}"
+def refinedweb_like(documents: int) -> np.ndarray:
+    """Draw lengths of documents from two log-normals: int32 [documents], tokens.
+
+    They were fitted to Table 1 of arXiv 2407.07495: cut every 2048, 4096, 8192 or 16384 tokens, they have the same
+    shares of cut documents as 100 GB of RefinedWeb. Drawn in blocks, to use little more memory than the result.
+    """
+    rng = np.random.default_rng(0)
+    lengths = np.empty(documents, dtype=np.int32)
+    for begin in range(0, documents, BLOCK):
+        block = lengths[begin : begin + BLOCK]
+        wide = rng.random(len(block)) < WIDE_SHARE
+        mean, deviation = np.where(wide, WIDE[0], NARROW[0]), np.where(wide, WIDE[1], NARROW[1])
+        block[:] = np.clip(np.rint(np.exp(rng.normal(mean, deviation))), 1, LONGEST)
+    return lengths
+
+
+def small_model(architecture: type[PreTrainedModel], hidden: int, layers: int, **settings: Any) -> PreTrainedModel:
+    """Return a model to train, with the same random weights at every call."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    return architecture(architecture.config_class(**sizes, **settings)).train()
+
+
+def chunks(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+class Stopwatch:
+    """The CPU seconds of a `with` block; other processes do not add to them."""
+
+    def __enter__(self) -> "Stopwatch":
+        self.began = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.process_time() - self.began
+
+
+def processor() -> str:
+    """Return the processor's name, as Linux reports it."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
 
 
 def yes_or_no(holds: bool) -> str:
@@ -80,23 +117,37 @@ class Report:
 
     def __init__(self, title: str, *packages: str) -> None:
         self.parts: list[str] = []
-        self.add(machine("hf-packing", *packages))
+        versions = [f"{package} {importlib.metadata.version(package)}" for package in ("hf-packing", *packages)]
+        cores = f"{os.cpu_count()} cores, torch on {torch.get_num_threads()}"
+        self.add(f"{processor()}, {cores}, Python {platform.python_version()}, {', '.join(versions)}")
         self.add(f"# {title}")
-
-    def say(self, text: str) -> None:
-        """Add a paragraph; line breaks in the text are ignored."""
-        self.add(textwrap.fill(" ".join(text.split()), LINE, break_long_words=False, break_on_hyphens=False))
 
     def add(self, part: str) -> None:
         print(part, end="\n\n", flush=True)
         self.parts.append(part)
 
-    def table(self, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Add a section with a table: words in the first column, figures in the others."""
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    def say(self, text: str) -> None:
+        """Add paragraphs; line breaks within them are ignored."""
+        for paragraph in text.split("\n\n"):
+            words = " ".join(paragraph.split())
+            self.add(textwrap.fill(words, LINE, break_long_words=False, break_on_hyphens=False))
+
+    def table(self, caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Add a section with a table: words in the first column, figures in the others.
+
+        Args:
+            columns: the heading of each, and after a colon the format of its values: "padding:.2%".
+            rows: the values; None leaves a cell empty.
+        """
+        header, _, forms = zip(*(column.partition(":") for column in columns), strict=True)
+        cells = [
+            ["" if value is None else format(value, form) for value, form in zip(row, forms, strict=True)]
+            for row in rows
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
         rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-        drawn = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (header, rule, *rows)]
-        self.add(f"## {caption}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in drawn))
+        drawn = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (header, rule, *cells)]
+        self.add(f"## {caption}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in drawn))
 
     def save(self, file: Path) -> None:
         file.write_text("\n\n".join(self.parts) + "\n", encoding="utf-8")

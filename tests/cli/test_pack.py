@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from chat_templates import CHAT, CHATML, FROM_TRL, PLAIN, tokenizer_with
 from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
@@ -35,6 +36,46 @@ def test_pack(capsys, tmp_path, data, tokenizer, words):
     assert json.loads(capsys.readouterr().out)["num_documents"] == 300
     assert len(datasets.load_from_disk(tmp_path / "packed")) > len(packed)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.slow
+def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
+    """By pack, report and fleet; all three say how many tokens that are."""
+    tokenizer = tokenizer_with(FROM_TRL["qwen3"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chats = [{"messages": PLAIN}, {"messages": PLAIN[:2]}] * 3
+    (tmp_path / "chat.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    data = [str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
+    packs = ["--max-length", "256", "--output"]
+    counts = []
+    for name, flags in (("assistant", []), ("all", ["--train-on", "all"])):
+        assert main(["pack", *data, *packs, str(tmp_path / name), *flags]) == 0
+        said = [capsys.readouterr().out]
+        packed, plan = datasets.load_from_disk(tmp_path / name), hfp.PackingPlan.load(tmp_path / name / "plan")
+        documents = hfp.tokenize(datasets.Dataset.from_list(chats), tokenizer, train_on=name)
+        found = hfp.unpack(packed, plan)
+        assert found["input_ids"][:] == documents["input_ids"][:]
+        assert [row[1:] for row in found["labels"]] == [row[1:] for row in documents["labels"]]
+        trained = sum(label != -100 for row in documents["labels"] for label in row[1:])
+        assert main(["fleet", "pack", *data, *packs, str(tmp_path / f"{name}-fleet"), "--workers", "1", *flags]) == 0
+        said.append(capsys.readouterr().out)
+        assert main(["report", *data, "--max-length", "256", *flags]) == 0
+        said.append(capsys.readouterr().out)
+        total = sum(map(len, documents["input_ids"]))
+        for each in said:
+            assert f"{trained:,} of {total:,} tokens are trained on" in each
+        counts.append(trained)
+    assert 0 < counts[0] < counts[1]
+    assert main(["pack", *data, *packs, str(tmp_path / "none"), "--train-on", "completion"]) == 2
+    assert "expected train_on='assistant' or 'all' for documents with messages" in capsys.readouterr().err
+
+
+def test_thinking_that_the_template_leaves_out_is_counted(capsys, tmp_path):
+    tokenizer_with(CHATML).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    given = ["pack", str(tmp_path / "chat.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--max-length", "256"]
+    assert main([*given, "--output", str(tmp_path / "packed")]) == 0
+    assert "warning: 1 chats lack content, thinking or tool calls" in capsys.readouterr().err
 
 
 def test_loss_masks_are_applied_and_named(capsys, tmp_path):

@@ -121,6 +121,13 @@ def test_datasets_streams_and_map_are_the_same():
     assert len(hfp.pack(whole, hfp.BestFit(512))) == 1
 
 
+def test_a_stream_keeps_its_shards():
+    """Each logical stream reads its own; `pack` would warn of shards that several have to read."""
+    stream = datasets.Dataset.from_list(CHATS).to_iterable_dataset(num_shards=3)
+    packed = hfp.pack(hfp.tokenize(stream, tokenizer_with(CHATML)), hfp.BestFit(512), streams=3)
+    assert len(list(packed)) == 3
+
+
 def test_tools_and_thinking():
     template = FROM_TRL["qwen3"]
     (ids,), (labels,) = columns(ours([{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}], template))

@@ -69,6 +69,7 @@ def begun(files, output, exchange=True):
         text_field=None,
         end_documents=True,
         separator=None,
+        train_on=None,
         skip_bad=False,
         trust_remote_code=False,
     )

@@ -28,6 +28,16 @@ def test_the_first_micro_batches_are_skipped_without_being_read():
     assert list(sampler) != everything
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_summary_in_words(ranks, packed):
+    """Documents are not called rows, and a rank that is alone has no utilization."""
+    rows = [{"input_ids": [1, 2, 3, 4], **({"seq_lengths": [1, 3]} if packed else {})}] * 10
+    said = str(RankBatchSampler(hfp.TokenBudget(8), sizes_of(Plain(rows)), world_size=ranks).summary()).splitlines()
+    assert said[0] == ("20 documents in 10 packed rows" if packed else "10 documents, packed while training")
+    assert sum("utilization of the ranks: " in line for line in said) == (ranks > 1)
+
+
 def test_what_decides_the_micro_batches_is_compared():
     sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)

@@ -12,7 +12,17 @@ from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from tools.survey import measure as measure_module
 from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
-from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
+from tools.survey.measure import (
+    EXACT,
+    ISOLATED_WITHOUT_CACHE,
+    KINDS,
+    Measured,
+    all_jobs,
+    feedings,
+    make_documents,
+    measure,
+    measure_all,
+)
 from tools.survey.page import TITLES, page
 
 Rows = dict[tuple[str, str], list[str]]
@@ -161,8 +171,10 @@ def test_the_summary_of_the_page_counts_its_rows():
     varlen = sum(route == "varlen" for _, route, *_ in both)
     assert f"{varlen} models take only the `varlen` route." in PAGE
     assert f"The other {len(both) - varlen} run a median of " in PAGE
-    isolated = sum(cells[0] == "isolated" for (section, _), cells in rows.items() if "Not measured" not in section)
-    assert f"{isolated} of {len(both) + sum(refused.values())} models isolate documents in training." in PAGE
+    stock = [cells[0] for (section, _), cells in rows.items() if "Not measured" not in section]
+    isolated, without_cache = stock.count("isolated"), stock.count(ISOLATED_WITHOUT_CACHE)
+    assert f"{isolated} of {len(both) + sum(refused.values())} models isolate documents as they are called" in PAGE
+    assert f"and {isolated + without_cache} with use_cache=False" in PAGE
     assert all(float(figure) <= EXACT for *_, logits, gradients, _ in both for figure in (logits, gradients))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from leaky_models import LEAKS, leaky
 from patched_models import patched
-from processes import launch
+from processes import launch, run
 from tiers import fast_only
 from tiny_models import build
 from torch import nn
@@ -58,8 +58,9 @@ def test_the_summary_says_what_was_proven(tmp_path, kind, loss):
     summary = hfp.attach(trainer, BUDGET, loss=loss)
     trainer.train()
     told = str(summary).splitlines()[-1]
-    assert told.startswith("isolation: isolated on a batch of ")
-    assert "documents of up to 210 tokens, in training mode and float32" in told
+    assert told.startswith("isolation: proven on the first training batch: ")
+    assert "documents of up to 210 tokens" in told
+    assert "in float32; no document changes the logits or gradients of another (largest change 0); alone" in told
     assert summary == hfp.attach(trainer_on(tmp_path, patched()), BUDGET)
 
 
@@ -122,7 +123,64 @@ def test_a_loader_tells_what_was_proven():
     model = accelerator.prepare(model)
     for _ in loader:
         pass
-    assert "in training mode" in str(loader.first_batch_proof)
+    assert "on the first training batch" in str(loader.first_batch_proof)
+
+
+PROVEN = "isolation: proven on the first "
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
+    data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
+    trainer = trainer_of(tmp_path, kind, build("Llama", max_position_embeddings=1024), data, logging_strategy="no")
+    hfp.attach(trainer, BUDGET)
+    capsys.readouterr()
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate(documents(LENGTHS[:8]))
+    proven = trainer.planned_batches.first_batch_proof
+    printed = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
+    assert printed == str(proven).splitlines()
+    assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
+    assert f": {proven.proofs['training'].documents} documents of up to " in printed[0]
+
+
+def test_loops_print_one_line(capsys):
+    rows = documents()
+    for data in (rows, rows.to_iterable_dataset(num_shards=2)):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = build("Llama", max_position_embeddings=1024)
+        loader = hfp.prepare_dataloader(accelerator, data, BUDGET, model=model)
+        accelerator.prepare(model)
+        capsys.readouterr()
+        for _ in range(2):
+            assert all("input_ids" in batch for batch in loader)
+        assert capsys.readouterr().out == f"{loader.first_batch_proof}\n"
+
+
+def test_a_progress_bar_goes_on_below_the_line(tmp_path, capfd):
+    model = build("Llama", max_position_embeddings=1024)
+    trainer = trainer_on(tmp_path, model, disable_tqdm=False, logging_strategy="no")
+    hfp.attach(trainer, BUDGET)
+    trainer.train()
+    printed, drawn = capfd.readouterr()
+    assert printed.count(PROVEN) == 1
+    before, after = drawn.split("\r" + " " * 10, 1)  # tqdm clears the bar before it prints
+    assert "0/2" in before
+    assert "2/2" in after
+
+
+@pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small copy")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prove", "said"), [("model", "when the model was patched"), ("small", "on a small copy of the model")]
+)
+def test_the_summary_says_that_isolation_was_proven_before(tmp_path, prove, said, stream):
+    data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
+    trainer = trainer_of(tmp_path, Trainer, build("Llama", max_position_embeddings=1024), data)
+    assert str(hfp.attach(trainer, BUDGET, prove=prove)).endswith(f"\nisolation: proven {said}")
 
 
 @pytest.mark.parametrize("call", ["attach", "prepare_dataloader", "patch_model"])
@@ -224,8 +282,19 @@ def test_what_hooks_keep_is_of_training_alone(tmp_path, make):
     summary = hfp.attach(trainer, BUDGET)
     assert calls() == 0
     trainer.train()
-    assert "documents equal the same documents run alone" in str(summary)
+    assert "proven on the first training batch" in str(summary)
     assert calls() == 2  # one for each micro-batch
+
+
+def test_only_one_of_two_processes_prints(tmp_path):
+    """The trainer proves isolation in training and in evaluation, the loop in training."""
+    done = run(
+        tmp_path,
+        {through: {"through": through, "epochs": 1, "eval_batch_sizes": [8]} for through in ("trainer", "loop")},
+        ranks=2,
+    )
+    assert done.stdout.count(f"{PROVEN}training batch") == 2
+    assert done.stdout.count(f"{PROVEN}evaluation batch") == 1
 
 
 @pytest.mark.slow
@@ -235,7 +304,10 @@ def test_ranks_that_share_a_model(tmp_path):
     launch("first_batch_process.py", tmp_path, json.dumps(cases), ranks=2)
     found = {case: [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(2)] for case in cases}
     assert len(found["stock"][0]["losses"]) == len(found["stock"][1]["losses"]) > 1
-    assert all(each["sharded"] and "also their gradients" in each["proven"] for each in found["stock"])
+    assert all(each["sharded"] and "logits or gradients" in each["proven"] for each in found["stock"])
+    assert found["stock"][0]["proven"] == found["stock"][1]["proven"]
+    assert [each["printed"] for each in found["stock"]] == [found["stock"][0]["proven"] + "\n", ""]
+    assert not any(each["printed"] for case in cases[1:] for each in found[case])
     for case in cases[1:]:
         assert found[case][0]["refused"] == found[case][1]["refused"]
         assert leaky(case)[1] in found[case][0]["refused"]

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import architectures, tiny_model
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing import ModelNotSupportedError, patch_model
+from tools.internals import architectures, route_of, tiny_model
 from tools.survey.measure import in_processes, make_documents
 
 HEADS = ("sequence classification", "token classification", "question answering", "multiple choice")

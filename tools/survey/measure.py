@@ -15,14 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.probe import Probe
-from hf_packing.attention.tiny_model import VOCABULARY, architectures, tiny_model
-from hf_packing.attention.tolerance import comparable, logits_of, spread
-from hf_packing.attention.unpatch import unpatch_model
-from hf_packing.collate import PackingCollator
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing import ModelNotSupportedError, PackingCollator, check_isolation, patch_model, unpatch_model
+from tools.internals import VOCABULARY, Probe, architectures, comparable, logits_of, spread, tiny_model
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -59,6 +53,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 EXACT = 1e-4
 """The largest difference that counts as exact, in a logit, or in a gradient relative to the largest gradient. A larger
 difference counts as exact only if rounding alone was measured to cause a difference of this size."""
+
+ISOLATED_WITHOUT_CACHE = "leaks unless use_cache=False"
+"""What the page says of an unpatched model in which documents attend to each other only if it fills a cache."""
 
 _LENGTHS = (5, 19, 2, 15, 19, 22)
 """Lengths of the documents in tokens. `patch_model` uses other lengths. A document ends in the middle of the row."""
@@ -241,7 +238,7 @@ def _stock_result(model: PreTrainedModel) -> str:
         if report.isolated:
             return "isolated"
         if "with use_cache=False there is no leak" in report.reason:
-            return "leaks unless use_cache=False"
+            return ISOLATED_WITHOUT_CACHE
         return "cannot be called on a packed row" if report.max_leak != report.max_leak else "leaks"
     except Exception as error:  # a model may raise anything
         return f"not measured: {error}"

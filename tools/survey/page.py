@@ -7,7 +7,7 @@ from statistics import median
 
 from tools.survey.heads import EXACT as EXACT_ROWS
 from tools.survey.heads import HEADS, MeasuredHead
-from tools.survey.measure import EXACT, Measured
+from tools.survey.measure import EXACT, ISOLATED_WITHOUT_CACHE, Measured
 from tools.survey.pictures import MeasuredPictures
 from tools.survey.trees import MeasuredTrees
 
@@ -121,7 +121,12 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     unproven = [f"{each.name} ({_one_line(each.unproven, 160)})" for each in taken if each.unproven]
     which = f"all but {', '.join(unproven)}" if unproven else "all"
     lines += [f"Models that were also verified in training mode, with dropout off: {which}."]
-    return [*lines, f"Before patching, {isolated} of {sum(built.values())} models isolate documents in training."]
+    without_cache = isolated + sum(each.stock == ISOLATED_WITHOUT_CACHE for each in results)
+    return [
+        *lines,
+        f"Before patching, {isolated} of {sum(built.values())} models isolate documents as they are called by default,",
+        f"and {without_cache} with use_cache=False, as Trainer and SFTTrainer call them.",
+    ]
 
 
 def _other_heads(results: Sequence[MeasuredHead]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.token_axes import tensors_in
+from tools.internals import tensors_in
 from tools.survey.picture_models import END, PATCH, PICTURE, SIDE, START
 
 Inputs = dict[str, Any]

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import architectures
-from hf_packing.errors import PackingError
+from hf_packing import PackingError, patch_model
+from tools.internals import architectures, route_of
 from tools.survey.heads import EXACT
 from tools.survey.measure import in_processes
 from tools.survey.picture_inputs import Document, batch_of, make_documents

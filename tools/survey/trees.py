@@ -14,12 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import VOCABULARY, tiny_model
-from hf_packing.attention.tolerance import logits_of
-from hf_packing.collate import PackingCollator
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing import ModelNotSupportedError, PackingCollator, patch_model
+from tools.internals import VOCABULARY, logits_of, route_of, tiny_model
 from tools.survey.measure import EXACT, VARIANTS, all_jobs, explained_by_rounding, in_processes, largest, make_documents
 
 LOSSES = ("token", "sequence")

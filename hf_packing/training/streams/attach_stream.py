@@ -24,8 +24,9 @@ from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
-from hf_packing.training.first_batch import FirstBatchProof
+from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
+from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import evaluation_datasets
@@ -47,7 +48,7 @@ class StreamSummary:
     stream: TrainingStream
     ranks: int
     accumulation: int
-    isolation: FirstBatchProof | None = None
+    isolation: FirstBatchProof | str
     length_schedule: LengthSchedule | None = None
 
     @property
@@ -65,7 +66,7 @@ class StreamSummary:
         ]
         if self.length_schedule is not None:
             lines.append(f"length of segments: {self.length_schedule}")
-        return "\n".join([*lines, *([str(self.isolation)] if self.isolation else [])])
+        return "\n".join([*lines, str(self.isolation)])
 
 
 class StreamTrainer(PackedTrainer):
@@ -178,6 +179,9 @@ def _check(
     if isinstance(trainer, PackedTrainer):
         raise PackingError("trainer: expected a trainer not yet attached, got an attached trainer; call attach once")
     check_trainer(trainer, check_loss(loss))
+    known = {"train_dataset": trainer.train_dataset, **evaluation_datasets(trainer)}
+    for name, dataset in known.items():
+        refuse_cut_documents(trainer, name, dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
@@ -190,12 +194,11 @@ def _check(
             batches.evaluation_stream(trainer, name, dataset, planned_from)
         else:
             batches.sampler_in_order(trainer, name, dataset, planned_from)
-    known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
-    check_columns("attach", known, taken_by_trainer(trainer))
-    proof = batches.first_batch_proof if prove == "first batch" else None
+    check_columns("attach", list(known.values()), taken_by_trainer(trainer))
+    isolation = isolation_in_summary(prove, batches.first_batch_proof)
     ranks = data_rank(trainer.accelerator).world_size
     schedule = getattr(batching, "length_schedule", None)
-    return batches, StreamSummary(stream, ranks, trainer.args.gradient_accumulation_steps, proof, schedule)
+    return batches, StreamSummary(stream, ranks, trainer.args.gradient_accumulation_steps, isolation, schedule)
 
 
 def _isolate_and_settle(trainer: Trainer, batches: StreamedBatches, _: PlannedFrom) -> None:

@@ -15,6 +15,7 @@ from hf_packing.collate import is_tree_batch
 from hf_packing.columns import COMPLETION_MASK, LABELS, SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
+from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.model_loss import predicts_next
 from hf_packing.training.passed_on import passed_on_in_stream, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches
@@ -161,12 +162,14 @@ class StreamedBatches(PlannedBatches):
         check_names(stream.sources)
         return stream
 
-    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any, prepared: bool = False) -> Any:
         if not is_stream(dataset):
-            return super().loader_in_order(trainer, name, dataset)
+            return super().loader_in_order(trainer, name, dataset, prepared)
 
         def plan(planned_from: PlannedFrom) -> TrainingStream:
             self.check(trainer)
+            if prepared:
+                refuse_cut_documents(trainer, name, dataset)
             return self.evaluation_stream(trainer, name, dataset, planned_from)
 
         def settle(_: PlannedFrom) -> None:

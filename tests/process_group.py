@@ -1,4 +1,4 @@
-"""The end of a run in several processes."""
+"""The end of a test's run in several processes."""
 
 import gc
 

@@ -1,0 +1,79 @@
+"""What benchmarks use of the inside of hf_packing. When the package moves one of these, its line here follows.
+
+Benchmarks go through public names where they measure what a user waits for. Some measure a single piece, which has no
+public name: planning without reading the data, the loader without a trainer, an attention function without a model, the
+driver of a fleet without its tasks. A piece is imported when it is first used, so that a benchmark loads what it
+measures and nothing else.
+"""
+
+import importlib
+from typing import Any
+
+HOME_OF = {
+    # lengths, and the window in which a stream is planned: streams, trees, fleet_scale
+    "LengthCounts": "planning.lengths",
+    "check_lengths": "planning.lengths",
+    "count_lengths": "planning.lengths",
+    "cut_to_pieces": "planning.lengths",
+    "WindowSize": "planning.windows",
+    "choose_waiting": "planning.windows",
+    # columns of tokens, rows made from a plan, and shared prefixes: trees, fleet_sides
+    "TOKENS_AT_ONCE": "data.token_columns",
+    "TokenColumn": "data.token_columns",
+    "TokenColumns": "data.token_columns",
+    "find_token_columns": "data.token_columns",
+    "blocks_of_packs": "data.packed_rows",
+    "pack_rows": "data.packed_rows",
+    "find_trees": "data.trees.find_trees",
+    "TreesPlan": "data.trees.plan_trees",
+    "plan_trees": "data.trees.plan_trees",
+    "tree_rows": "data.trees.tree_rows",
+    # the logical streams of a mixture: mixtures
+    "examples_of": "data.streams.upstream",
+    "divided_mixture": "data.streams.mixtures_in",
+    # micro-batches of sizes alone: samplers, shapes
+    "Epoch": "sampling.epoch_plan",
+    "RowSizes": "sampling.epoch_plan",
+    "sizes_of_documents": "sampling.row_sizes",
+    "sizes_of_packs": "sampling.row_sizes",
+    "within_shapes": "sampling.within_limits",
+    # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
+    "sizes_of": "sampling.row_sizes",
+    "ArrowRows": "sampling.sampled_rows",
+    "RankBatchSampler": "sampling.sampler",
+    "rows_loader": "training.loader",
+    "MaskedRows": "training.masked_documents",
+    "Masking": "training.masking",
+    # ranks that step together, and the items of a batch: lockstep, tree_training
+    "Answer": "training.streams.lockstep",
+    "in_lockstep": "training.streams.lockstep",
+    "items_in": "training.losses",
+    # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
+    "PackedRow": "attention.packed_row",
+    "use_row": "attention.packed_row",
+    "packed_varlen": "attention.varlen",
+    "block_mask": "attention.flex",
+    "prove_on_batch": "attention",
+    # the driver of a fleet and its stages: fleet_scale
+    "Counted": "fleet.count",
+    "count": "fleet.count",
+    "deal": "fleet.deal",
+    "drive": "fleet.drive",
+    "PackedFile": "fleet.gather",
+    "gather": "fleet.gather",
+    "identity_of": "fleet.inputs",
+    "begin_run": "fleet.pack_files",
+    "write_parts": "fleet.parts",
+    "TOKENS_IN_A_SHARD": "fleet.plan",
+    "load_plan": "fleet.plan",
+    "make_plan": "fleet.plan",
+    "Run": "fleet.run",
+    "Store": "fleet.store",
+    "Task": "fleet.tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hf_packing.{HOME_OF[name]}"), name)

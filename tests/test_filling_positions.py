@@ -1,0 +1,218 @@
+"""Positions of padding and of filling segments are never below the first position of the documents.
+
+Where a model gets no borders, transformers finds them in position_ids: its masks begin a document wherever positions do
+not rise by 1, and its flash attention wherever the smallest position of the batch is. One position of padding below
+those of the documents would thus hide the borders of all of them.
+"""
+
+from collections import Counter
+from functools import cache
+from itertools import chain
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from patched_models import patched
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from tree_rows import labeled_documents, tree_row
+
+import hf_packing as hfp
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.row_readers import into_rows
+from hf_packing.attention.shared_rows import SharedRows
+from hf_packing.attention.token_axes import TokenAxes, cut_inputs
+from hf_packing.cut_batch import with_segments_cut
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.streams.training_stream import training_stream
+
+
+def check(positions, lengths, filling=0, period=1):
+    """Check the positions of a row with documents of these lengths, and padding after them.
+
+    Args:
+        positions: integers [tokens].
+        lengths: number of tokens of each document, or of each copy of one.
+        filling: number of tokens of padding, whose positions restart after every `period` tokens.
+    """
+    positions, tokens = positions.long(), sum(lengths)
+    assert len(positions) == tokens + filling
+    begins = np.cumsum([0, *lengths[:-1]])
+    assert (positions[tokens:] >= positions[begins].max()).all()
+    expected = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+    expected += [len(lengths) + place // period for place in range(filling)]
+    found = find_packed_sequence_indices(positions[None])
+    assert ([0] * len(positions) if found is None else found[0].tolist()) == expected
+    (borders, _), _ = prepare_fa_kwargs_from_position_ids(positions[None])
+    assert borders.tolist() == [0, *(np.flatnonzero(np.diff(expected)) + 1).tolist(), len(positions)]
+
+
+@pytest.mark.parametrize(("below", "above"), [(-1, 0), (1, 2)])
+def test_positions_of_padding_below_those_of_documents_are_noticed(below, above):
+    check(torch.tensor([0, 1, 2, 0, 1, 0, 0]) + above, [3, 2], filling=2)
+    wrong = torch.tensor([above, above + 1, above + 2, above, above + 1, below, below])
+    (borders, _), _ = prepare_fa_kwargs_from_position_ids(wrong[None])
+    assert borders.tolist() == [5, 6, 7]  # both documents are lost
+    with pytest.raises(AssertionError):
+        check(wrong, [3, 2], filling=2)
+
+
+FLAT = ("documents", "fixed shapes", "copies", "copies, cut", "end of streams")
+
+
+@st.composite
+def flat_batches(draw, way):
+    """Draw a batch, the lengths of the documents in it, and the number of tokens in its padding or copies."""
+    if way == "end of streams":
+        batch = filler_of_streams(share_prefixes=False)
+        return batch, [batch["input_ids"].shape[1]], int((batch["seq_idx"] < 0).sum())
+    of_rows = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5))
+    rows = [{"input_ids": np.arange(sum(lengths)) + 3, "seq_lengths": lengths} for lengths in of_rows]
+    lengths = list(chain.from_iterable(of_rows))
+    if way == "documents":
+        return hfp.PackingCollator()(rows), lengths, 0
+    if way == "fixed shapes":
+        filling = draw(st.integers(0, 30))
+        collator = hfp.PackingCollator(tokens=sum(lengths) + filling, max_segments=len(lengths) + 1)
+        return collator(rows), lengths, filling
+    copied = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    batch = hfp.PackingCollator()(sampled(rows, enumerate(copied)))
+    if way == "copies, cut":
+        longest = draw(st.integers(1, 9))
+        batch = with_segments_cut(batch, longest)
+        lengths = [min(longest, length - begin) for length in lengths for begin in range(0, length, longest)]
+    return batch, lengths, sum(sum(row) for row, is_copy in zip(of_rows, copied, strict=True) if is_copy)
+
+
+def sampled(rows, chosen):
+    """The rows that a sampler has chosen: pairs (number, True if the row is a copy)."""
+    dataset = datasets.Dataset.from_list(rows)
+    sampler = RankBatchSampler(hfp.TokenBudget(999), sizes_of(dataset))
+    return SampledRows(dataset, sampler).__getitems__([*chosen])
+
+
+@cache
+def filler_of_streams(share_prefixes):
+    """The batch of a rank that has no row in a step, while other ranks have one."""
+    few = datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 3))
+    stream = hfp.pack(few, hfp.BestFit(3), streams=4, window_packs=1, share_prefixes=share_prefixes)
+    stream = training_stream("train_dataset", stream, hfp.TokenBudget(3), 1)
+    batches = list(StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), accumulation=4))
+    return next(each for each in batches if (each.get("labels", each.get("tree_labels")) == -100).all())
+
+
+def positions_at_attention(model, **inputs):
+    """The positions that the first layer of a model gets, row by row, int64 [tokens]."""
+    found = []
+    layer = model.model.layers[0].self_attn
+    hook = layer.register_forward_pre_hook(lambda _, __, given: found.append(given["position_ids"]), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        hook.remove()
+    return found[-1].flatten()  # the first padded batch is also run to prove that the model takes one
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_flat_batches(way):
+    model, filled = patched("Llama").eval(), Counter()
+
+    @given(flat_batches(way))
+    def check_batch(drawn):
+        batch, lengths, filling = drawn
+        filled[way] += filling
+        padding = filling if way == "fixed shapes" else 0
+        inputs = {name: value for name, value in batch.items() if name != "position_ids"}
+        for positions in (
+            batch["position_ids"][0],
+            positions_at_attention(model, **batch),
+            positions_at_attention(model, **inputs),  # here the patch makes them
+        ):
+            check(positions, lengths, padding, period=max(lengths))
+
+    check_batch()
+    assert way == "documents" or filled[way]
+
+
+POSITIONS = {"none": None, "0 in padding": (0, 0), "-1 in padding": (0, -1), "1 in padding, as RoBERTa has": (2, 1)}
+
+
+def test_padded_batches():
+    """Their rows reach attention as one row, in which no position of padding is left."""
+    model, filled = patched("Llama").eval(), Counter()
+
+    @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.sampled_from([*POSITIONS]), st.data())
+    def check_batch(lengths, kind, data):
+        longest = max(lengths) + data.draw(st.integers(0, 2))
+        mask = torch.zeros(len(lengths), longest, dtype=torch.long)
+        for row, length in zip(mask, lengths, strict=True):
+            begin = data.draw(st.integers(0, longest - length))
+            row[begin : begin + length] = 1
+        inputs = {"input_ids": torch.arange(mask.numel()).view(mask.shape) % 90 + 3, "attention_mask": mask}
+        if POSITIONS[kind]:
+            first, elsewhere = POSITIONS[kind]
+            inputs["position_ids"] = torch.where(mask == 1, mask.cumsum(1) - 1 + first, elsewhere)
+        filled[kind] += int((mask == 0).sum())
+        check(positions_at_attention(model, **inputs), [length for length in lengths if length])
+
+    check_batch()
+    assert all(filled[kind] for kind in POSITIONS)
+
+
+def test_documents_in_rows_of_their_own():
+    """Modules that run segment by segment, and those that read a document as a whole, get rows that end in padding."""
+    filled = Counter()
+
+    @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    def check_rows(lengths):
+        row = PackedRow.from_lengths(lengths)
+        axes = TokenAxes("Module (name)", row.tokens)
+        axes.record(row.position_ids)
+        axes.freeze()
+        calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in row.calls("ragged")]
+        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row, row.slices))])):
+            for documents, positions in of_rows:
+                for length, of_row in zip(documents, positions, strict=True):
+                    filled[way] += len(of_row) - length
+                    check(of_row, [length], filling=len(of_row) - length)
+
+    check_rows()
+    assert all(filled[way] for way in ("calls", "readers"))
+
+
+def test_trees():
+    """In trees, positions are depths: only roots have the smallest one, also in copies and in rows that fill a step."""
+    model, branches = patched("Llama", trees=True).eval(), Counter()
+
+    def check_trees(way, positions, lengths, parents):
+        roots = [begin for begin, parent in zip(np.cumsum([0, *lengths[:-1]]), parents, strict=True) if parent < 0]
+        assert positions.min() == 0
+        assert (positions == 0).nonzero()[:, 0].tolist() == roots
+        branches[way] += len(lengths) - len(roots)
+
+    @given(labeled_documents(), st.booleans())
+    def check_batch(drawn, is_copy):
+        documents, labels = drawn
+        row, _ = tree_row(documents, labels)
+        batch = hfp.PackingCollator()(sampled([row], [(0, is_copy)]))
+        way = "copies" if is_copy else "rows"
+        check_trees(way, batch["position_ids"][0], row["segment_lengths"], row["parents"])
+        inputs = {name: batch[name] for name in ("input_ids", "segment_lengths", "parents")}
+        check_trees(way, positions_at_attention(model, **inputs), row["segment_lengths"], row["parents"])
+        ids = torch.tensor([[*chain.from_iterable(documents)]])
+        if shared := SharedRows.find({"input_ids": ids}, tuple(map(len, documents)), min_shared=1):
+            trees = shared.row.trees
+            check_trees("padded batches", shared.row.position_ids[0], trees.lengths, trees.parents)
+
+    check_batch()
+    assert all(branches[way] for way in ("rows", "copies", "padded batches"))
+    filler = filler_of_streams(share_prefixes=True)
+    check_trees("streams", filler["position_ids"][0], filler["segment_lengths"].tolist(), filler["parents"].tolist())
