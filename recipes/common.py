@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -59,7 +60,9 @@ def run(main: Callable[[], Any]) -> None:
     except (ValueError, OSError) as error:
         if not isinstance(error, (hfp.PackingError, OSError)) and not str(error).startswith(NO_TRACEBACK):
             raise  # no flag or file is wrong: the traceback says more
-        sys.exit(str(error) if is_first_process() else 1)
+        if not is_first_process():
+            time.sleep(30)  # the launcher ends this process once the first one has printed the error
+        sys.exit(str(error))
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
