@@ -43,6 +43,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+STATE = "trainer_state.json"
+"""File of a checkpoint that is written last."""
 NO_TRACEBACK = ("--", "Some specified arguments are not used")
 """Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
 CHATML = (
@@ -133,35 +135,35 @@ def train_and_test(
 def checkpoint_of(args: TrainingArguments) -> str | None:
     """Return the checkpoint to resume from, or None for a new run; exit if the run is finished.
 
-    `--resume_from_checkpoint last` (or True) resumes from the last complete checkpoint in --output_dir. Folders without
-    `trainer_state.json` are skipped: a run was killed while it saved them.
+    `--resume_from_checkpoint last` (or True) resumes from the last complete checkpoint in --output_dir.
 
     Raises:
         ValueError: there is no checkpoint to resume from, or a new run would overwrite checkpoints of an earlier run.
     """
-    states = sorted(Path(args.output_dir).glob("checkpoint-*/trainer_state.json"), key=lambda file: number(file.parent))
-    asked = args.resume_from_checkpoint
+    found, asked = complete_checkpoints(args.output_dir), args.resume_from_checkpoint
     if asked is None:
-        if states:
+        if found:
             raise ValueError(
                 f"--output_dir: expected a folder without checkpoints, {args.output_dir!r} has some of an earlier run, "
                 "which this one would overwrite; --resume_from_checkpoint last resumes from the last one"
             )
         return None
     if str(asked).lower() not in ("last", "true"):
-        states = [Path(asked) / "trainer_state.json"]
-    if not states or not states[-1].is_file():
+        found = [Path(asked)]
+    if not found or not (found[-1] / STATE).is_file():
         raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
-    state = TrainerState.load_from_json(str(states[-1]))
+    state = TrainerState.load_from_json(str(found[-1] / STATE))
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
         if is_first_process():
-            print(f"{states[-1].parent} has the last step of the run: nothing is left to train")
+            print(f"{found[-1]} has the last step of the run: nothing is left to train")
         sys.exit(0)
-    return str(states[-1].parent)
+    return str(found[-1])
 
 
-def number(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
+def complete_checkpoints(output_dir: str) -> list[Path]:
+    """Return the checkpoints in a folder by step, without those that a run was killed while saving."""
+    found = (file.parent for file in Path(output_dir).glob(f"checkpoint-*/{STATE}"))
+    return sorted(found, key=lambda each: int(each.name.split("-")[1]))
 
 
 def check_positive(args: Any, *names: str) -> None:
@@ -185,44 +187,29 @@ def finished(loader: hfp.PackedLoader, args: Any) -> bool:
 def save(accelerator: Accelerator, loader: hfp.PackedLoader, output_dir: str) -> None:
     """Save a checkpoint of a training loop of your own, and delete all but the last two.
 
-    It gets its name when it is complete, so that a run that is killed while it saves resumes from the one before.
+    The trainer's state comes last, so that a run that is killed while it saves resumes from the checkpoint before.
     """
-    output = Path(output_dir)
-    unfinished, folder = output / "unfinished", output / f"checkpoint-{loader.optimizer_steps}"
-    accelerator.save_state(unfinished)
+    folder = Path(output_dir) / f"checkpoint-{loader.optimizer_steps}"
+    accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = TrainerState(global_step=loader.optimizer_steps, epoch=epochs_done(loader))
-        state.save_to_json(str(unfinished / "trainer_state.json"))
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-        for old in sorted(output.glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)[:-2]:
-            shutil.rmtree(old)
+        state.save_to_json(str(folder / STATE))
+        for other in {*folder.parent.glob("checkpoint-*")} - {*complete_checkpoints(output_dir)[-2:]}:
+            shutil.rmtree(other)
     accelerator.wait_for_everyone()
 
 
-def resume(
-    accelerator: Accelerator,
-    loader: hfp.PackedLoader,
-    optimizer: torch.optim.Optimizer,
-    checkpoint: str,
-    learning_rate: float,
-) -> None:
-    """Load a checkpoint that `save` has saved.
-
-    Raises:
-        ValueError: the learning rate is not that of the checkpoint, which the optimizer goes on with.
-    """
+def resume(accelerator: Accelerator, loader: hfp.PackedLoader, optimizer: Any, checkpoint: str, rate: float) -> None:
+    """Load a checkpoint that `save` has saved; its optimizer must have the learning rate `rate`."""
     accelerator.load_state(checkpoint)
-    if learning_rate != (saved := optimizer.param_groups[0]["lr"]):
-        raise ValueError(f"--learning_rate: expected {saved}, as in the checkpoint, got {learning_rate}")
-    done, of = loader.micro_batches_done, len(loader)
-    accelerator.print(f"resuming {checkpoint}: in epoch {loader.epoch} after {done} of {of} micro-batches")
+    if rate != (saved := optimizer.param_groups[0]["lr"]):
+        raise ValueError(f"--learning_rate: expected {saved}, as in the checkpoint, got {rate}")
+    done = f"{loader.micro_batches_done} of {len(loader)} micro-batches"
+    accelerator.print(f"resuming {checkpoint}: in epoch {loader.epoch} after {done}")
 
 
-def save_model(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str
-) -> None:
+def save_model(accelerator: Accelerator, model: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
     """Save the model and its tokenizer, to be loaded with `from_pretrained`."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

@@ -4,12 +4,9 @@
     python recipes/quickstart.py --data my.jsonl --tokenizer gpt2 --max_length 4096
 
 It prints what padding costs, what packing saves, and whether a model keeps the documents of a row apart, before and
-after `patch_model`. Then it trains two copies of the model on the same documents, and draws a picture.
-
-Rows of --data need `text`, `prompt` and `completion`, or `messages`. Without --data, the documents are the functions of
-the Python standard library. Without --model, the model is a small Llama from scratch. Without --tokenizer, the
-tokenizer is the model's, or a new one that is trained on some of the documents. The picture needs matplotlib:
-`pip install "hf-packing[plots]"`.
+after `patch_model`. Then it trains two copies of the model on the same documents, and draws a picture, which needs
+`pip install "hf-packing[plots]"`. Rows of --data need `text`, `prompt` and `completion`, or `messages`; without --data,
+they are functions of the Python standard library. Without --model, the model is a small Llama from scratch.
 """
 
 import time

@@ -25,6 +25,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, 
 import hf_packing as hfp
 
 STRATEGIES = {"best_fit": hfp.BestFit, "optimal": hfp.Optimal, "multipack": hfp.Multipack, "first_come": hfp.FirstCome}
+TRAIN_ON = ("assistant", "completion", "all")
 WITHOUT_EFFECT = (
     *("per_device_train_batch_size", "dataloader_drop_last", "length_column_name", "shuffle_dataset", "dataset_kwargs"),
     *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free"),
@@ -38,23 +39,15 @@ class Arguments:
 
     data: str = field(metadata={"help": "file with the rows, folder of a saved dataset, or name of one on the hub"})
     eval_data: str | None = flag(None, "rows to evaluate on at the end, and as --eval_strategy says")
-    train_on: str | None = flag(
-        None,
-        "assistant, completion or all; None: the assistant's turns of messages, completions, whole texts",
-        choices=["assistant", "completion", "all"],
-    )
+    train_on: str | None = flag(None, "None: the assistant's turns, completions, whole texts", choices=[*TRAIN_ON])
     max_tokens: int = flag(4096, "tokens of a micro-batch on each process; longer documents are split")
     strategy: str = flag(
         "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
     )
     loss: str = flag("token", "mean over tokens, or over documents", choices=["token", "sequence"])
     per_turn: bool = flag(False, "one document for each assistant turn, as seen at inference")
-    share_prefixes: bool | None = flag(
-        None, "compute what documents begin with only once; None: if --per_turn is given"
-    )
-    match_documents_per_step: int | None = flag(
-        None, "documents per optimizer step, to keep an unpacked run's schedule"
-    )
+    share_prefixes: bool | None = flag(None, "compute shared beginnings once; None: if --per_turn is given")
+    match_documents_per_step: int | None = flag(None, "documents per step, to keep an unpacked run's schedule")
 
 
 def main(flags: Sequence[str] | None = None) -> SFTTrainer:
@@ -83,12 +76,8 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
     share = share and rows is documents
     batching = hfp.TokenBudget(given.max_tokens, overflow="split", share_prefixes=share, seed=seed)
 
-    of_model = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
-    args.model_init_kwargs = of_model | (args.model_init_kwargs or {})
+    of_model = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
+    args.model_init_kwargs = {"dtype": model.dtype, **of_model, **(args.model_init_kwargs or {})}
     args.assistant_only_loss, args.completion_only_loss = False, None  # the labels say it already
     args.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are ready, also those without input_ids
     trainer = SFTTrainer(
@@ -128,7 +117,7 @@ def tokenize(
 ) -> datasets.Dataset:
     """Return documents with input_ids and labels."""
     rows = common.read(data, flag=named_by)
-    if tokenizer.chat_template is None and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
+    if not tokenizer.chat_template and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
         PartialState().print("The tokenizer has no chat template: ChatML is used, and saved with the model")
         tokenizer.chat_template = common.CHATML
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc}

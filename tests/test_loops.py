@@ -78,17 +78,18 @@ def test_bucket_pre_training_on_two_processes_stops_and_goes_on(text_file, tiny_
     rows = {int(bucket): int(rows) for bucket, _, rows, *_ in map(str.split, table)}
     assert len(rows) >= 3
     assert all(each == 512 // bucket for bucket, each in rows.items())
-    before, last = sorted((tmp_path / "whole").glob("checkpoint-*"), key=common.number)
+    before, last = common.complete_checkpoints(tmp_path / "whole")
     resume = ("--output_dir", tmp_path / "rest", "--resume_from_checkpoint", before)
     rest = on_two_processes("pretrain_bucket.py", *options, *resume)
-    assert f"resuming {before}: in epoch 0 after {common.number(before)} of {common.number(last)} " in rest
+    done, of = (each.name.removeprefix("checkpoint-") for each in (before, last))
+    assert f"resuming {before}: in epoch 0 after {done} of {of} " in rest
     assert number_after(rest, "of the last ") == number_after(said, "of the last ")
     assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
     refused = run_script(RECIPES / "pretrain_bucket.py", *options, *resume, "--learning_rate", 1, ranks=2)
     assert refused.returncode == 1
     assert refused.stderr.count("--learning_rate: expected 0.001, as in the checkpoint, got 1.0") == 1
     done = on_two_processes("pretrain_bucket.py", *options, *resume[:2], "--resume_from_checkpoint", "last")
-    assert done.count(f"checkpoint-{common.number(last)} has the last step of the run: nothing is left to train") == 1
+    assert done.count(f"{last.name} has the last step of the run: nothing is left to train") == 1
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def interrupt(*_):
 def test_a_loop_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
     options = ("--data", text_file, "--model", tiny_model, "--max_tokens", 512, "--save_steps", 2, "--loss", "sequence")
     whole = launched("accelerate_loop.py", *options, "--output_dir", tmp_path / "whole")
-    before, _ = sorted((tmp_path / "whole").glob("checkpoint-*"), key=common.number)
+    before, _ = common.complete_checkpoints(tmp_path / "whole")
     resume = ("--output_dir", tmp_path / "rest", "--resume_from_checkpoint", before)
     rest = on_two_processes("accelerate_loop.py", *options, *resume)
     assert number_after(rest, f"resuming {before}: in epoch 0 after ") > 0

@@ -1,6 +1,7 @@
 """The demo and the notebook, run as a user runs them, and the documents that they are run on."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_the_notebook(tmp_path, monkeypatch):
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     if os.environ.get("HF_PACKING_WRITE_PAGES"):
         book.metadata = metadata
-        nbformat.write(book, file)
+        file.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")  # a cell is one line
     else:
         assert [kinds_of_outputs(cell) for cell in book.cells] == committed
 
