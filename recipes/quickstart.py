@@ -60,7 +60,7 @@ def main(flags: Sequence[str] | None = None) -> tuple[Figures, Figures]:
     costs = print_costs(report)
     began = time.perf_counter()
     packed = hfp.pack(documents, hfp.BestFit(args.max_length))
-    print(f"\npacked into {len(packed):,} rows in {time.perf_counter() - began:.1f} seconds\n")
+    print(f"\npacked into {len(packed):,} rows in {time.perf_counter() - began:.2f} seconds\n")
     seconds, losses = train_both(args, documents, tokenizer)
     both = ", ".join(f"{name} {each[0]:.5f} and {each[-1]:.5f}" for name, each in losses.items())
     print(f"loss of the first and of the last step: {both}\n")

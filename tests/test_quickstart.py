@@ -171,7 +171,7 @@ def test_the_notebook(tmp_path, monkeypatch):
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     if os.environ.get("HF_PACKING_WRITE_PAGES"):
         book.metadata = metadata
-        file.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n")  # a cell is one line
+        file.write_text(json.dumps(book, indent=1, ensure_ascii=False, sort_keys=True) + "\n")  # a cell is one line
     else:
         assert [kinds_of_outputs(cell) for cell in book.cells] == committed
 
