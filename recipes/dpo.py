@@ -46,12 +46,11 @@ def main(flags: Sequence[str] | None = None) -> DPOTrainer:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    for rows, kept in ((pairs, trainer.train_dataset), (eval_pairs or [], trainer.eval_dataset or [])):
+    if eval_pairs is not None:
+        kept = trainer.eval_dataset
         sizes = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in kept]
-        long, left_out = sum(size > (args.max_length or size) for size in sizes), len(rows) - len(sizes)
-        if long or left_out:
-            said = f"of {len(rows):,} pairs, {long:,} are truncated to {args.max_length} tokens"
-            trainer.accelerator.print(f"{said}, and {left_out:,} whose prompts are longer are left out")
+        long, left_out = sum(size > (args.max_length or size) for size in sizes), len(eval_pairs) - len(kept)
+        trainer.accelerator.print(f"evaluation: {long:,} of {len(kept):,} pairs are truncated, {left_out:,} left out")
     budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
     trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -48,16 +48,12 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    for use, kept, rows in (("training", trainer.train_dataset, train), ("evaluation", trainer.eval_dataset, test)):
-        if left_out := len(rows) - len(kept):
-            said = f"{left_out:,} of {len(rows):,} pairs for {use} have more than {args.max_length} tokens: left out"
-            trainer.accelerator.print(said)
     budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
     trainer.accelerator.print(hfp.attach(trainer, budget))
     trainer.train(resume_from_checkpoint=checkpoint)
     found = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
     accuracy = float(np.mean(found.predictions > 0))
-    trainer.accelerator.print(f"accuracy on {len(found.predictions):,} pairs: {accuracy:.3f}")
+    trainer.accelerator.print(f"accuracy on {len(found.predictions):,} of {len(test):,} pairs: {accuracy:.3f}")
     trainer.save_model()
     return {**found.metrics, "eval_accuracy": accuracy}
 

@@ -79,7 +79,7 @@ def test_dpo(tmp_path, capsys):
     trainer = dpo.main(flags)
     assert trainer.state.global_step == 2
     said = capsys.readouterr().out
-    assert "of 25 pairs, 4 are truncated to 25 tokens, and 1 whose prompts are longer are left out" in said
+    assert "1 rows left out, 89 tokens lost" in said  # 79 of the long pair, and 10 that are cut from four answers
     assert "the loss is a mean of rows" in said
     assert "ref_model: LlamaForCausalLM" in said
 
@@ -95,10 +95,12 @@ def test_dpo_with_lora(tmp_path, capsys):
     assert torch.equal(saved.model.norm.weight, before)
 
 
-def test_dpo_evaluates(tmp_path):
-    data = write(tmp_path / "test.jsonl", preferred(7))
+def test_dpo_evaluates(tmp_path, capsys):
+    data = write(tmp_path / "test.jsonl", [*preferred(7), {"prompt": "say " * 9, "chosen": "yes", "rejected": "no"}])
     flags = of_dpo(tmp_path, "--max_steps", 2, "--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1)
-    assert sum("eval_loss" in logged for logged in dpo.main(flags).state.log_history) == 2
+    trainer = dpo.main([*flags, "--max_length", "25"])
+    assert sum("eval_loss" in logged for logged in trainer.state.log_history) == 2
+    assert "evaluation: 1 of 7 pairs are truncated, 1 left out" in capsys.readouterr().out
 
 
 def test_resume(tmp_path):

@@ -57,14 +57,15 @@ def flags_of(recipe, folder, *more):
 def test_reward(tmp_path, capsys):
     """The accuracy is that of the saved model on each pair alone; long pairs are counted."""
     pairs = preferred(26)
-    short = write(tmp_path / "test.jsonl", pairs)
-    long = write(tmp_path / "train.jsonl", [*preferred(), {"chosen": "aa " * 99, "rejected": "bb"}])  # without prompts
-    flags = flags_of("reward", tmp_path, "--eval_data", short, "--max_steps", 3, "--match_documents_per_step", 5)
-    accuracy = reward.main([*flags, "--data", str(long)])["eval_accuracy"]
+    long = {"chosen": "aa " * 99, "rejected": "bb"}
+    train = write(tmp_path / "train.jsonl", [*preferred(), long])  # without prompts
+    test = write(tmp_path / "test.jsonl", [*pairs, long])
+    flags = flags_of("reward", tmp_path, "--eval_data", test, "--max_steps", 3, "--match_documents_per_step", 5)
+    accuracy = reward.main([*flags, "--data", str(train)])["eval_accuracy"]
     said = capsys.readouterr().out
-    assert "1 of 32 pairs for training have more than 40 tokens: left out" in said
+    assert "1 rows left out, " in said
     assert "the loss is a mean of rows" in said
-    assert f"accuracy on 26 pairs: {accuracy:.3f}" in said
+    assert f"accuracy on 26 of 27 pairs: {accuracy:.3f}" in said
     model, tokenizer = (
         kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
     )
@@ -193,7 +194,7 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
 def test_two_processes(recipe, tmp_path):
     done = run_script(RECIPES / f"{recipe}.py", *flags_of(recipe, tmp_path), ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    ends = {"reward": "accuracy on 4 pairs", "mlm": "loss on ", "grpo": "mean reward: "}
+    ends = {"reward": "accuracy on 4 of 4 pairs", "mlm": "loss on ", "grpo": "mean reward: "}
     assert ends[recipe] in done.stdout
     assert done.stdout.count(ends[recipe]) == 1
     assert (tmp_path / "out" / "model.safetensors").exists()
