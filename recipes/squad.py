@@ -110,7 +110,7 @@ def characters_of(question: str, context: str, answers: dict[str, list[Any]]) ->
     for text, start in zip(answers["text"], answers["answer_start"], strict=True):
         found = context[start : start + len(text)]
         if found != text or not text:
-            raise ValueError(f"--data: expected the answer {text!r} at character {start} for {question!r}, got {found!r}")
+            raise ValueError(f"--data: expected answer {text!r} to {question!r} at character {start}, got {found!r}")
         return start, start + len(text) - 1
     return ()
 

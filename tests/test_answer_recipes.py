@@ -137,7 +137,7 @@ def test_squad_refuses(tmp_path):
     without = [{"question": "a", "context": "b"}]
     refuses("^--data: expected columns question, context, answers, got no answers$", without)
     wrong = [{**row, "answers": {"text": ["gold"], "answer_start": [999]}} for row in rows]
-    refuses("^--data: expected the answer 'gold' at character 999 for 'where [0-9]+', got ''$", wrong)
+    refuses("^--data: expected answer 'gold' to 'where [0-9]+' at character 999, got ''$", wrong)
     refuses(
         "^--max_length: expected more than the .* of 'where .* and the 8 of --doc_stride, got 10$", rows, max_length=10
     )
