@@ -36,7 +36,10 @@ THIRD_PARTY = {
     "versions": set(),
     "columns": {"numpy"},
     "planning": {"numpy"},
-    "data": {"numpy", "pyarrow", "datasets", "filelock", "fsspec", "huggingface_hub", "tokenizers", "transformers"},
+    "data": {
+        *("numpy", "pyarrow", "datasets", "filelock", "fsspec", "huggingface_hub", "tokenizers", "transformers"),
+        "trl",  # its chat templates for training
+    },
     "strategies": {"numpy", "scipy", "tqdm"},
     "collate": {"numpy", "torch"},
     "collate_trees": {"numpy", "torch"},

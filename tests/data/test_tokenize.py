@@ -92,7 +92,7 @@ def test_turns_are_found_without_marks(family, monkeypatch):
     try:
         found = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
     except PackingError as error:
-        pytest.skip(str(error))
+        pytest.skip("the template rewrites earlier turns" if "rewrites the first" in str(error) else str(error))
     if found["input_ids"] != marked["input_ids"]:
         pytest.skip("the training version writes other text")
     asked = tokenizer.apply_chat_template(PLAIN, tokenize=False, add_generation_prompt=True).removeprefix(

@@ -49,7 +49,7 @@ def test_other_map_style_datasets_are_read_once(documents):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"text": ["a"]}, "'input_ids': expected this column .*got the columns text; hf_packing.tokenize"),
+        ({"text": ["a"]}, "column 'input_ids': expected this column in the dataset, got the columns text; hf_"),
         ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths', since rows with a column 'position_ids'"),
         ({"input_ids": [[1]], "seq_idx": [[0]]}, "'seq_lengths', since rows with a column 'seq_idx'"),
         ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "'seq_lengths', since rows with a column 'cu_seq_lens_q'"),
