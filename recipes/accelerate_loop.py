@@ -1,7 +1,6 @@
 """A training loop of your own: token budget, exact loss, evaluation, and checkpoints to resume from.
 
     python recipes/accelerate_loop.py
-    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --data chats.jsonl --model Qwen/Qwen3-0.6B
     torchrun --nproc-per-node 2 recipes/accelerate_loop.py --data chats.jsonl --model Qwen/Qwen3-0.6B \\
         --num_train_epochs 3 --resume_from_checkpoint last
 

@@ -1,7 +1,6 @@
 """What several recipes need: rows, data and tiny models to try them without a download, and checkpoints.
 
-To start a project of your own, copy one recipe and this file. What only serves to try a recipe (`functions` and all
-below it) can be left behind.
+To start a project of your own, copy one recipe and this file; `functions` and all below it only serve to try recipes.
 """
 
 import argparse
@@ -43,10 +42,8 @@ import hf_packing as hfp
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-STATE = "trainer_state.json"
-"""File of a checkpoint that is written last."""
-NO_TRACEBACK = ("--", "Some specified arguments are not used")
-"""Errors of flags begin like this: those of recipes, and that of HfArgumentParser for unknown flags."""
+STATE = "trainer_state.json"  # the file of a checkpoint that is written last
+NO_TRACEBACK = ("--", "Some specified arguments are not used")  # errors of flags: ours, and HfArgumentParser's
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
@@ -155,15 +152,21 @@ def checkpoint_of(args: TrainingArguments) -> str | None:
     state = TrainerState.load_from_json(str(found[-1] / STATE))
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
         if is_first_process():
-            print(f"{found[-1]} has the last step of the run: nothing is left to train")
+            print(f"{found[-1]} has the last step of the run: nothing is left to train; the weights are there")
         sys.exit(0)
+    before = found[-1] / "training_args.bin"
+    if before.is_file() and (rate := torch.load(before, weights_only=False).learning_rate) != args.learning_rate:
+        raise ValueError(f"--learning_rate: expected {rate}, as in the checkpoint, got {args.learning_rate}")
+    if is_first_process():
+        print(f"resuming from {found[-1]}")
     return str(found[-1])
 
 
 def complete_checkpoints(output_dir: str) -> list[Path]:
     """Return the checkpoints in a folder by step, without those that a run was killed while saving."""
-    found = (file.parent for file in Path(output_dir).glob(f"checkpoint-*/{STATE}"))
-    return sorted(found, key=lambda each: int(each.name.split("-")[1]))
+    found = Path(output_dir).glob(f"checkpoint-*/{STATE}")
+    whole = [file.parent for file in found if file.read_text().endswith("}\n")]
+    return sorted(whole, key=lambda each: int(each.name.split("-")[1]))
 
 
 def check_positive(args: Any, *names: str) -> None:

@@ -1,10 +1,8 @@
 """Pre-training on buckets: short documents in short rows, every process in the same bucket, constant tokens per step.
 
     python recipes/pretrain_bucket.py
-    torchrun --nproc-per-node 2 recipes/pretrain_bucket.py --max_steps 200
     torchrun --nproc-per-node 2 recipes/pretrain_bucket.py --max_steps 400 --resume_from_checkpoint last
-    accelerate launch --config_file recipes/configs/ddp.yaml recipes/pretrain_bucket.py --data text.jsonl \\
-        --tokenizer gpt2 --buckets 2048 4096 8192 16384 --max_tokens 16384 --max_steps -1
+    python recipes/pretrain_bucket.py --data text.jsonl --tokenizer gpt2 --buckets 2048 4096 8192 --max_tokens 8192
 
 Rows have a `text`, a `prompt` and a `completion`, `messages`, or `input_ids`, and are trained on as a whole. Without
 --data, the texts are the functions of the Python standard library; without --model, a small Llama is trained from

@@ -40,7 +40,7 @@ class Arguments:
     data: str = field(metadata={"help": "file with the rows, folder of a saved dataset, or name of one on the hub"})
     eval_data: str | None = flag(None, "rows to evaluate on at the end, and as --eval_strategy says")
     train_on: str | None = flag(None, "None: the assistant's turns, completions, whole texts", choices=[*TRAIN_ON])
-    max_tokens: int = flag(4096, "tokens of a micro-batch on each process; longer documents are split")
+    max_tokens: int = flag(4096, "tokens of a micro-batch in training, on each process; longer documents are split")
     strategy: str = flag(
         "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
     )
@@ -62,6 +62,8 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         if getattr(args, name) != value:
             decided = "--max_tokens and --strategy decide that"
             raise ValueError(f"--{name}: expected none, since {decided}, got {getattr(args, name)!r}")
+    if args.eval_strategy != "no" and not given.eval_data:
+        raise ValueError(f"--eval_data: expected rows, since --eval_strategy is {args.eval_strategy.value}, got none")
     share = given.per_turn if given.share_prefixes is None else given.share_prefixes
     checkpoint = common.checkpoint_of(args)
     tokenizer = load_tokenizer(model, args)

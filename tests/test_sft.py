@@ -120,6 +120,25 @@ def test_what_cannot_be_resumed(train, tmp_path):
         train("--resume_from_checkpoint", tmp_path)
 
 
+def test_a_checkpoint_that_was_half_written_is_not_the_last(train, tmp_path, capsys):
+    train("--save_steps", 1, steps=2)
+    state = tmp_path / "output" / "checkpoint-2" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    train("--resume_from_checkpoint", "last", steps=2)
+    assert f"resuming from {tmp_path}/output/checkpoint-1" in capsys.readouterr().out
+
+
+def test_another_learning_rate_is_refused(train):
+    train(steps=1)
+    with pytest.raises(ValueError, match="--learning_rate: expected 2e-05, as in the checkpoint, got 0.001"):
+        train("--resume_from_checkpoint", "last", "--learning_rate", "1e-3", steps=2)
+
+
+def test_evaluation_needs_data(train):
+    with pytest.raises(ValueError, match="--eval_data: expected rows, since --eval_strategy is"):
+        train("--eval_strategy", "epoch")
+
+
 def test_a_finished_run_trains_nothing(train, tmp_path, capsys):
     train(steps=2)
     before = weights(tmp_path / "output")

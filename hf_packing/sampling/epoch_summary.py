@@ -41,6 +41,8 @@ class EpochSummary:
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
+    split: int = 0
+    """Number of documents that are split into pieces, since they are longer than a micro-batch may be."""
     packed_rows: int | None = None
     """Number of packed rows that hold the documents; None if documents are packed while training, or are in trees."""
     trees: TreeCounts | None = None
@@ -74,7 +76,8 @@ class EpochSummary:
             )
         if self.trees is None:
             rows = ", packed while training" if self.packed_rows is None else f" in {self.packed_rows:,} packed rows"
-            lines.insert(0, f"{self.documents:,} documents{rows}")
+            split = f"; {self.split:,} longer ones are split, and each piece counts" if self.split else ""
+            lines.insert(0, f"{self.documents:,} documents{rows}{split}")
         else:
             lines.append(str(self.trees))
         if self.length_schedule is not None:

@@ -177,6 +177,7 @@ class RankBatchSampler:
             lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
             labels=labels,
             unpacked_documents_per_step=unpacked if unpacked is not None and self._can_match(unpacked) else None,
+            split=0 if fitted.pieces is None else int((np.bincount(fitted.pieces.document) > 1).sum()),
             packed_rows=len(fitted.kept) if fitted.sizes.packed and trees is None else None,
             trees=trees,
             length_schedule=getattr(self.batching, "length_schedule", None),

@@ -38,6 +38,15 @@ def test_the_summary_in_words(ranks, packed):
     assert sum("utilization of the ranks: " in line for line in said) == (ranks > 1)
 
 
+def test_split_documents_are_counted_in_the_summary():
+    rows = [{"input_ids": [1] * length} for length in (20, 8, 9, 3)]
+    summary = RankBatchSampler(hfp.TokenBudget(8, overflow="split"), sizes_of(Plain(rows))).summary()
+    assert (summary.split, summary.documents, summary.lost_tokens) == (2, 7, 0)
+    split = "7 documents, packed while training; 2 longer ones are split, and each piece counts"
+    assert str(summary).splitlines()[0] == split
+    assert RankBatchSampler(hfp.TokenBudget(8, overflow="truncate"), sizes_of(Plain(rows))).summary().split == 0
+
+
 def test_what_decides_the_micro_batches_is_compared():
     sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
