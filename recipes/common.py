@@ -43,6 +43,7 @@ import hf_packing as hfp
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 STATE = "trainer_state.json"  # the file of a checkpoint that is written last
+OF_TRAINING = ("optimizer*", "scheduler*", "rng_state*", "train*", "global_step*")  # files without which a model loads
 NO_TRACEBACK = ("--", "Some specified arguments are not used")  # errors of flags: ours, and HfArgumentParser's
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -140,21 +141,21 @@ def checkpoint_of(args: TrainingArguments) -> str | None:
     found, asked = complete_checkpoints(args.output_dir), args.resume_from_checkpoint
     if asked is None:
         if found:
-            raise ValueError(
-                f"--output_dir: expected a folder without checkpoints, {args.output_dir!r} has some of an earlier run, "
-                "which this one would overwrite; --resume_from_checkpoint last resumes from the last one"
-            )
+            there = f"{args.output_dir!r} has some of an earlier run; --resume_from_checkpoint last resumes"
+            raise ValueError(f"--output_dir: expected a folder without checkpoints, {there}")
         return None
     if str(asked).lower() not in ("last", "true"):
         found = [Path(asked)]
     if not found or not (found[-1] / STATE).is_file():
         raise ValueError(f"--resume_from_checkpoint: expected a checkpoint in {args.output_dir!r}, got {asked!r}")
-    state = TrainerState.load_from_json(str(found[-1] / STATE))
+    state, before = TrainerState.load_from_json(str(found[-1] / STATE)), found[-1] / "training_args.bin"
     if state.global_step >= args.max_steps > 0 or (args.max_steps <= 0 and state.epoch >= args.num_train_epochs):
         if is_first_process():
-            print(f"{found[-1]} has the last step of the run: nothing is left to train; the weights are there")
+            print(f"{found[-1]} has the last step of the run: nothing is left to train")
+            if before.is_file() and not any(Path(args.output_dir).glob("*.safetensors")):  # it was killed before
+                left_out = shutil.ignore_patterns(*OF_TRAINING)
+                shutil.copytree(found[-1], args.output_dir, ignore=left_out, dirs_exist_ok=True)
         sys.exit(0)
-    before = found[-1] / "training_args.bin"
     if before.is_file() and (rate := torch.load(before, weights_only=False).learning_rate) != args.learning_rate:
         raise ValueError(f"--learning_rate: expected {rate}, as in the checkpoint, got {args.learning_rate}")
     if is_first_process():
@@ -188,10 +189,7 @@ def finished(loader: hfp.PackedLoader, args: Any) -> bool:
 
 
 def save(accelerator: Accelerator, loader: hfp.PackedLoader, output_dir: str) -> None:
-    """Save a checkpoint of a training loop of your own, and delete all but the last two.
-
-    The trainer's state comes last, so that a run that is killed while it saves resumes from the checkpoint before.
-    """
+    """Save a checkpoint of your own loop, the state last, since a run may be killed; delete all but the last two."""
     folder = Path(output_dir) / f"checkpoint-{loader.optimizer_steps}"
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()

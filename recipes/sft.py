@@ -6,9 +6,9 @@
     accelerate launch --config_file recipes/configs/ddp.yaml recipes/sft.py --data chat.jsonl \
         --model_name_or_path Qwen/Qwen3-0.6B --use_peft --lora_r 32 --learning_rate 2e-4
 
-Rows have `messages`, `prompt` and `completion`, or `text`, as SFTTrainer takes them. Chats train on the assistant's
-turns, prompts with completions on the completions; see --train_on. All flags of TRL's SFTConfig and ModelConfig work,
-on the command line or in a YAML file (--config). Those that would have no effect are refused.
+Rows have `messages`, `prompt` and `completion`, `text`, or tokens, also those of `hf-packing pack`. Chats train on the
+assistant's turns, prompts on completions; see --train_on. All flags of TRL's SFTConfig and ModelConfig work, on the
+command line or in a YAML file (--config), but those without effect, which are refused.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ class Arguments:
 
     data: str = field(metadata={"help": "file with the rows, folder of a saved dataset, or name of one on the hub"})
     eval_data: str | None = flag(None, "rows to evaluate on at the end, and as --eval_strategy says")
-    train_on: str | None = flag(None, "None: the assistant's turns, completions, whole texts", choices=[*TRAIN_ON])
+    train_on: str | None = flag(
+        None, "default: the assistant's turns of chats, completions of prompts, all of texts", choices=[*TRAIN_ON]
+    )
     max_tokens: int = flag(4096, "tokens of a micro-batch in training, on each process; longer documents are split")
     strategy: str = flag(
         "none", "how to pack once, before training; none: anew every epoch", choices=["none", *STRATEGIES]
@@ -119,6 +121,8 @@ def tokenize(
 ) -> datasets.Dataset:
     """Return documents with input_ids and labels."""
     rows = common.read(data, flag=named_by)
+    if {"input_ids", "tree_input_ids"} & set(rows.column_names):
+        return rows  # tokens, or rows of hf-packing pack
     if not tokenizer.chat_template and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
         PartialState().print("The tokenizer has no chat template: ChatML is used, and saved with the model")
         tokenizer.chat_template = common.CHATML

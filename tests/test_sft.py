@@ -134,6 +134,27 @@ def test_another_learning_rate_is_refused(train):
         train("--resume_from_checkpoint", "last", "--learning_rate", "1e-3", steps=2)
 
 
+def test_a_run_that_was_killed_before_it_saved_its_model(train, tmp_path):
+    train(steps=2)
+    saved = weights(tmp_path / "output")
+    for file in (tmp_path / "output").glob("*.*"):
+        file.unlink()
+    with pytest.raises(SystemExit, match="^0$"):
+        train("--resume_from_checkpoint", "last", steps=2)
+    assert weights(tmp_path / "output") == saved
+    assert not list((tmp_path / "output").glob("optimizer*"))
+    assert sft.AutoTokenizer.from_pretrained(tmp_path / "output").eos_token == "<|endoftext|>"
+
+
+def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
+    documents = train(steps=1, output=tmp_path / "documents").train_dataset
+    packed = hfp.pack(documents, hfp.BestFit(160, seed=0))
+    for name, rows in (("tokens", documents), ("packed", packed)):
+        rows.save_to_disk(tmp_path / name)
+        trainer = train(data=tmp_path / name, steps=1, output=tmp_path / f"{name}-output")
+        assert trainer.train_dataset["input_ids"][:] == rows["input_ids"][:]
+
+
 def test_evaluation_needs_data(train):
     with pytest.raises(ValueError, match="--eval_data: expected rows, since --eval_strategy is"):
         train("--eval_strategy", "epoch")
