@@ -250,6 +250,7 @@ def begin_run(names: list[str], store: Store, shards: int | None) -> Run:
         text_field=None,
         end_documents=True,
         separator=None,
+        train_on=None,
         skip_bad=False,
         trust_remote_code=False,
     )
