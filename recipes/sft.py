@@ -28,7 +28,7 @@ STRATEGIES = {"best_fit": hfp.BestFit, "optimal": hfp.Optimal, "multipack": hfp.
 TRAIN_ON = ("assistant", "completion", "all")
 WITHOUT_EFFECT = (
     *("per_device_train_batch_size", "dataloader_drop_last", "length_column_name", "shuffle_dataset", "dataset_kwargs"),
-    *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free"),
+    *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of"),
 )
 """Flags about what this recipe decides: which rows share a batch, and how long rows are."""
 
@@ -57,7 +57,7 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
     usage = "sft.py --data DATA --model_name_or_path MODEL [--config FILE.yaml] [flags]"
     options: dict[str, Any] = {"usage": usage, "formatter_class": common.Help, "allow_abbrev": False}
     parser = TrlParser((Arguments, SFTConfig, ModelConfig), **options)
-    parser.set_defaults(output_dir="outputs/sft", max_length=None, **common.on_cpu())
+    parser.set_defaults(output_dir="outputs/sft", max_length=None, pad_to_multiple_of=None, **common.on_cpu())
     usual = {name: parser.get_default(name) for name in WITHOUT_EFFECT}
     given, args, model = parser.parse_args_and_config(flags, fail_with_unknown_args=True)
     for name, value in usual.items():
@@ -116,24 +116,27 @@ def load_tokenizer(model: ModelConfig, args: SFTConfig) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def tokenize(
-    data: str, named_by: str, tokenizer: PreTrainedTokenizerBase, given: Arguments, args: SFTConfig
-) -> datasets.Dataset:
+def tokenize(data: str, named_by: str, tokenizer: Any, given: Arguments, args: SFTConfig) -> datasets.Dataset:
     """Return documents with input_ids and labels."""
     rows = common.read(data, flag=named_by)
-    if {"input_ids", "tree_input_ids"} & set(rows.column_names):
-        return rows  # tokens, or rows of hf-packing pack
+    of_trl = {True: "completion", False: "all", None: None}[args.completion_only_loss]
+    train_on = given.train_on or ("assistant" if args.assistant_only_loss else of_trl)
+    has_tokens = not {"input_ids", "tree_input_ids"}.isdisjoint(rows.column_names)
+    fitting = (None, "assistant") if given.per_turn else (None,) if has_tokens else (None, *TRAIN_ON)
+    if train_on not in fitting or (has_tokens and given.per_turn):
+        raise ValueError(
+            f"--train_on: expected none beside tokens or --per_turn, and not both of these, got {train_on!r}"
+        )
+    if has_tokens:
+        return rows
     if not tokenizer.chat_template and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):
         PartialState().print("The tokenizer has no chat template: ChatML is used, and saved with the model")
         tokenizer.chat_template = common.CHATML
-    options: dict[str, Any] = {"num_proc": args.dataset_num_proc}
     if given.per_turn:
         of_map = {"batched": True, "fn_kwargs": {"tokenizer": tokenizer}, "remove_columns": rows.column_names}
-        return rows.map(hfp.branches, batch_size=100, desc="Tokenizing", **of_map, **options)
-    of_trl = {True: "completion", False: "all", None: None}[args.completion_only_loss]
-    train_on = given.train_on or ("assistant" if args.assistant_only_loss else of_trl)
-    text_field = args.dataset_text_field if args.dataset_text_field in rows.column_names else None
-    return hfp.tokenize(rows, tokenizer, train_on=train_on, text_field=text_field, **options)
+        return rows.map(hfp.branches, batch_size=100, num_proc=args.dataset_num_proc, desc="Tokenizing", **of_map)
+    text_field = None if args.dataset_text_field == "text" else args.dataset_text_field
+    return hfp.tokenize(rows, tokenizer, train_on=train_on, text_field=text_field, num_proc=args.dataset_num_proc)
 
 
 if __name__ == "__main__":

@@ -153,6 +153,18 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
         rows.save_to_disk(tmp_path / name)
         trainer = train(data=tmp_path / name, steps=1, output=tmp_path / f"{name}-output")
         assert trainer.train_dataset["input_ids"][:] == rows["input_ids"][:]
+        with pytest.raises(ValueError, match="--train_on: expected none beside tokens or --per_turn, .* got 'all'"):
+            train("--train_on", "all", data=tmp_path / name, output=tmp_path / f"{name}-other")
+        with pytest.raises(ValueError, match="--train_on: .* and not both of these, got None"):
+            train("--per_turn", "True", data=tmp_path / name, output=tmp_path / f"{name}-turns")
+
+
+def test_flags_about_labels_that_would_have_no_effect(train, chat_data, tmp_path):
+    for flags in (("--train_on", "all"), ("--completion_only_loss", "False")):
+        with pytest.raises(ValueError, match="--train_on: expected none beside tokens or --per_turn, .* got 'all'"):
+            train("--per_turn", "True", *flags, data=chat_data, output=tmp_path / "turns")
+    with pytest.raises(PackingError, match="row 0: expected body, got the fields"):
+        train("--dataset_text_field", "body", output=tmp_path / "field")
 
 
 def test_evaluation_needs_data(train):

@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import flash_attention_mask
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer import sft_trainer
 
 import hf_packing as hfp
@@ -338,3 +339,11 @@ def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
     assert found == {"BatchesOfCheckpoint": {"args": {"loss": "token"}, "attributes": {"batches": None}}}
+
+
+def test_where_templates_say_what_the_assistant_wrote():
+    """data.text_tokenizer: without it, the marks of a chat template could not be read."""
+    template = "{% for message in messages %}<{% generation %}{{ message.content }}{% endgeneration %}>{% endfor %}"
+    chats = [[{"role": "assistant", "content": "ab"}]]
+    found = render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True)
+    assert found == (["<ab>"], [[(1, 3)]])
