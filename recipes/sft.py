@@ -124,9 +124,7 @@ def tokenize(data: str, named_by: str, tokenizer: Any, given: Arguments, args: S
     has_tokens = not {"input_ids", "tree_input_ids"}.isdisjoint(rows.column_names)
     fitting = (None, "assistant") if given.per_turn else (None,) if has_tokens else (None, *TRAIN_ON)
     if train_on not in fitting or (has_tokens and given.per_turn):
-        raise ValueError(
-            f"--train_on: expected none beside tokens or --per_turn, and not both of these, got {train_on!r}"
-        )
+        raise ValueError(f"--train_on: expected none beside tokens or --per_turn, not both, got {train_on!r}")
     if has_tokens:
         return rows
     if not tokenizer.chat_template and not isinstance(rows[0].get("prompt", rows[0].get("text")), str):

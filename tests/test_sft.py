@@ -155,7 +155,7 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
         assert trainer.train_dataset["input_ids"][:] == rows["input_ids"][:]
         with pytest.raises(ValueError, match="--train_on: expected none beside tokens or --per_turn, .* got 'all'"):
             train("--train_on", "all", data=tmp_path / name, output=tmp_path / f"{name}-other")
-        with pytest.raises(ValueError, match="--train_on: .* and not both of these, got None"):
+        with pytest.raises(ValueError, match="--train_on: .* not both, got None"):
             train("--per_turn", "True", data=tmp_path / name, output=tmp_path / f"{name}-turns")
 
 
