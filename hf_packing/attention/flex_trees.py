@@ -122,5 +122,6 @@ def _visible_blocks(end: Tensor, depth: Tensor, least: Tensor, tokens: int) -> t
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of True entries in each row, int32 [1, 1, blocks], and their indices, followed by those of the
     other entries, int32 [1, 1, blocks, blocks]."""
-    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    # of transposed blocks, argsort returns a transposed tensor, and the compiled kernel reads rows one after another
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.contiguous()[None, None]

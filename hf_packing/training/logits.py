@@ -493,7 +493,8 @@ class _InGraph(torch.autograd.Function):
     def forward(
         ctx: Any, steps: list[_Step], like: Tensor, before: Tensor | None, hidden: Tensor, *trained: Tensor
     ) -> Tensor:
-        ctx.steps, ctx.trained, ctx.shape = steps, trained, None if before is None else before.shape
+        ctx.steps, ctx.trained = steps, trained
+        ctx.zeros_of_before = None if before is None else _zeros_like(before)
         ctx.save_for_backward(hidden)
         nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
         shape = torch.Size((*hidden.shape[:-1], like.shape[-1]))
@@ -504,9 +505,9 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        of_before = None if ctx.shape is None else gradient.new_zeros(()).expand(ctx.shape)
+        of_before = None if ctx.zeros_of_before is None else ctx.zeros_of_before()
         if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
-            of_hidden = hidden.new_zeros(()).expand(hidden.shape) if of_before is None else None
+            of_hidden = _zeros_like(hidden)() if of_before is None else None
             return None, None, of_before, of_hidden, *[None] * len(ctx.trained)
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
@@ -520,12 +521,21 @@ class _Reaching(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, stand_in: Tensor) -> Tensor:
-        ctx.shape = stand_in.shape
+        ctx.zeros = _zeros_like(stand_in)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_zeros(()).expand(ctx.shape)
+        return gradient, ctx.zeros()
+
+
+def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that makes a gradient of zeros for a tensor, in the memory of one number.
+
+    It has the dtype of the tensor, too: autograd copies a gradient of another one, and a copy takes all its memory.
+    """
+    shape, options = tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}
+    return lambda: torch.zeros((), **options).expand(shape)
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -46,6 +46,7 @@ def test_blocks_are_those_of_create_block_mask(lengths, is_causal, window):
         assert (counts.dtype, counts.tolist()) == (expected.dtype, expected.tolist())
         indices, expected = (getattr(mask, f"{name}_indices") for mask in (ours, theirs))
         assert (indices.dtype, indices.shape) == (expected.dtype, expected.shape)
+        assert indices.is_contiguous()
         assert 0 <= int(indices.min()) <= int(indices.max()) < indices.shape[-1]
         for count, row, other in zip(counts[0, 0].tolist(), indices[0, 0], expected[0, 0], strict=True):
             assert row[:count].tolist() == sorted(other[:count].tolist())

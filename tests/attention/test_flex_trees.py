@@ -83,6 +83,8 @@ def test_no_visible_block_is_missing_and_full_blocks_are_full(forest, window, ch
     ours = tree_block_mask(trees, window, chunk, CPU)
     theirs = of_torch.create_block_mask(ours.mask_mod, None, None, trees.tokens, trees.tokens, device="cpu")
     assert ours.shape == theirs.shape
+    # the compiled kernel reads indices one after another, whatever the strides are
+    assert all(getattr(ours, f"{name}_indices").is_contiguous() for name in ("kv", "full_kv", "q", "full_q"))
     partial, full, expected, expected_full = (
         listed(mask, name) for mask in (ours, theirs) for name in ("kv", "full_kv")
     )

@@ -273,9 +273,9 @@ def test_nothing_to_train_on():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of float32 elements in the memory of the largest tensor that is made."""
+    """Notes the bytes in the memory of the largest tensor that is made."""
 
-    elements = 0
+    bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -283,17 +283,19 @@ class LargestTensor(TorchDispatchMode):
         sizes = [
             each.untyped_storage().nbytes() for each in found if isinstance(each, torch.Tensor) and not each.is_meta
         ]
-        self.elements = max([self.elements, *(size // 4 for size in sizes)])
+        self.bytes = max([self.bytes, *sizes])
         return result
 
 
-def test_logits_of_a_whole_row_are_never_in_memory():
-    model = hfp.patch_model(build("Llama", vocab_size=20_000))
-    batch = batch_for(model, [list(range(128))], [list(range(128))])
-    for tokens, expected in ((WHOLE, 128 * 20_000), (4, model.lm_head.weight.numel())):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_whole_row_are_never_in_memory(dtype):
+    model = hfp.patch_model(build("Llama", dtype, vocab_size=20_000))
+    batch = batch_for(model, [list(range(128))] * 4, [list(range(128))] * 4)
+    weight = model.lm_head.weight.numel() * 4  # its gradient is summed in float32
+    for tokens, expected in ((WHOLE, 4 * 128 * 20_000 * 4), (4, weight)):
         with chunks_of(tokens, model), LargestTensor() as largest:
             result_of(model, batch)
-        assert largest.elements == expected
+        assert largest.bytes == expected
 
 
 def test_tokens_without_labels_have_no_logits():
