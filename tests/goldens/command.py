@@ -1,4 +1,4 @@
-"""`hf-packing pack` on chats, prompts with completions, texts and tokens, and `hfp.tokenize` on the same."""
+"""`hf-packing pack` and `report` on chats, prompts with completions, texts and tokens, and `hfp.tokenize` on them."""
 
 import io
 import json
@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 import hf_packing as hfp
 from hf_packing.cli import main
 
-_OF_THE_RUN = ("output", "tokenized_before")
-"""Facts in the JSON of the command that are not about the rows."""
+_OF_THE_RUN = ("output", "tokenized_before", "source", "seconds")
+"""Names in the JSON of the command that are not about the data: paths, times, and work of an interrupted run."""
 
 
 def packed(folder: Path) -> dict[str, str]:
-    """Rows and plans that the command writes, and the documents that `tokenize` returns."""
+    """Rows and plans that `pack` writes, what `report` prints, and the documents that `tokenize` returns."""
     tokenizer = save_tokenizer(folder / "tokenizer")
     files = {name: write_lines(folder / f"{name}.jsonl", rows) for name, rows in _sources().items()}
     flags: dict[str, list[list[str]]] = {
@@ -41,6 +41,11 @@ def packed(folder: Path) -> dict[str, str]:
         more = ("--strategy", strategy, "--max-length", "16", "32", "64")
         found[f"texts, {strategy}"] = _pack(folder / "packed" / strategy, *texts, *more)
     found["share prefixes"] = _pack(folder / "packed" / "trees", files["related"], "--share-prefixes", "4")
+    for source in ("chats", "completions", "texts"):
+        found[f"report {source}"] = digest(
+            _run("report", files[source], "--tokenizer", tokenizer, "--max-length", "64")
+        )
+    found["report related"] = digest(_run("report", files["related"], "--max-length", "32", "64", "--ranks", "2"))
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     to_train_on = {"chats": ("assistant", "all"), "completions": ("completion", "all"), "texts": (None,)}
     for source, choices in to_train_on.items():
@@ -53,12 +58,21 @@ def packed(folder: Path) -> dict[str, str]:
 def _pack(output: Path, *given: str) -> str:
     """Run the command; return digests of the rows, the plan and the JSON that it has written."""
     length = [] if "--max-length" in given else ["--max-length", "64"]
-    with redirect_stdout(io.StringIO()) as printed:
-        assert main(["pack", *given, *length, "--output", str(output), "--json"]) == 0
-    facts = {name: value for name, value in json.loads(printed.getvalue()).items() if name not in _OF_THE_RUN}
+    facts = _run("pack", *given, *length, "--output", str(output))
     plan = hfp.PackingPlan.load(output / "plan")
     rows = digest_of_dataset(datasets.load_from_disk(output))
     return f"{rows} plan {plan.fingerprint[:12]} json {digest(facts)}"
+
+
+def _run(*given: str) -> Any:
+    """Run the command; return the JSON that it prints, without what is of this run only."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main([*given, "--json"]) == 0
+    return json.loads(printed.getvalue(), object_hook=_of_the_data)
+
+
+def _of_the_data(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name not in _OF_THE_RUN}
 
 
 def _sources() -> dict[str, list[dict[str, Any]]]:

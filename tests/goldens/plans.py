@@ -83,7 +83,7 @@ def of_counts(_: Path) -> dict[str, str]:
 
 
 def _cut_plans(strategies: dict[str, _Make], sets: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
-    """Yield the plans of strategies, with every overflow rule where documents are over the capacity."""
+    """Yield the plans of strategies, with every overflow rule where documents are longer than a pack."""
     for strategy, make in strategies.items():
         for name, lengths in sets.items():
             for overflow in _OVERFLOWS if lengths.max(initial=0) > LONGEST else ("split",):
