@@ -1,0 +1,55 @@
+"""EpochPlans: the micro-batches of every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+from goldens.digests import digest
+from goldens.inputs import LONGEST, dataset, related
+from goldens.inside import epoch_plan, trees_of
+
+import hf_packing as hfp
+
+
+def planned(_: Path) -> dict[str, str]:
+    """Epochs of both batchings on packed rows, documents and trees, for several ranks and accumulations."""
+    long, plain = dataset(300, 2), dataset(300, 2, longest=LONGEST)
+    packs, buckets = hfp.pack(long, hfp.BestFit(LONGEST)), hfp.pack(long, hfp.Bucket((16, 32, LONGEST)))
+    sharing = hfp.TokenBudget(160, share_prefixes=4)
+    cases: dict[str, tuple[Any, Any]] = {
+        "packs": (packs, hfp.TokenBudget(2 * LONGEST)),
+        "packs, level tokens, seed 3": (packs, hfp.TokenBudget(2 * LONGEST, balance="tokens", seed=3)),
+        "packs, at most 20 documents": (packs, hfp.TokenBudget(3 * LONGEST, max_documents=20)),
+        "documents": (plain, hfp.TokenBudget(128)),
+        "documents, level tokens": (plain, hfp.TokenBudget(128, balance="tokens")),
+        "documents, at most 4, seed 1": (plain, hfp.TokenBudget(128, max_documents=4, seed=1)),
+        "documents, linear_cost 64": (plain, hfp.TokenBudget(128, linear_cost=64)),
+        "documents, length schedule": (plain, hfp.TokenBudget(128, length_schedule=hfp.LengthSchedule(8, 10))),
+        "long documents, split": (long, hfp.TokenBudget(50, overflow="split")),
+        "long documents, truncate": (long, hfp.TokenBudget(50, overflow="truncate")),
+        "long documents, drop": (long, hfp.TokenBudget(50, overflow="drop")),
+        "trees in rows": (hfp.pack(related(40), hfp.BestFit(80), share_prefixes=4), hfp.TokenBudget(160)),
+        "trees of documents": (trees_of(related(40), sharing), sharing),
+        "buckets": (buckets, hfp.BucketBatches(2 * LONGEST)),
+        "buckets, short to long": (buckets, hfp.BucketBatches(2 * LONGEST, order="short_to_long", cycles=2, seed=3)),
+        "buckets, token budget": (buckets, hfp.TokenBudget(2 * LONGEST)),
+        "few documents": (dataset(9, longest=20), hfp.TokenBudget(30)),
+    }
+    found = {}
+    for name, (rows, batching) in cases.items():
+        for world_size in (1, 2, 8):
+            for accumulation in (1, 4):
+                found[f"{name}, {world_size} ranks x {accumulation}"] = _epochs(
+                    batching, rows, world_size, accumulation
+                )
+    return found
+
+
+def _epochs(batching: Any, rows: datasets.Dataset, world_size: int, accumulation: int) -> str:
+    """Return the number of micro-batches of each rank, and the digests of two epochs."""
+    plans = [epoch_plan(batching, rows, epoch, world_size, accumulation) for epoch in (0, 1)]
+    digests = [
+        digest([plan.left_out, plan.bucket, [list(plan.micro_batches(rank)) for rank in range(world_size)]])
+        for plan in plans
+    ]
+    return f"{plans[0].num_micro_batches} micro-batches {digests[0]} {digests[1]}"

@@ -1,0 +1,96 @@
+"""Make the goldens: digests of what the package computes, for code that must not change any result.
+
+    python tests/goldens/make.py            print the cases that differ from the stored ones
+    python tests/goldens/make.py --write    store them
+
+A subject is a function that takes an empty folder and returns a digest, or a few words, for each named case. It uses
+public names only, so that modules can move; `inside.py` has the few exceptions.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as in the tests: datasets asks the hub about local files, too
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import datasets
+from goldens import batches, command, epochs, plans, reports, rows, streams, trees
+
+Subject = Callable[[Path], dict[str, str]]
+
+SUBJECTS: dict[str, Subject] = {
+    "plans": plans.of_lengths,
+    "plans_by_scipy": plans.by_scipy,
+    "pattern_tables": plans.of_counts,
+    "rows": rows.packed,
+    "mapped_rows": rows.mapped,
+    "trees": trees.packed,
+    "streams": streams.packed,
+    "mixtures": streams.mixed,
+    "command": command.packed,
+    "epochs": epochs.planned,
+    "batches": batches.collated,
+    "reports": reports.made,
+}
+STORED = Path(__file__).parent / "stored"
+
+
+def make(name: str, folder: Path) -> dict[str, str]:
+    """Return the cases of a subject as the code computes them now."""
+    datasets.disable_progress_bars()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about columns left out and documents dropped, on purpose
+        return SUBJECTS[name](folder)
+
+
+def stored(name: str) -> dict[str, str]:
+    """Return the cases of a subject as they are stored; none if nothing is stored."""
+    file = STORED / f"{name}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """Return a line for each case that differs, is missing or is new."""
+    names = dict.fromkeys([*old, *new])
+    return [
+        f"{name}: {old.get(name, 'not stored')} -> {new.get(name, 'not made')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def main() -> int:
+    """Print the cases that differ, and store them if asked to; return 1 if cases differ and are not stored."""
+    parser = argparse.ArgumentParser(description="Compare the goldens with the stored ones.")
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"{', '.join(SUBJECTS)} (default: all)")
+    parser.add_argument("--write", action="store_true", help="store what the code computes now")
+    given = parser.parse_args()
+    if unknown := set(given.subjects) - SUBJECTS.keys():
+        parser.error(f"SUBJECT: expected some of {', '.join(SUBJECTS)}, got {', '.join(sorted(unknown))}")
+    differ = False
+    for name in given.subjects or SUBJECTS:
+        with tempfile.TemporaryDirectory() as folder:
+            datasets.config.HF_DATASETS_CACHE = Path(folder) / "datasets-cache"
+            began = time.perf_counter()
+            new = make(name, Path(folder))
+            seconds = time.perf_counter() - began
+        changed = differences(stored(name), new)
+        print(f"{name}: {len(new)} cases, {len(changed)} differ, {seconds:.1f} s")
+        print("".join(f"  {line}\n" for line in changed), end="")
+        differ = differ or bool(changed)
+        if given.write and changed:
+            STORED.mkdir(exist_ok=True)
+            (STORED / f"{name}.json").write_text(json.dumps(new, indent=0) + "\n")
+    return int(differ and not given.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
