@@ -534,8 +534,8 @@ def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
 
     It has the dtype of the tensor, too: autograd copies a gradient of another one, and a copy takes all its memory.
     """
-    shape, options = tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}
-    return lambda: torch.zeros((), **options).expand(shape)
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    return lambda: torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _is_of_torch(hook: Any) -> bool:
