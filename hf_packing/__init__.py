@@ -29,8 +29,8 @@ _HOME_OF = {
     "NonNegativeLeastSquares": "strategies.nnls",
     "Optimal": "strategies.optimal.strategy",
     "PackedLoader": "training.loader",
-    "PackedTokens": "data.lazy.packed_tokens",
-    "PackingCollator": "collate",
+    "PackedTokens": "rows.lazy.packed_tokens",
+    "PackingCollator": "batch.collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
@@ -41,14 +41,14 @@ _HOME_OF = {
     "TokenBudget": "sampling.token_budget",
     "UnpaddedModels": "training.unpad_models",
     "attach": "training.attach",
-    "branches": "data.branches",
+    "branches": "text.branches",
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
     "document_logps": "training.document_logps",
     "evaluation_loss": "training.loop",
-    "mix": "data.streams.mix",
-    "pack": "data.pack",
+    "mix": "streams.mix",
+    "pack": "rows.pack",
     "packing_report": "report.report",
     "patch_model": "attention",
     "patched": "attention",
@@ -56,21 +56,15 @@ _HOME_OF = {
     "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
     "score": "training.score",
-    "tokenize": "data.tokenize",
-    "unpack": "data.unpack",
+    "tokenize": "text.tokenize",
+    "unpack": "rows.unpack",
     "unpatch_model": "attention",
 }
 
 if TYPE_CHECKING:
     from hf_packing import fleet
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
-    from hf_packing.collate import PackingCollator
-    from hf_packing.data.branches import branches
-    from hf_packing.data.lazy.packed_tokens import PackedTokens
-    from hf_packing.data.pack import pack
-    from hf_packing.data.streams.mix import mix
-    from hf_packing.data.tokenize import tokenize
-    from hf_packing.data.unpack import unpack
+    from hf_packing.batch.collate import PackingCollator
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.assign import DealtShard
     from hf_packing.planning.length_schedule import LengthSchedule
@@ -78,6 +72,9 @@ if TYPE_CHECKING:
     from hf_packing.planning.pattern_table import PatternTable
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.report.report import PackingReport, packing_report
+    from hf_packing.rows.lazy.packed_tokens import PackedTokens
+    from hf_packing.rows.pack import pack
+    from hf_packing.rows.unpack import unpack
     from hf_packing.sampling.bucket_batches import BucketBatches
     from hf_packing.sampling.epoch_plan import EpochPlan
     from hf_packing.sampling.epoch_summary import EpochSummary
@@ -89,6 +86,9 @@ if TYPE_CHECKING:
     from hf_packing.strategies.nnls import NonNegativeLeastSquares
     from hf_packing.strategies.optimal.strategy import Optimal
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
+    from hf_packing.streams.mix import mix
+    from hf_packing.text.branches import branches
+    from hf_packing.text.tokenize import tokenize
     from hf_packing.training.attach import attach
     from hf_packing.training.batch_loss import compute_loss
     from hf_packing.training.document_logps import document_logps
@@ -166,4 +166,4 @@ def __dir__() -> list[str]:
 
 
 if "datasets" in sys.modules:  # datasets loads saved lazy packs only if their feature is registered
-    importlib.import_module("hf_packing.data.lazy.packed_tokens")
+    importlib.import_module("hf_packing.rows.lazy.packed_tokens")

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 CHAT = TreeSegments((9, 14, 6, 17, 5, 12), (-1, 0, 0, 2, 2, 4))
 """Three turns: each has thinking of its own, and the next turn goes on without it."""

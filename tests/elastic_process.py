@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_packing as hfp
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 SETTINGS = {
     "how": "trainer",

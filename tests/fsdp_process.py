@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 
 DOCUMENTS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43], [51, 52, 53, 54, 55, 56, 57, 58]])
 

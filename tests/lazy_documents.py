@@ -8,7 +8,7 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
 import hf_packing as hfp
-from hf_packing.data.lazy import stored_packs
+from hf_packing.rows.lazy import stored_packs
 
 STRATEGIES = [
     hfp.BestFit(16),

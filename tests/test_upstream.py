@@ -40,7 +40,7 @@ from trl.trainer import sft_trainer
 
 import hf_packing as hfp
 from hf_packing.attention.packed_row import CACHES
-from hf_packing.data import map_batch
+from hf_packing.rows import map_batch
 from hf_packing.training.first_batch import prepared_model
 from hf_packing.training.ranks import BatchesOfCheckpoint
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 SETTINGS = {
     "through": "trainer",

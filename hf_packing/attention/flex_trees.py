@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_packing.attention.flex import BLOCK, LEAST_PLACES, attend_with_mask
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 _NEVER = 2**31 - 1
 """An end that no token reaches. The places after the row's tokens have it, so that each attends at least to itself."""

@@ -27,7 +27,7 @@ from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradie
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import RowProbe
 from hf_packing.attention.varlen import kernel_of
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError
 

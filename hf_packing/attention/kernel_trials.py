@@ -13,7 +13,7 @@ from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernels import Call, FlexKernel, VarlenKernel
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 FAILS = "fails"
 """The first word of the reason why an installed kernel is not used."""

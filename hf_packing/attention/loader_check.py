@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from hf_packing.attention.inspect_model import has_vocabulary
 from hf_packing.attention.packed_row import PackedRow, find_borders
 from hf_packing.attention.route import sees_labels
-from hf_packing.collate import active_loader
+from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
-from hf_packing.data.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.data.token_columns import TokenColumn, row_numbers
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
+from hf_packing.rows.token_columns import TokenColumn, row_numbers
 
 _TWO_DOCUMENTS = {
     INPUT_IDS: [1, 1, 1, 1],

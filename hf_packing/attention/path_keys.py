@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_packing.attention.exact_tree_attention import first_seen
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.tree_segments import Places, TreeSegments
+from hf_packing.trees.segments import Places, TreeSegments
 
 MOST_KEYS = 32768
 """A call of a kernel gathers at most this many keys, unless a single path has more. With 8 heads of 128 numbers in

@@ -12,7 +12,7 @@ from hf_packing.attention.batch_runs import BatchRuns
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.tree_row import read_tree_row
 from hf_packing.columns import ENDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 _FEW = 4
 """Of fewer segments than this number, every second one is replaced."""

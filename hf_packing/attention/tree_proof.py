@@ -30,7 +30,7 @@ from hf_packing.attention.route import PATCH, route_of
 from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, comparable, largest_difference, spread
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 _LENGTHS = (13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10)
 _PARENTS = (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1)

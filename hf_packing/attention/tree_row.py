@@ -19,7 +19,7 @@ from hf_packing.attention.packed_row import CACHES, PackedRow, SharedCall, Shari
 from hf_packing.attention.token_axes import Place
 from hf_packing.columns import CU_SEQ_LENS, ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.tree_segments import Places, TreeSegments
+from hf_packing.trees.segments import Places, TreeSegments
 
 MOST_TOKENS_OF_CALL = 4096
 """Paths share a call of a module up to this number of tokens. The paths of a row may have many times the tokens of the

@@ -29,8 +29,8 @@ from hf_packing.attention import (
     tiny_model,
 )
 from hf_packing.cli.screen import WIDE, err, out, print_json, say
-from hf_packing.data.documents import hub_answers, reason_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.text.documents import hub_answers, reason_of
 
 _NOT_ISOLATED = 1
 _KINDS = ("causal", "masked")

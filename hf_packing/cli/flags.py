@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 
 from hf_packing.cli.given import STRATEGIES
-from hf_packing.data.rendering import TRAIN_ON
+from hf_packing.text.rendering import TRAIN_ON
 
 
 def add_fleet(top: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:

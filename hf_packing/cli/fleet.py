@@ -8,7 +8,6 @@ from typing import Any
 
 from hf_packing.cli.given import check_that_it_plans, fewest_shared_of, strategy_named
 from hf_packing.cli.screen import out, print_json, say
-from hf_packing.data.documents import Documents
 from hf_packing.errors import PackingError
 from hf_packing.fleet.drive import drive, finish, num_done
 from hf_packing.fleet.engines import Executor, local, ray
@@ -21,6 +20,7 @@ from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tasks import Task, do_task
 from hf_packing.strategies.base import check_counting
+from hf_packing.text.documents import Documents
 
 
 def run_fleet(given: argparse.Namespace) -> int:

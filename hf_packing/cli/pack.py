@@ -26,17 +26,17 @@ from hf_packing.cli.given import (
     warn_of_texts,
 )
 from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
-from hf_packing.data.corpus import Corpus, Seen
-from hf_packing.data.label_counts import count_labels
-from hf_packing.data.pack import pack_split
-from hf_packing.data.token_columns import find_token_columns
-from hf_packing.data.trees.plan_trees import TreesPlan, plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
+from hf_packing.rows.label_counts import count_labels
+from hf_packing.rows.pack import pack_split
+from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.strategies.base import Strategy, plan_packing
 from hf_packing.strategies.compare import name_of
+from hf_packing.text.corpus import Corpus, Seen
+from hf_packing.trees.plan_trees import TreesPlan, plan_trees
 
 _JOB = "job.json"
 _PLAN = "plan"

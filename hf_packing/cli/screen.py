@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hf_packing.data.corpus import Seen
+from hf_packing.text.corpus import Seen
 
 WIDE = 100
 """Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""

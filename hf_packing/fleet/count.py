@@ -16,16 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
-from hf_packing.data.token_columns import (
-    TokenColumn,
-    TokenColumns,
-    columns_left_out,
-    find_token_columns,
-    is_list,
-    is_token_type,
-    with_typed_empty_lists,
-)
-from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
 from hf_packing.errors import PackingError
 from hf_packing.fleet.inputs import (
     Identity,
@@ -43,7 +33,17 @@ from hf_packing.fleet.shared_between import sample_prefixes
 from hf_packing.fleet.tokenizer import load_saved
 from hf_packing.fleet.trees import find_trees_of_file, sizes_of, totals_of, write_trees
 from hf_packing.planning.lengths import IntArray, LengthCounts, count_lengths
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    TokenColumns,
+    columns_left_out,
+    find_token_columns,
+    is_list,
+    is_token_type,
+    with_typed_empty_lists,
+)
 from hf_packing.strategies.base import CountingStrategy
+from hf_packing.trees.tree_rows import check_tree_columns_are_free
 
 _TOKENS = pa.schema({INPUT_IDS: pa.list_(pa.int32()), LABELS: pa.list_(pa.int32())})
 
@@ -250,8 +250,8 @@ def _type_of(kind: pa.DataType) -> str:
 
 def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
     """Tokenize a file, write the tokens, and return the lengths of the documents and what is known of the file."""
-    from hf_packing.data.corpus import Corpus
-    from hf_packing.data.documents import Documents
+    from hf_packing.text.corpus import Corpus
+    from hf_packing.text.documents import Documents
 
     texts = run.settings.texts
     assert texts is not None

@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS, LABELS
-from hf_packing.data.packed_rows import as_int32
-from hf_packing.data.token_columns import TokenColumns
 from hf_packing.fleet.count import Counted, count, load_count, token_columns
 from hf_packing.fleet.parts import Buffers, DamagedFileError, read_part, write_parts
 from hf_packing.fleet.plan import Plan, dealt_before, load_plan
@@ -28,6 +26,8 @@ from hf_packing.fleet.trees import load_trees, sizes_of
 from hf_packing.planning.assign import DealtShard
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.packed_rows import as_int32
+from hf_packing.rows.token_columns import TokenColumns
 
 _T = TypeVar("_T")
 

@@ -18,9 +18,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hf_packing.columns import INPUT_IDS, TRAINED
-from hf_packing.data.packed_rows import blocks_of_packs, list_array, pack_rows
-from hf_packing.data.token_columns import TokenColumn, TokenColumns, is_token_type
-from hf_packing.data.trees.tree_rows import tree_rows
 from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal, trees_of_file
 from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.parts import DamagedFileError
@@ -28,7 +25,10 @@ from hf_packing.fleet.plan import Plan, load_plan
 from hf_packing.fleet.run import Run
 from hf_packing.fleet.tree_parts import joined_trees, load_tree_part
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.packed_rows import blocks_of_packs, list_array, pack_rows
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_token_type
 from hf_packing.strategies.base import plan_packing
+from hf_packing.trees.tree_rows import tree_rows
 
 _TOKENS_IN_A_ROW_GROUP = 1 << 20
 _PARQUET = {

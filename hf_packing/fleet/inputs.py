@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.files import find_files
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import file_system
+from hf_packing.text.files import find_files
 
 Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import hf_packing
-from hf_packing.data.packed_rows import SPLITS, describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.fleet.gather import PackedFile
 from hf_packing.fleet.inputs import Identity
 from hf_packing.fleet.store import Store
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
+from hf_packing.rows.packed_rows import SPLITS, describe_changes
 
 MANIFEST = "manifest.json"
 _MANY = 0.01

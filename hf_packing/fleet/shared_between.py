@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows
 
 _KEPT = 512
 """The most prefixes that a file keeps. The estimate is off by about 2 % of the tokens of a file."""

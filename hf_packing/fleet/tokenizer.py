@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hf_packing.data.text_tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import Store
+from hf_packing.text.text_tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
 
 
 def _file(identity: str) -> str:

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.token_columns import TokenColumns
-from hf_packing.data.trees.find_trees import find_trees
-from hf_packing.data.trees.plan_trees import plan_trees
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.run import Run, Settings
 from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, cut_to_pieces
 from hf_packing.planning.metrics import pack_totals, segment_totals
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import fit_trees, place_pieces
+from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.greedy import BestFit
+from hf_packing.trees.find_trees import find_trees
+from hf_packing.trees.plan_trees import plan_trees
 
 
 class TreesOfFile(NamedTuple):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.data.trees.measure import SharedPrefixes
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
+from hf_packing.trees.measure import SharedPrefixes
 
 _POINTS = 200
 """Number of points on the curve of how full packs are."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_packing.data.trees.measure import measure_shared_prefixes
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
@@ -18,6 +17,7 @@ from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import each_planned, with_best_bounds, workload_of
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.strategies.sequential import FirstCome, FixedLength
+from hf_packing.trees.measure import measure_shared_prefixes
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,10 +7,10 @@ import datasets
 import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
-from hf_packing.data.label_counts import LabelCounts, count_labels
-from hf_packing.data.lazy.lazy_columns import copies_labels
-from hf_packing.data.token_columns import check_same_lengths, column_of_values, row_numbers, visible_columns
 from hf_packing.planning.lengths import Pieces
+from hf_packing.rows.label_counts import LabelCounts, count_labels
+from hf_packing.rows.lazy.lazy_columns import copies_labels
+from hf_packing.rows.token_columns import check_same_lengths, column_of_values, row_numbers, visible_columns
 from hf_packing.sampling.row_sizes import open_column
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler

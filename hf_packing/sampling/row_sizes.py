@@ -23,10 +23,12 @@ from hf_packing.columns import (
     TREE_LABELS,
     check_has_tokens,
 )
-from hf_packing.data.lazy.lazy_columns import LazyColumn
-from hf_packing.data.lazy.packed_tokens import PackedTokens
-from hf_packing.data.packing_trace import refuse_lost_borders
-from hf_packing.data.token_columns import (
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_whole_numbers
+from hf_packing.rows.lazy.lazy_columns import LazyColumn
+from hf_packing.rows.lazy.packed_tokens import PackedTokens
+from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.rows.token_columns import (
     TokenColumn,
     is_list,
     is_token_type,
@@ -34,8 +36,6 @@ from hf_packing.data.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_numbers
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.tree_sizes import (
     check_tree_columns,

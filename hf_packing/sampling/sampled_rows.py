@@ -32,9 +32,9 @@ from hf_packing.columns import (
     TREE_LABELS,
     apply_loss_masks,
 )
-from hf_packing.data.lazy.lazy_columns import LazyColumn
-from hf_packing.data.token_columns import is_list, row_numbers, visible_columns
 from hf_packing.errors import PackingError
+from hf_packing.rows.lazy.lazy_columns import LazyColumn
+from hf_packing.rows.token_columns import is_list, row_numbers, visible_columns
 from hf_packing.sampling.epoch_plan import SampledRow
 from hf_packing.sampling.row_sizes import is_lazy
 from hf_packing.sampling.sampler import RankBatchSampler

@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.columns import ENDS, PARENTS, SEGMENT_LENGTHS, TREE_COLUMNS, TREE_INPUT_IDS
-from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.tree_counts import TreeCounts
-from hf_packing.tree_segments import attention_costs
+from hf_packing.trees.segments import attention_costs
 
 
 def check_tree_columns(names: Any) -> None:

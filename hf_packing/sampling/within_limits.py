@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from hf_packing.batch.fixed_shapes import check_shapes
 from hf_packing.errors import PackingError
-from hf_packing.fixed_shapes import check_shapes
 from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.bucket_batches import BucketBatches
 from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, RowSizes, keep_rows

@@ -12,7 +12,6 @@ import numpy as np
 
 import hf_packing
 from hf_packing.columns import INPUT_IDS, check_has_tokens
-from hf_packing.data.map_batch import pack_batch
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.planning.lengths import (
     IntArray,
@@ -32,6 +31,7 @@ from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
+from hf_packing.rows.map_batch import pack_batch
 
 _S = TypeVar("_S", bound="Strategy")
 _ROWS_AT_ONCE = 10_000

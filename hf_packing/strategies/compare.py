@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from tqdm import tqdm
 
-from hf_packing.data.trees.measure import SharedPrefixes, measure_shared_prefixes
 from hf_packing.errors import PackingError
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy, plan_packing, read_lengths
+from hf_packing.trees.measure import SharedPrefixes, measure_shared_prefixes
 
 
 @dataclass(frozen=True)

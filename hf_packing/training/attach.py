@@ -12,10 +12,10 @@ import datasets
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
-from hf_packing.collate import PackingCollator
-from hf_packing.data.label_counts import LabelCounts
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
+from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.sampler import RankBatchSampler

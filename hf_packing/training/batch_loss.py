@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packing.attention import check_patched, inner_model
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, exact_type, items_in

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import (
     COMPLETION_MASK,
     IGNORED_LABEL,
@@ -28,7 +28,9 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     find_unmasked_label,
 )
-from hf_packing.data.token_columns import (
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumn,
     blocks_of_rows,
@@ -37,8 +39,6 @@ from hf_packing.data.token_columns import (
     row_numbers,
     visible_columns,
 )
-from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.row_sizes import is_lazy, open_column
 from hf_packing.sampling.sampled_rows import SampledRows

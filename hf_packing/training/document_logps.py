@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from hf_packing.attention import check_patched
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.training.logits import Logits, observed_logits, reduced_logits

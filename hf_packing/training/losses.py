@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import ENDS, IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.training.tree_batch import labels_key, trained_per_tree_document, tree_weights

@@ -9,8 +9,8 @@ import numpy as np
 from transformers import TrainingArguments
 
 from hf_packing.columns import LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
-from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
+from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.sampled_rows import Row, SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.within_limits import FilledInOrder

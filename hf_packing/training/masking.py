@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
-from hf_packing.collate import read_integers, read_segment_lengths
+from hf_packing.batch.collate import read_integers, read_segment_lengths
 from hf_packing.columns import INPUT_IDS, LABELS, OFFSET_MAPPING, SEGMENT_COLUMNS, SPECIAL_TOKENS_MASK
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray

@@ -11,9 +11,9 @@ import numpy as np
 from transformers import Trainer
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.training.trainer_loss import sft_trainer_of
 
 _PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"

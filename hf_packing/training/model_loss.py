@@ -31,7 +31,7 @@ from hf_packing.attention import (
     small_copy_of,
     takes_argument,
 )
-from hf_packing.collate import PackingCollator, is_tree_batch
+from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.logits import Logits, Observed, Weighting, called_on_outputs, observed_logits

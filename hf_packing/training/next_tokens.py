@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.training.tree_batch import trees_of
 
@@ -20,7 +20,7 @@ class NextTokens(NamedTuple):
 
     Example:
         >>> import torch
-        >>> from hf_packing.tree_segments import TreeSegments
+        >>> from hf_packing.trees.segments import TreeSegments
         >>> before = torch.from_numpy(TreeSegments((2, 1, 1), (-1, 0, 0)).predecessors)
         >>> NextTokens.of(before, torch.tensor([[-100, 5, 6, 7]])).predictors.tolist()
         [0, 1, 1]

@@ -13,9 +13,9 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_packing.attention import borders_required
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
+from hf_packing.batch.cut_batch import with_segments_cut
 from hf_packing.columns import ATTENTION_MASK, LABELS
-from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS, exact_type

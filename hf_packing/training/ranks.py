@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes

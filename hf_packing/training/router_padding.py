@@ -5,7 +5,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device, random_documents
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 
 _DOCUMENT, _FILLED = 13, 130

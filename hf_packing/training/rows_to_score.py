@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.data.token_columns import column_of_values
-from hf_packing.data.trees.find_trees import find_trees
-from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.planning.forest import Forest, cut_large_trees
 from hf_packing.planning.lengths import IntArray, Pieces
 from hf_packing.planning.ranges import indices_in_ranges
 from hf_packing.planning.tree_plan import plan_forest
+from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.base import plan_packing
 from hf_packing.strategies.greedy import BestFit
+from hf_packing.trees.find_trees import find_trees
+from hf_packing.trees.tree_paths import TreePaths, segments_of
 
 Tokens = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer
 
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.logits import called_on_outputs, is_compiled, observed_logits

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_summary import EpochSummary

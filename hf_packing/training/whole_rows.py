@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
-from hf_packing.data.packing_trace import refuse_lost_borders
-from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.epoch_plan import RowSizes, SampledRow
 from hf_packing.sampling.row_sizes import rows_to_sample, sizes_of
 from hf_packing.sampling.sampler import RankBatchSampler

@@ -15,7 +15,7 @@ from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import Call
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

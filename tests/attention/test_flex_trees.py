@@ -20,7 +20,7 @@ from hf_packing.attention.flex_trees import attend_in_trees_with_flex, tree_bloc
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 CPU = torch.device("cpu")
 

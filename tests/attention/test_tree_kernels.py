@@ -24,7 +24,7 @@ from hf_packing.attention.kernels import FlexKernel
 from hf_packing.attention.path_keys import gather_keys, gather_plan, runs_of
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import kernel_of
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import CASES, call
 
 pytestmark = pytest.mark.usefixtures("on_hopper")

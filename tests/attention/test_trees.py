@@ -24,7 +24,7 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.varlen import kernel_of
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 TINY = ["gpt2", "llama", "mamba", "qwen3_next", "bloom", "rwkv", "jamba", "falcon_h1", "recurrent_gemma", "lfm2"]
 OWN = ["Mistral", "Gemma2", "GptOss", "DeepseekV3"]

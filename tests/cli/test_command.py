@@ -93,7 +93,7 @@ def test_json_has_no_numbers_that_json_does_not_know(capsys):
 
 def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setattr("hf_packing.data.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
+    monkeypatch.setattr("hf_packing.text.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
     for given in (["report", data], ["pack", data, "--output", str(tmp_path / "packed")]):
         assert main([*given, "--tokenizer", tokenizer, "--strategy", "optimal"]) == 2
         assert "needs scipy" in capsys.readouterr().err

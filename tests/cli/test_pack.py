@@ -139,7 +139,7 @@ def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeyp
 
 
 def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypatch):
-    monkeypatch.setattr("hf_packing.data.corpus._CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr("hf_packing.text.corpus._CHARACTERS_AT_ONCE", 1000)
     given = [
         "pack",
         data,

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.test_tree_rows import expand, tables
 from fleet.fleet_rows import Here, documents_of, rows_of, write_files
 from fleet.related_documents import GROUPS, literal_rows, trees_by_pack, write_related
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows.test_tree_rows import expand, tables
 from tiers import fast_only
 
 import hf_packing as hfp

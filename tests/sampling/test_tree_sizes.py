@@ -10,7 +10,7 @@ from tree_rows import documents_of, labeled_documents, tree_row
 
 from hf_packing.errors import PackingError
 from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 
 ROW, _ = tree_row([[5, 6, 7], [5, 6, 8, 9], [3]])
 

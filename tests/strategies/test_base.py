@@ -228,7 +228,7 @@ def test_overflow_error_in_a_batch():
 
 @pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
 def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
-    monkeypatch.setattr("hf_packing.data.pack.TOKENS_AT_ONCE", 4)  # so that rows are written in several blocks
+    monkeypatch.setattr("hf_packing.rows.pack.TOKENS_AT_ONCE", 4)  # so that rows are written in several blocks
     lists = strategy(BATCH)
     assert set(lists["bucket"]) == set(strategy.bucket_lengths)
     assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))

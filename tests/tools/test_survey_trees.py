@@ -13,7 +13,7 @@ from hf_packing.attention import tree_attention
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from hf_packing.attention.tree_proof import TREES as PROVEN
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.trees.segments import TreeSegments
 from tools.survey import trees
 from tools.survey.measure import EXACT, Measured
 from tools.survey.page import PICTURES, TITLES, TREES, page, with_pictures, with_trees

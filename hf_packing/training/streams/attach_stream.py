@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_packing.attention import ProveInTraining, inner_model
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.sampling.epoch_plan import Batching

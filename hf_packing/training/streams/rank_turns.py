@@ -25,10 +25,10 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
-from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
-from hf_packing.data.streams.mixed_examples import MixedExamples
 from hf_packing.planning.lengths import IntArray
-from hf_packing.tree_segments import TreeSegments
+from hf_packing.streams.logical_streams import LogicalStreams, Position, Turn
+from hf_packing.streams.mixed_examples import MixedExamples
+from hf_packing.trees.segments import TreeSegments
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]

@@ -11,7 +11,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import gather_object, send_to_device
 
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import (
     COPIED_SEGMENT,
     ENDS,
@@ -25,9 +25,9 @@ from hf_packing.columns import (
     TREE_INPUT_IDS,
     TREE_LABELS,
 )
-from hf_packing.data.streams.logical_streams import Position
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.streams.logical_streams import Position
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.streams.dispatch import Dispatched
 from hf_packing.training.streams.lockstep import Answer, in_lockstep

@@ -14,7 +14,7 @@ from hf_packing.attention import (
     patch_for_training,
     unpatched_on_error,
 )
-from hf_packing.cut_batch import with_segments_cut
+from hf_packing.batch.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import longest_segment, with_linear_cost

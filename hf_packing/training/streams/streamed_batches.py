@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
-from hf_packing.collate import is_tree_batch
+from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import COMPLETION_MASK, LABELS, SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks

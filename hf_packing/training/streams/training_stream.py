@@ -10,20 +10,20 @@ import numpy as np
 from torch import nn
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
-from hf_packing.collate import PackingCollator
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
-from hf_packing.data.streams import upstream
-from hf_packing.data.streams.logical_streams import LogicalStreams
-from hf_packing.data.streams.mixed_examples import MixedExamples
-from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
-from hf_packing.data.streams.shard_sizes import fingerprint_of_files
-from hf_packing.data.streams.sources import open_source
-from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
+from hf_packing.streams import upstream
+from hf_packing.streams.logical_streams import LogicalStreams
+from hf_packing.streams.mixed_examples import MixedExamples
+from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
+from hf_packing.streams.shard_sizes import fingerprint_of_files
+from hf_packing.streams.sources import open_source
+from hf_packing.trees.tree_rows import check_tree_columns_are_free
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""

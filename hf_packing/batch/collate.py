@@ -1,0 +1,428 @@
+"""`PackingCollator` concatenates rows into one batch without padding, and adds the lengths of the segments.
+
+A segment is a document, or a part of a document, in a row. All columns that describe a row's segments must agree.
+"""
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
+
+from hf_packing.batch.collate_trees import check_tree_row, collate_trees, is_tree_row
+from hf_packing.batch.fixed_shapes import check_shapes, fill_to_shape
+from hf_packing.batch.segment_columns import check_length, check_mask, lengths_in_column
+from hf_packing.batch.worker_batch import WorkerBatch
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    COPIED_SEGMENT,
+    CU_SEQ_LENS,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    KNOWN_COLUMNS,
+    LABELS,
+    LOSS_MASKS,
+    MAX_LENGTHS,
+    PARENTS,
+    POSITION_IDS,
+    SEGMENT_COLUMNS,
+    SEQ_IDX,
+    TOKEN_TYPE_IDS,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    find_unmasked_label,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.packing_trace import refuse_lost_borders, stored_datasets
+
+Row = Mapping[str, Any]
+"""One row of a dataset, as a mapping from column name to value."""
+
+
+@dataclass(frozen=True)
+class PackingCollator:
+    """A data collator that concatenates packed rows, or plain documents, into one batch without padding.
+
+    A segment is a document, or a part of one, in a row. The segments of a row are read from `seq_lengths`, `seq_idx`,
+    `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
+    of these columns, all must give the same segments. If a row has none of them, the row is one document; it is an
+    error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`
+    and `token_type_ids`. Other columns with one number for each token, such as weights, are joined in the same way, and
+    all further columns are dropped. Loss masks must be applied to the labels, as in the rows that `pack` returns, since
+    Trainer drops mask columns before the collator runs.
+
+    With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
+    segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
+    changes the result of some models, and its positions are not larger than those of the longest document.
+
+    Rows of trees, which `pack(..., share_prefixes=True)` returns, have columns of their own, and make batches of their
+    own. In such a row, a prefix that documents share stands once. The rest of a document is in segments, each of which
+    follows its parent.
+
+    Args:
+        keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
+            instead of the next token, such as masked language models.
+        tokens: number of tokens in every batch; None for as many as the rows have. Pass it with max_segments.
+        max_segments: number of segments in every batch, including the one that fills the batch and empty segments at
+            the end; at least 2.
+
+    Returns:
+        A call with a list of rows returns this dict, in which `tokens` and `segments` are totals over all rows:
+        input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
+            keep_first_labels is True.
+        token_type_ids: int64 [1, tokens], if the rows have this column.
+        further columns of numbers: int64, float32 or bool [1, tokens]; 0 for tokens that only fill the batch.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
+            max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
+        max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
+        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch, and less
+            for the segments of a row that is only a copy, whose own seq_idx is less than -1.
+        Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
+        own; use `compute_loss`:
+        input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
+        token_type_ids and further columns of numbers: [1, tokens], if the rows have them.
+        segment_lengths, parents: int64 [segments], the number of tokens and the parent of each segment; -1 for none.
+        ends: int64 [documents], the segment in which each document ends.
+        trained: int64 [runs, 3], the tokens to train on: document, place in the document, number of tokens.
+        tree_labels: int64 [1, tokens], the label of each token that any document trains on, and otherwise -100.
+
+    Raises:
+        PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
+            have different lengths or give different segments; only some rows have labels, token_type_ids or another
+            column of numbers; an
+            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
+            `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
+            (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
+            each other, or an argument does not apply to them.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8, 9]}])
+        >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+        ([[0, 1, 0, 0, 1]], [0, 2, 3, 5])
+        >>> batch["labels"].tolist()
+        [[-100, 6, -100, -100, 9]]
+    """
+
+    keep_first_labels: bool = False
+    tokens: int | None = None
+    max_segments: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None or self.max_segments is not None:
+            check_shapes(self.tokens, self.max_segments)
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        _refuse_dispatched_batches(self)
+        _check_rows(rows)
+        batch = self._batch_of_trees(rows) if _are_trees(rows) else self._flat_batch(rows)
+        return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
+
+    def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if self.keep_first_labels:
+            raise PackingError(
+                "keep_first_labels: expected False for rows of trees, got True; trees are for models that predict the "
+                "next token, since the tokens of a prefix must not depend on what follows"
+            )
+        if self.tokens is not None:
+            raise PackingError(
+                f"tokens: expected None for rows of trees, which have no fixed shapes, got {self.tokens}"
+            )
+        for number, row in enumerate(rows):
+            check_tree_row(row, number)
+        names = (*TREE_COLUMNS, TOKEN_TYPE_IDS) if any(TOKEN_TYPE_IDS in row for row in rows) else TREE_COLUMNS
+        columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in names}
+        return {**collate_trees(columns), **_passed_on(rows, columns[TREE_INPUT_IDS])}
+
+    def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+        tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
+        if not any(map(len, tokens)):
+            raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
+        input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
+        lengths = read_segment_lengths(rows, tokens)
+        cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seq_lens[1:])
+        begin = cu_seq_lens[:-1]
+        labels = _read_token_column(LABELS, rows, tokens)
+        labels = input_ids.copy() if labels is None else labels
+        if not self.keep_first_labels:
+            labels[begin] = IGNORED_LABEL
+        position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
+        position_ids -= np.repeat(begin, lengths)
+        check_positions(rows, tokens, position_ids)
+        seq_idx = np.repeat(_number_segments(rows, tokens, begin), lengths)
+        token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
+        batch: dict[str, Any] = {
+            INPUT_IDS: torch.from_numpy(input_ids[None]),
+            LABELS: torch.from_numpy(labels[None]),
+            POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
+            **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
+            **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
+            SEQ_IDX: torch.from_numpy(seq_idx[None]),
+            **({} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}),
+            **_passed_on(rows, tokens),
+        }
+        if self.tokens is not None and self.max_segments is not None:
+            batch = fill_to_shape(batch, self.tokens, self.max_segments)
+        return batch
+
+
+def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:
+    """Number the segments of a batch, int32 [segments]: from 0, but those of copies of rows from COPIED_SEGMENT down.
+
+    Args:
+        rows: packed rows or documents.
+        tokens: the input_ids of each row, integers [tokens of the row].
+        begin: integers [segments]: the index of each segment's first token in the batch.
+    """
+    numbers = np.arange(len(begin), dtype=np.int32)
+    sizes = [len(ids) for ids in tokens]
+    copies = [
+        SEQ_IDX in row and size > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, size in zip(rows, sizes, strict=True)
+    ]
+    if not any(copies):
+        return numbers
+    copied = np.repeat(copies, sizes)[begin]
+    return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
+
+
+def is_tree_batch(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch of a `PackingCollator` is made of rows of trees."""
+    return PARENTS in batch
+
+
+def _are_trees(rows: Sequence[Row]) -> bool:
+    """Return whether any of the rows is a row of trees, perhaps one that has lost some of its columns."""
+    return not set().union(*rows).isdisjoint(TREE_COLUMNS) and any(is_tree_row(row) for row in rows)
+
+
+def _check_rows(rows: Any) -> None:
+    if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
+        raise PackingError(
+            f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
+        )
+    if not set().union(*rows).isdisjoint(LOSS_MASKS) and not _are_trees(rows):
+        for number, row in enumerate(rows):
+            _check_loss_masks(row, number)
+
+
+def _check_loss_masks(row: Row, number: int) -> None:
+    """Raise PackingError if a row's loss mask is not applied to the labels: masked tokens would be trained on."""
+    if not (names := [name for name in LOSS_MASKS if name in row]):
+        return
+    if LABELS not in row:
+        raise PackingError(
+            f"column {names[0]!r}: expected labels that are -100 where the mask is 0, but row {number} has no labels; "
+            "pack() and map(strategy) apply the mask to the labels"
+        )
+    labels = read_integers(LABELS, row, number)
+    masks = {name: np.asarray(row[name]) for name in names}
+    for name, mask in masks.items():
+        if mask.shape != labels.shape:
+            raise PackingError(
+                f"column {name!r}: expected {len(labels)} values in row {number}, one for each label, got shape "
+                f"{mask.shape}"
+            )
+    if found := find_unmasked_label(labels, masks):
+        name, token = found
+        raise PackingError(
+            f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row {number} "
+            f"has the label {labels[token]}; apply the mask to the labels, or remove the mask"
+        )
+
+
+def read_integers(name: str, row: Row, number: int) -> IntArray:
+    """Return a column of a row as a NumPy array; Python lists and torch tensors are converted.
+
+    Args:
+        name: the column's name.
+        row: the row, as a mapping from column name to value.
+        number: the row's number, for error messages.
+
+    Returns:
+        Integers [values]; an empty column may have any dtype.
+
+    Raises:
+        PackingError: the row does not have the column, or the column is not a list of integers.
+    """
+    if name not in row:
+        raise PackingError(
+            f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
+        )
+    try:
+        values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
+    except ValueError as error:
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, but NumPy cannot read the values of row {number}: {error}"
+        ) from error
+    if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, got {values.dtype} of shape {values.shape} in row {number}"
+        )
+    return values
+
+
+def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
+    """Return a list as a NumPy array. For integers, this function takes half as long as np.asarray."""
+    try:
+        return np.frombuffer(array("q", values), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
+        return np.asarray(values)
+
+
+def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
+    """Return the values of a column, int64 [tokens of all rows]; None if no row has the column."""
+    if not any(name in row for row in rows):
+        return None
+    same = all(row.get(name) is row[INPUT_IDS] for row in rows)  # labels made from the tokens are not read again
+    values = tokens if same else [read_integers(name, row, number) for number, row in enumerate(rows)]
+    for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
+        check_length(name, given, len(ids), number)
+    return np.concatenate(values, dtype=np.int64, casting="unsafe")
+
+
+def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, torch.Tensor]:
+    """Return the columns of numbers that neither packing nor this collator knows, such as weights of the tokens.
+
+    Columns of anything else, such as texts or lists of lists, are dropped.
+
+    Args:
+        rows: packed rows, rows of trees or documents.
+        tokens: the tokens of each row.
+
+    Returns:
+        Tensors [1, tokens of all rows], by column name: int64, float32 or bool.
+
+    Raises:
+        PackingError: a row does not have one number for each token in a column that has numbers in other rows.
+    """
+    found = {}
+    for name in sorted(set().union(*rows) - KNOWN_COLUMNS):
+        of_rows = [numbers_in(row.get(name)) for row in rows]
+        if all(values is None for values in of_rows):
+            continue
+        for number, (values, ids) in enumerate(zip(of_rows, tokens, strict=True)):
+            if values is None:
+                raise PackingError(
+                    f"column {name!r}: expected a list of numbers in row {number}, one for each token, as in other "
+                    "rows; remove the column if it does not describe tokens"
+                )
+            check_length(name, values, len(ids), number)
+        joined = np.concatenate([values for values in of_rows if values is not None and len(values)])
+        kind = {"f": np.float32, "b": np.bool_}.get(joined.dtype.kind, np.int64)
+        found[name] = torch.from_numpy(joined.astype(kind)[None])
+    return found
+
+
+def numbers_in(values: Any) -> npt.NDArray[Any] | None:
+    """Return a list of numbers or booleans as a NumPy array; None for anything else."""
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        return None
+    if isinstance(values, (list, tuple)) and len(values) and not isinstance(values[0], (int, float, np.generic)):
+        return None
+    array = np.asarray(values)
+    return array if array.ndim == 1 and array.dtype.kind in "iufb" else None
+
+
+def _refuse_dispatched_batches(collator: PackingCollator) -> None:
+    """Raise PackingError if accelerate makes batches in one process and sends slices of each batch to the others.
+
+    This is accelerate's default for an IterableDataset. If accelerate is imported, its active data loader tells.
+    """
+    loader = active_loader()
+    if loader is None or not isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
+        return
+    used = loader.base_dataloader.collate_fn
+    if getattr(used, "data_collator", used) is collator:  # Trainer wraps the collator, to remove columns
+        raise PackingError(
+            "dispatch_batches: expected False, got True, which is accelerate's default for an IterableDataset. With "
+            "True, accelerate sends slices of a batch to the processes, but cu_seq_lens cannot be sliced. Pass "
+            "accelerator_config={'dispatch_batches': False} to TrainingArguments, or "
+            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to your own Accelerator"
+        )
+
+
+def active_loader() -> Any:
+    """Return the data loader of accelerate that is being read; None without accelerate, or outside of its loops."""
+    state = sys.modules.get("accelerate.state")
+    return None if state is None else state.GradientState().active_dataloader
+
+
+def _datasets_being_read() -> list[Any]:
+    """Return the datasets whose rows a DataLoader of torch is giving to its collator; none outside of a loader."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(fetcher := frame.f_locals.get("self"), _BaseDatasetFetcher):
+            return stored_datasets(fetcher.dataset)
+        frame = frame.f_back
+    return []
+
+
+def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
+    """Return the lengths of all segments in the rows, int64 [segments], in tokens.
+
+    A row without tokens has no segments; any other row without segment columns is one segment. If a row has
+    position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
+    """
+    if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
+        for dataset in _datasets_being_read():
+            refuse_lost_borders(dataset, sorted(names))
+    if names.isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
+        return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
+    numbered = enumerate(zip(rows, tokens, strict=True))
+    return np.concatenate(
+        [_segments_of_row(row, len(ids), number, compare_positions=False) for number, (row, ids) in numbered]
+    )
+
+
+def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
+    """Check that position_ids, in rows that have this column, count from 0 in every segment.
+
+    Args:
+        rows: packed rows or documents.
+        tokens: the input_ids of each row, integers [tokens of the row].
+        position_ids: int32 [tokens of all rows], the expected positions.
+
+    Raises:
+        PackingError: the position_ids of a row differ from the expected positions; the message names the row.
+    """
+    having = [number for number, row in enumerate(rows) if POSITION_IDS in row]
+    if len(having) == len(rows):
+        given = [read_integers(POSITION_IDS, row, number) for number, row in enumerate(rows)]
+        same_lengths = [*map(len, given)] == [*map(len, tokens)]
+        if same_lengths and np.array_equal(np.concatenate(given) if len(given) > 1 else given[0], position_ids):
+            return
+    for number in having:
+        _segments_of_row(rows[number], len(tokens[number]), number, compare_positions=True)
+
+
+def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:
+    """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
+    found = [name for name in SEGMENT_COLUMNS if name in row]
+    if ATTENTION_MASK in row:
+        check_mask(row[ATTENTION_MASK], tokens, number)
+    if not found:
+        return np.array([tokens] if tokens else [], dtype=np.int64)
+    first, *others = found
+    lengths = lengths_in_column(first, read_integers(first, row, number), tokens, number)
+    for other in others:
+        if compare_positions or other != POSITION_IDS:
+            same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
+            if not np.array_equal(lengths, same):
+                raise PackingError(
+                    f"column {other!r}: expected segments of lengths {_shown(lengths)} in row {number}, as in column "
+                    f"{first!r}, got lengths {_shown(same)}; remove the wrong column"
+                )
+    return lengths
+
+
+def _shown(lengths: IntArray) -> str:
+    listed = lengths[:8].tolist()
+    return f"{listed}" if len(listed) == len(lengths) else f"{listed[:-1]} and {len(lengths) - 7} more"

@@ -1,0 +1,258 @@
+"""Pack one batch of rows, in any form that `datasets.map` or a user's own function may pass.
+
+`map` passes only rows to the function that it calls. This module reads the other arguments of `map`, such as
+`remove_columns`, from the stack frame of `map`.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.packed_rows import check_bucket_is_free, pack_rows
+from hf_packing.rows.token_columns import (
+    TRAINING_COLUMNS,
+    TokenColumn,
+    columns_left_out,
+    find_token_columns,
+    is_token_type,
+    visible_columns,
+    with_typed_empty_lists,
+)
+
+
+def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, bucket: bool = False) -> Any:
+    """Pack the documents of one batch and return the packed rows.
+
+    Args:
+        batch: a pyarrow Table, a data frame, or a mapping from names to columns. In a mapping, a column is a list of
+            lists, a list of arrays, or an array of arrays.
+        plan_lengths: function that takes document lengths, already checked, and returns the plan.
+        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
+
+    Returns:
+        Packed rows, one for each pack. If the batch comes from `Dataset.map`, or is a Table or a data frame, they are a
+        Table. If the batch is any other mapping, they are a dict from names to columns: lists of lists if `input_ids`
+        was a list of lists, otherwise lists of arrays.
+
+    Raises:
+        PackingError: `find_token_columns` refuses the columns; the batch is a single row or has an unknown type; or
+            `map` would keep columns of the documents beside packed rows, or hide columns of packed rows.
+    """
+    call = _current_map_call()
+    if (call is not None and not call.batched) or _is_single_row(batch):
+        raise PackingError(
+            "batch: expected several rows, got a single row; call map with batched=True, as in "
+            "map(strategy, batched=True, batch_size=10_000, remove_columns=dataset.column_names)"
+        )
+    table = _as_table(batch)
+    mapped = None if call is None else call.dataset
+    if mapped is not None:
+        table = _select_visible(table, mapped)
+        _check_made_columns_are_visible(mapped, table.column_names, bucket)
+    table = with_typed_empty_lists(table)
+    packed = _pack_table(table, plan_lengths, bucket)
+    if call is not None:
+        call.check_columns(table.column_names, packed.column_names)
+        if left_out := columns_left_out(table.schema, call.remove_columns):
+            warnings.warn(
+                f"map leaves out columns without one number for each token: {', '.join(left_out)}", stacklevel=2
+            )
+    if mapped is not None or not isinstance(batch, Mapping) or hasattr(batch, "pa_table"):
+        return packed
+    first = next(iter(batch[INPUT_IDS]), None)
+    if first is None or isinstance(first, list):
+        return packed.to_pydict()
+    return {name: _rows_of_arrays(packed.column(name), name) for name in packed.column_names}
+
+
+@dataclass(frozen=True)
+class _MapCall:
+    """The arguments of the `map` call that passed a batch to a strategy."""
+
+    batched: bool
+    remove_columns: tuple[str, ...] = ()
+    dataset: Any = None
+    """The Dataset whose `map` was called; None for an IterableDataset."""
+    makes_tables: bool = False
+    """True if `IterableDataset.map` keeps a returned table as it is, instead of adding the old columns to it."""
+
+    def check_columns(self, given: list[str], packed: list[str]) -> None:
+        """Raise PackingError if `IterableDataset.map` would remove new columns, or keep old columns beside new ones.
+
+        Args:
+            given: names of the old columns, those of the batch.
+            packed: names of the new columns, those of the packed rows.
+        """
+        if self.dataset is not None or not self.batched:
+            return
+        if self.makes_tables:
+            if lost := [name for name in packed if name in self.remove_columns]:
+                raise PackingError(
+                    f"remove_columns: expected no columns of packed rows, got {lost}. With a format such as arrow, "
+                    "IterableDataset.map removes these columns after packing; leave remove_columns out"
+                )
+        elif kept := [name for name in given if name not in packed and name not in self.remove_columns]:
+            raise PackingError(
+                f"remove_columns: expected {kept} to be removed, since IterableDataset.map would keep these columns of "
+                f"the documents beside packed rows; call map(strategy, batched=True, remove_columns={kept})"
+            )
+
+
+def _current_map_call() -> _MapCall | None:
+    """Return the arguments of the `map` call that passed a batch to this package; None if the caller is not `map`.
+
+    If a strategy is the transform of a dataset and is called for a single row, the result has batched=False.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _package_of(frame) == "hf_packing":
+        frame = frame.f_back
+    while frame is not None and _package_of(frame) == "datasets":
+        name, known = frame.f_code.co_name, frame.f_locals
+        mapped: Any = known.get("self")
+        if name == "_map_single" and known.keys() >= {"batched", "remove_columns", "shard"}:
+            return _MapCall(known["batched"], tuple(known["remove_columns"] or ()), known["shard"])
+        if type(mapped).__name__ == "MappedExamplesIterable":
+            tables = mapped.formatting is not None and mapped.formatting.is_table
+            return _MapCall(mapped.batched, tuple(mapped.remove_columns or ()), makes_tables=tables)
+        if name == "format_row":
+            return _MapCall(batched=False)
+        frame = frame.f_back
+    return None
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+def _is_single_row(batch: Any) -> bool:
+    """Return whether a batch is a mapping with a single row's values, such as `map` passes without batched=True."""
+    if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
+        return False
+    if type(batch).__name__ == "LazyRow":
+        return True
+    tokens = batch.get(INPUT_IDS, [])
+    if hasattr(tokens, "ndim") and getattr(getattr(tokens, "dtype", None), "kind", "i") in "iufb":
+        return bool(tokens.ndim < 2)
+    first = next(iter(tokens), None) if hasattr(tokens, "__iter__") else tokens
+    return isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
+
+
+def _as_table(batch: Any) -> pa.Table:
+    """Return a batch as an Arrow table. A column that Arrow cannot convert, such as images, becomes nulls."""
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, Mapping) and _is_untouched(batch):
+        return batch.pa_table  # type: ignore[attr-defined]
+    if hasattr(batch, "__arrow_c_stream__") and hasattr(batch, "columns"):
+        return pa.table(batch)
+    if not isinstance(batch, Mapping):
+        raise PackingError(
+            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if you "
+            "pass the strategy to Dataset.map, do not set input_columns"
+        )
+    return pa.table({name: _as_array(name, batch[name]) for name in batch})
+
+
+def _is_untouched(batch: Any) -> bool:
+    """Return whether a batch from `map` is unchanged since `map` made it: no column was read, set or deleted."""
+    table = getattr(batch, "pa_table", None)
+    return isinstance(table, pa.Table) and set(table.column_names) == batch.keys_to_format == set(batch)
+
+
+def _as_array(name: str, values: Any) -> pa.Array:
+    try:
+        return pa.array([row if isinstance(row, (list, str, bytes, dict)) else _as_numpy(row) for row in values])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
+        if expected := {INPUT_IDS: "integers", **TRAINING_COLUMNS}.get(name):
+            raise PackingError(f"column {name!r}: expected lists of {expected}, got the error: {error}") from error
+        return pa.nulls(len(values))
+
+
+def _as_numpy(row: Any) -> Any:
+    """Return one row's value as an array. An empty value becomes a list, since NumPy would make it float64."""
+    if not hasattr(row, "__len__"):
+        return row
+    return np.asarray(row) if len(row) else []
+
+
+def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
+    """Return a table without the columns that the dataset's format hides. `map` passes hidden columns too.
+
+    If the dataset has a transform, the function warns and returns the whole table.
+
+    Args:
+        table: the batch that `map` passed.
+        dataset: the Dataset whose `map` was called.
+    """
+    if dataset.format["type"] != "custom":
+        visible = visible_columns(dataset)
+        return table.select([name for name in table.column_names if name in visible])
+    warnings.warn(
+        "map keeps the transform of a dataset, so the transform would be applied to packed rows too; call "
+        ".with_format(None) on the dataset that map returns",
+        stacklevel=2,
+    )
+    return table
+
+
+def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
+    """Raise PackingError if the dataset's format, which `map` keeps, would hide a column that packing makes.
+
+    The check covers `labels`, if loss masks are applied to them, and `bucket`, since packed rows mean something else
+    without these columns.
+
+    Args:
+        dataset: the Dataset whose `map` was called.
+        visible: names of the batch's columns that the dataset's format shows.
+        bucket: whether packing makes a column `bucket`.
+    """
+    form = dataset.format
+    if form["type"] == "custom" or form["output_all_columns"]:
+        return
+    made = [LABELS] if any(name in visible for name in LOSS_MASKS) else []
+    made += [BUCKET] if bucket else []
+    if hidden := [name for name in made if name in dataset.column_names and name not in form["columns"]]:
+        raise PackingError(
+            f"column {hidden[0]!r}: expected no hidden column of this name, but the dataset's format shows only "
+            f"{form['columns']}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
+            "remove the column, or call pack, which shows all columns of packed rows"
+        )
+
+
+def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan], bucket: bool) -> pa.Table:
+    if bucket:
+        check_bucket_is_free(table.column_names)
+    columns = find_token_columns(table)
+    plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
+    tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
+    if packed < tokens:
+        warnings.warn(
+            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow"
+            f"{f'; {labels}' if (labels := labels_left(columns, plan)) else ''}",
+            stacklevel=2,
+        )
+    if masks := [name for name in LOSS_MASKS if name in columns]:
+        warnings.warn(
+            f"packing applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=2
+        )
+    return pack_rows(columns, plan, bucket=bucket).table
+
+
+def _rows_of_arrays(column: pa.ChunkedArray, name: str) -> Any:
+    """Return a column of packed rows as a list with one array per row, or the capacities in `bucket` as one array."""
+    if name == BUCKET and not is_token_type(column.type):
+        return column.to_numpy()
+    tokens = TokenColumn(name, column)
+    values = tokens.gather(np.arange(len(tokens.length)), np.zeros_like(tokens.length), tokens.length)
+    return np.split(values, np.cumsum(tokens.length)[:-1]) if len(tokens.length) else []

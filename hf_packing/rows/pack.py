@@ -1,0 +1,325 @@
+"""`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import datasets
+import numpy as np
+from datasets.table import MemoryMappedTable
+from datasets.utils import tqdm
+
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
+from hf_packing.rows.label_counts import LabelCounts, labels_left
+from hf_packing.rows.lazy.stored_packs import StoredPacks
+from hf_packing.rows.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
+from hf_packing.rows.packed_rows import Origin, PackedRows, blocks_of_packs, check_bucket_is_free, pack_rows
+from hf_packing.rows.token_columns import (
+    TOKENS_AT_ONCE,
+    TokenColumns,
+    check_no_transform,
+    columns_left_out,
+    find_token_columns,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
+from hf_packing.trees.plan_trees import PlansTrees, TreesPlan, check_share_prefixes, plan_trees
+from hf_packing.trees.tree_rows import TreeRows, check_tree_columns_are_free, tree_rows
+
+DatasetOrDict = TypeVar(
+    "DatasetOrDict",
+    datasets.Dataset,
+    datasets.DatasetDict,
+    datasets.IterableDataset,
+    datasets.IterableDatasetDict,
+)
+
+
+@runtime_checkable
+class PlansLengths(Protocol):
+    """The interface that `pack` requires of a strategy."""
+
+    has_buckets: ClassVar[bool]
+    """True if packs have several capacities. Packed rows then have the capacity of their pack in a column `bucket`."""
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        """Return the plan for documents with these lengths, int32 or int64 [documents]. The caller has checked them."""
+        ...
+
+
+def pack(
+    dataset: DatasetOrDict,
+    strategy: PlansLengths,
+    *,
+    position_ids: bool = True,
+    load_from_cache_file: bool = True,
+    window_packs: int = 64,
+    streams: int | None = None,
+    length_schedule: LengthSchedule | None = None,
+    rows_per_step: int | None = None,
+    lazy: bool = False,
+    share_prefixes: bool | int = False,
+) -> DatasetOrDict:
+    """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
+
+    A stream, which is an IterableDataset, is planned in windows. The documents of the emptiest packs of a window wait
+    for the next window, at most four times. The order of the rows in a window is random, as the strategy's seed says.
+    `state_dict` of the packed stream is exact.
+
+    Args:
+        dataset: Dataset, DatasetDict, IterableDataset or IterableDatasetDict with `input_ids`. TRL's loss masks,
+            `completion_mask` and `assistant_masks`, are applied to the labels and dropped. Other columns with one
+            number for each token, such as labels or weights, are packed like input_ids. An attention_mask is dropped,
+            and all other columns are left out. Warnings say what is applied, left out, dropped or skipped. Columns
+            hidden by `with_format(columns=[...])` are ignored.
+        strategy: a strategy such as BestFit(2048).
+        position_ids: whether packed rows get a column `position_ids`. Without this column the dataset is a third
+            smaller, but works only with trainers that pass seq_lengths to the collator: SFTTrainer with
+            padding_free, or Trainer with a patched model or remove_unused_columns=False.
+        load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
+            and the same version of hf_packing. Rows of a stream are not stored.
+        window_packs: packs in a window of a stream, at least 1. A window has at least 16 documents per pack, unless
+            they are very long, and at most a quarter of `window_packs` packs wait for the next window. A larger window
+            leaves less padding, and needs more memory and a larger state.
+        streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
+            their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
+            ranks and workers; 64 suits most runs. With None, each rank and each worker packs the shards that it reads.
+        length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
+            optimizer steps, for a trainer that reads the rows in their order. With `attach` and `prepare_dataloader`,
+            pass it to TokenBudget instead, which also knows the step after the first epoch, and loses no label at the
+            borders. None to keep documents whole.
+        rows_per_step: number of packed rows in an optimizer step, over all ranks, for length_schedule.
+        lazy: True to copy no tokens: rows are read from the documents' own Arrow files when they are needed, and equal
+            those of lazy=False. The plan takes about 16 bytes for each document. The documents must be on disk, and
+            their files must stay as they are.
+        share_prefixes: True if documents that begin with the same tokens share these tokens in a row, so that a model
+            computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
+            causal language models can train on. For strategies that cut no document that fits in a pack; neither with
+            lazy nor with length_schedule. Documents of a stream share prefixes with those of the same window.
+
+    Returns:
+        A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
+        `input_ids`, `labels` (-100 at the first token of every segment; made from input_ids if the documents have no
+        labels), `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the
+        strategy has several capacities, the column `bucket` has the capacity of the pack in tokens. With
+        share_prefixes, the columns are `tree_input_ids` and `tree_labels` (one number for each token of the row),
+        `segment_lengths` and `parents` (of each run of tokens that the same documents share; the index of the run
+        before it in the row, or -1), `ends` (for each document, the index of its last run) and `trained` (three numbers
+        for each run of tokens that a document trains on: index of the document in the row, start in the document,
+        length). Other token columns are in the rows, too; documents share a token only if all its values are equal.
+        The description in `info` says that rows are packed, so that rows which lose `position_ids` and `seq_lengths`
+        are refused instead of trained as one document each.
+
+    Raises:
+        PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
+            transform, or is a stream with a shuffle buffer; documents have labels, but those that the strategy drops or
+            truncates have all of them; lazy is True for documents in memory, or for a stream; or
+            share_prefixes cannot be combined with the strategy or another argument.
+
+    Example:
+        >>> import datasets, hf_packing as hfp
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
+        >>> hfp.pack(documents, hfp.BestFit(4, seed=None))["seq_lengths"][:]
+        [[3, 1], [2]]
+    """
+    _check_strategy(strategy)
+    given = (length_schedule, rows_per_step)
+    schedule = None if given == (None, None) else scheduled_rows(*given)
+    fewest_shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
+    if fewest_shared is not None:
+        _check_can_share(lazy, schedule)
+    if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+        from hf_packing.streams.pack_stream import pack_stream
+
+        if lazy:
+            raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
+        return pack_stream(
+            dataset,
+            strategy,
+            window_packs=window_packs,
+            streams=streams,
+            position_ids=position_ids,
+            schedule=schedule,
+            fewest_shared=fewest_shared,
+        )
+    if streams is not None:
+        raise PackingError(
+            f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
+        )
+    pack_each = partial(
+        pack_split,
+        position_ids=position_ids,
+        load_from_cache_file=load_from_cache_file,
+        schedule=schedule,
+        lazy=lazy,
+        fewest_shared=fewest_shared,
+    )
+    if not isinstance(dataset, datasets.DatasetDict):
+        _check_map_style("dataset", dataset)
+        return pack_each(dataset, strategy)
+    for name, split in dataset.items():
+        _check_map_style(f"dataset[{name!r}]", split)
+    packed: dict[str, datasets.Dataset] = {}
+    name = ""
+    try:
+        for name, split in dataset.items():
+            packed[name] = pack_each(split, strategy)
+    except PackingError as error:
+        raise PackingError(f"dataset[{name!r}]: {error}") from error
+    return datasets.DatasetDict(packed)
+
+
+def pack_split(
+    dataset: datasets.Dataset,
+    strategy: PlansLengths,
+    *,
+    position_ids: bool,
+    load_from_cache_file: bool,
+    plan: PackingPlan | TreesPlan | None = None,
+    schedule: ScheduledRows | None = None,
+    lazy: bool = False,
+    fewest_shared: int | None = None,
+) -> datasets.Dataset:
+    """Pack one split of a dataset and return the packed split, as `pack` does.
+
+    Args:
+        dataset: Dataset with `input_ids`.
+        strategy: a strategy such as BestFit(2048).
+        position_ids: whether packed rows get a column `position_ids`.
+        load_from_cache_file: whether to reuse rows that were packed before.
+        plan: the strategy's plan for the documents of the dataset; None to compute the plan. A TreesPlan if documents
+            share prefixes.
+        schedule: the largest length of a segment in each row; None for no limit.
+        lazy: whether to copy no tokens.
+        fewest_shared: the fewest tokens of a prefix that documents share; None to share no prefixes.
+    """
+    check_no_transform(dataset)
+    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
+    if strategy.has_buckets:
+        check_bucket_is_free(table.column_names)
+    if fewest_shared is not None:
+        check_tree_columns_are_free(table.column_names)
+    how = [*([] if schedule is None else [schedule]), *(["lazy"] if lazy else [])]
+    how += [] if fewest_shared is None else [("share_prefixes", fewest_shared)]
+    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names, *how)
+    cache = cache_for(dataset, fingerprint)
+    stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
+    rows = stored.open() if load_from_cache_file else None
+    if rows is None:
+        columns = find_token_columns(table, row_numbers(dataset))
+        documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
+        if plan is None and fewest_shared is not None and isinstance(strategy, PlansTrees):
+            plan = plan_trees(columns, strategy, fewest_shared)
+        elif plan is None:
+            plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+        if schedule is not None and isinstance(plan, PackingPlan):
+            plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
+        extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+        labels = labels_left(columns, plan.plan if isinstance(plan, TreesPlan) else plan)
+        if labels is not None:
+            labels.check_some_left("strategy", strategy)
+        if isinstance(plan, TreesPlan):
+            build_trees = partial(tree_rows, columns, plan.plan, bucket=strategy.has_buckets)
+            rows = _write_packs(build_trees, columns, plan.plan, repr(strategy), cache, labels, plan.splits)
+        elif documents is not None and isinstance(stored, StoredPacks):
+            rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, labels, stored)
+        else:
+            build_rows = partial(pack_rows, columns, plan, **extras)
+            rows = _write_packs(build_rows, columns, plan, repr(strategy), cache, labels)
+    changes = stored.describe_changes()
+    if left_out := columns_left_out(table.schema):
+        changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
+    for change in changes:
+        warnings.warn(f"pack {change}", stacklevel=3)
+    info = info_of_packed(dataset, table.column_names, rows)
+    packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
+    return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
+
+
+def _check_strategy(strategy: Any) -> None:
+    if isinstance(strategy, type) or not isinstance(strategy, PlansLengths):
+        hint = f"; call the class with arguments, as in {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
+        raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
+
+
+def _check_can_share(lazy: bool, schedule: ScheduledRows | None) -> None:
+    """Raise PackingError if prefixes cannot be shared because of another argument of `pack`."""
+    if lazy:
+        reason = "with lazy=True, which reads whole documents"
+    elif schedule is not None:
+        reason = "with length_schedule, which cuts documents by borders of its own"
+    else:
+        return
+    raise PackingError(f"share_prefixes: expected False {reason}, got True or a number of tokens")
+
+
+def _check_map_style(name: str, dataset: Any) -> None:
+    if not isinstance(dataset, datasets.Dataset):
+        raise PackingError(
+            f"{name}: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
+            f"{type(dataset).__name__}"
+        )
+
+
+def _write_packs(
+    build_rows: Callable[[int, int], PackedRows | TreeRows],
+    columns: TokenColumns,
+    plan: PackingPlan,
+    strategy: str,
+    cache: CachedPacks,
+    labels: LabelCounts | None,
+    splits: Mapping[str, int] | None = None,
+) -> MemoryMappedTable:
+    """Build the rows of a plan block by block, write them to the cache, and return them.
+
+    A thread writes a block while the next one is built.
+
+    Args:
+        build_rows: function that builds the rows of packs, given the number of the first pack, and of the last plus 1.
+        columns: the token columns of the documents.
+        plan: the plan, which assigns slices of documents to packs.
+        strategy: the strategy's repr.
+        cache: where to write.
+        labels: the labels that are left, if tokens are dropped.
+        splits: for rows of trees: by the name of a column, how many prefixes it has split; None for other rows.
+    """
+    schema = build_rows(0, 0).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    first_labels, trained_tokens = [], 0
+    with (
+        cache.create(schema) as (stream, folder),
+        tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
+        ThreadPoolExecutor(max_workers=1) as writer,
+    ):
+        written: Future[None] | None = None
+        for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE):
+            rows = build_rows(first, end)
+            if rows.first_labels is not None:
+                first_labels.append(rows.first_labels)
+            trained_tokens += rows.trained_tokens
+            if written:
+                written.result()
+            written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
+            progress.update(end - first)
+        if written:
+            written.result()
+        masks = tuple(name for name in LOSS_MASKS if name in columns)
+        origin = Origin(
+            plan=plan,
+            strategy=strategy,
+            labels_made=LABELS not in columns and not masks,
+            first_labels=np.concatenate(first_labels) if first_labels else None,
+            loss_masks=masks,
+            trained_tokens=trained_tokens,
+            splits=splits,
+            labels=labels,
+        )
+        cache.save_origin(origin, folder)
+    return MemoryMappedTable.from_file(str(cache.rows))

@@ -1,0 +1,333 @@
+"""Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows.
+
+`Origin` has what is stored beside packed rows, to restore documents from them and to warn about what packing did.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hf_packing.columns import (
+    BUCKET,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    POSITION_IDS,
+    SEQ_LENGTHS,
+    apply_loss_masks,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
+
+_MAX_LIST_VALUES = 2**31 - 1
+"""The most values that an Arrow list column with 32-bit offsets can hold."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Packed rows, and the labels that packing replaced."""
+
+    table: pa.Table
+    """One row for each pack, with input_ids, labels, other token columns, seq_lengths and optional columns."""
+    first_labels: npt.NDArray[np.int32] | None
+    """int32 [segments]: the original label of each segment's first token; None without labels and loss masks."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of labels that are not -100."""
+        chunks = self.table.column(LABELS).chunks
+        return sum(int(np.count_nonzero(chunk.flatten().to_numpy() != IGNORED_LABEL)) for chunk in chunks)
+
+
+def pack_rows(
+    columns: TokenColumns,
+    plan: PackingPlan,
+    first_pack: int = 0,
+    end_pack: int | None = None,
+    position_ids: bool = True,
+    bucket: bool = False,
+) -> PackedRows:
+    """Build the plan's packs with the numbers first_pack:end_pack, and return one packed row for each.
+
+    Loss masks are applied to the labels, and are not columns of packed rows.
+
+    Args:
+        columns: token columns of the documents for which the plan was made.
+        plan: the plan, which assigns slices of documents to packs.
+        first_pack: number of the first pack to build.
+        end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
+        position_ids: whether packed rows get a column `position_ids`.
+        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
+    """
+    packs = slice(first_pack, plan.num_packs if end_pack is None else end_pack)
+    offsets = plan.pack_offsets[packs.start : packs.stop + 1]
+    segments = slice(int(offsets[0]), int(offsets[-1]))
+    document, start = plan.segment_document[segments], plan.segment_start[segments]
+    length = plan.segment_length[segments]
+    row_tokens = (
+        np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
+    )
+    packed = {name: _gather(column, document, start, length) for name, column in columns.items()}
+    input_ids = packed.pop(INPUT_IDS)
+    labels, first_labels = _make_labels(packed, input_ids, np.cumsum(length, dtype=np.int64) - length)
+    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
+    of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **packed}
+    arrays = {
+        name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
+    }
+    if position_ids:
+        arrays[POSITION_IDS] = list_array(positions_of(length), row_tokens, large[INPUT_IDS])
+    arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
+    if bucket:
+        arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
+    return PackedRows(pa.table(arrays), first_labels)
+
+
+def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[tuple[int, int]]:
+    """Return blocks of packs to build at once: the number of the first pack, and of the last plus 1.
+
+    Args:
+        plan: the plan.
+        tokens: the most tokens in the segments of a block of several packs, at least 1.
+    """
+    if not plan.num_packs:
+        return iter(())
+    return blocks_of_rows(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64), tokens)
+
+
+def check_bucket_is_free(column_names: list[str]) -> None:
+    """Raise PackingError if documents have a column `bucket`, since packing is about to add a column of this name."""
+    if BUCKET in column_names:
+        raise PackingError(
+            "column 'bucket': expected no such column in the documents, since packed rows store the capacity of their "
+            "pack in a column of this name; rename or remove the column of the documents"
+        )
+
+
+def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
+    """Return the documents that were packed, in the original order, without the tokens that packing dropped.
+
+    Args:
+        packed: all packed rows, in the order of the plan.
+        plan: the plan that the rows were packed with.
+        first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
+
+    Raises:
+        PackingError: the rows were not packed with this plan.
+    """
+    _check_rows_of_plan(packed, plan)
+    order = np.lexsort((plan.segment_start, plan.segment_document))
+    length = plan.segment_length[order]
+    pack = plan.pack_of_segment()
+    begin = np.cumsum(plan.segment_length, dtype=np.int64) - plan.segment_length
+    start_in_pack = begin - begin[plan.pack_offsets[:-1]][pack]
+    document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
+    np.add.at(document_tokens, plan.segment_document, plan.segment_length)
+    arrays = {}
+    for name in packed.column_names:
+        of_tokens = is_token_type(packed.schema.field(name).type)
+        if name in (SEQ_LENGTHS, POSITION_IDS) or (name == BUCKET and not of_tokens):
+            continue
+        column = token_column_of(packed, name)
+        values = column.gather(pack[order], start_in_pack[order], length)
+        if name == LABELS and first_labels is not None:
+            values[np.cumsum(length, dtype=np.int64) - length] = first_labels[order]
+        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(column.type))
+    return pa.table(arrays)
+
+
+def token_column_of(packed: pa.Table, name: str) -> TokenColumn:
+    """Return a column of packed rows; raise PackingError if it does not have one number for each token."""
+    if not is_token_type(kind := packed.schema.field(name).type):
+        raise PackingError(
+            f"column {name!r}: expected lists of numbers, one for each token, got {kind}; remove the column before "
+            "unpacking"
+        )
+    return TokenColumn(name, packed.column(name))
+
+
+def check_num_rows(packed: pa.Table, plan: PackingPlan) -> None:
+    """Raise PackingError unless there is one packed row for each pack of the plan."""
+    if packed.num_rows != plan.num_packs:
+        raise PackingError(
+            f"plan: expected a plan with {packed.num_rows} packs, one for each row, got {plan.num_packs} packs"
+        )
+
+
+def _make_labels(
+    packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+    """Return labels with -100 at the start of every segment, and the labels that -100 replaced there.
+
+    The second result is None if the documents have neither labels nor loss masks.
+
+    Args:
+        packed: all token columns except input_ids, by name, [tokens] each. The function removes labels and loss masks
+            from this dict.
+        input_ids: int32 [tokens], used as labels if the documents have no labels.
+        segment_begin: int64 [segments]: index of the first token of every segment.
+    """
+    masks = {name: packed.pop(name) for name in LOSS_MASKS if name in packed}
+    given = packed.pop(LABELS, None)
+    labels = input_ids.copy() if given is None else given
+    if masks:
+        labels = apply_loss_masks(labels, masks)
+    first_labels = labels[segment_begin] if given is not None or masks else None
+    labels[segment_begin] = IGNORED_LABEL
+    return labels, first_labels
+
+
+def _gather(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
+    values = column.gather(document, start, length)
+    return as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
+
+
+def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the values of a column as int32. Raise PackingError if they are not integers, or do not fit."""
+    if values.dtype == np.int32:
+        return values
+    if values.dtype.kind not in "iu":
+        raise PackingError(f"column {name!r}: expected integers, got {values.dtype}")
+    if len(values) and (values.min() < -(2**31) or values.max() >= 2**31):
+        raise PackingError(
+            f"column {name!r}: expected 32-bit integers, got values from {values.min()} to {values.max()}"
+        )
+    return values.astype(np.int32)
+
+
+def positions_of(length: IntArray) -> npt.NDArray[np.int32]:
+    """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
+
+    Every segment gets the beginning of one range from 0. Joining these slices is faster than subtracting the start of
+    each token's segment from the token's index.
+    """
+    ramp = np.arange(length.max(initial=0), dtype=np.int32)
+    return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
+
+
+def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
+    """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
+
+    Args:
+        values: numbers [sum(lengths)]: the values of all rows, concatenated.
+        lengths: integers [rows]: the number of values in each row.
+        large: True to make a LargeListArray even if 32-bit offsets would do.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    flat = pa.array(values)
+    if large or offsets[-1] > _MAX_LIST_VALUES:
+        return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
+
+
+def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
+    if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
+        raise PackingError(
+            f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(packed.column_names)}"
+        )
+    check_num_rows(packed, plan)
+    lengths = pc.list_flatten(packed.column(SEQ_LENGTHS)).to_numpy()
+    segments = pc.list_value_length(packed.column(SEQ_LENGTHS)).to_numpy()
+    if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):
+        raise PackingError(
+            "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
+            "seq_lengths in the rows"
+        )
+    if POSITION_IDS in packed.column_names:
+        found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
+        if not np.array_equal(found, positions_of(plan.segment_length)):
+            raise PackingError(
+                "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
+                "other positions; remove position_ids or correct seq_lengths"
+            )
+
+
+FACT_NAMES = {
+    "strategy",
+    "labels_made",
+    "first_labels",
+    "loss_masks",
+    "trained_tokens",
+    "packed_tokens",
+    "dropped_tokens",
+    "tokens",
+    "empty_documents",
+}
+"""The keys of the dict that `Origin.facts` returns."""
+SPLITS = "splits"
+"""A further key of this dict, for rows of trees."""
+LABELS_LEFT = "labels_left"
+"""A further key of this dict, for rows that lack tokens of the documents: the two numbers of `LabelCounts`."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The plan and other facts about packed rows, stored beside the rows so that `unpack` can restore documents."""
+
+    plan: PackingPlan
+    strategy: str
+    """The strategy's repr."""
+    labels_made: bool
+    """True if the labels were copied from input_ids, since the documents had neither labels nor loss masks."""
+    first_labels: npt.NDArray[np.int32] | None
+    """int32 [segments]: the original label of each segment's first token, now -100; None if `labels_made` is True."""
+    loss_masks: tuple[str, ...]
+    """Names of the mask columns that were applied to the labels and then dropped."""
+    trained_tokens: int | None
+    """The number of labels in the rows that are not -100; None if lazy packs have no masks, and are not read."""
+    splits: Mapping[str, int] | None = None
+    """For rows of trees: by the name of a column, how many prefixes it has split; None for other rows."""
+    labels: LabelCounts | None = None
+    """The labels that are left in the rows, if tokens were dropped."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
+        tokens = int(self.plan.document_length.sum(dtype=np.int64))
+        packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
+        more: dict[str, Any] = {} if self.splits is None else {SPLITS: dict(self.splits)}
+        if self.labels is not None:
+            more[LABELS_LEFT] = [self.labels.left, self.labels.documents]
+        return more | {
+            "strategy": self.strategy,
+            "labels_made": self.labels_made,
+            "loss_masks": list(self.loss_masks),
+            "trained_tokens": self.trained_tokens,
+            "packed_tokens": packed_tokens,
+            "dropped_tokens": tokens - packed_tokens,
+            "tokens": tokens,
+            "empty_documents": int((self.plan.document_length == 0).sum()),
+            "first_labels": self.first_labels is not None,
+        }
+
+
+def describe_changes(facts: Mapping[str, Any]) -> list[str]:
+    """Return phrases that say, in warnings, what `pack` did to the documents, such as "drops 5 of 11 tokens".
+
+    Args:
+        facts: the dict that `Origin.facts` returned.
+    """
+    said = []
+    if facts["loss_masks"]:
+        names, trained, packed = " and ".join(facts["loss_masks"]), facts["trained_tokens"], facts["packed_tokens"]
+        said.append(f"applies {names} to labels: {trained:,} of {packed:,} tokens are trained on")
+    if facts["dropped_tokens"]:
+        dropped, tokens = facts["dropped_tokens"], facts["tokens"]
+        left = f"; {LabelCounts(*facts[LABELS_LEFT])}" if LABELS_LEFT in facts else ""
+        said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}{left}")
+    if (empty := facts["empty_documents"]) == 1:
+        said.append("skips 1 document without a token")
+    elif empty:
+        said.append(f"skips {empty:,} documents without a token")
+    if splits := facts.get(SPLITS):
+        names = " or ".join(splits)
+        said.append(f"shares fewer tokens at {sum(splits.values()):,} places, where tokens agree but {names} differ")
+    return said

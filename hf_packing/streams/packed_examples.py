@@ -1,0 +1,327 @@
+"""Pack a stream window by window, as an object that `datasets` reads examples from.
+
+A window has `window_packs` packs, or more if these have few documents. The emptiest packs of a window are not made:
+their documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
+strategy and `window_packs`. The state of the stream is the start of the window and the number of rows that are out: a
+resumed stream reads and plans its window again, and passes over the rows that are out.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, Protocol
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.columns import INPUT_IDS
+from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import ScheduledRows
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.windows import (
+    WindowPlan,
+    WindowSize,
+    choose_waiting,
+    order_by_cost,
+    packs_with_room,
+    select_packs,
+)
+from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.packed_rows import pack_rows
+from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.streams import upstream
+from hf_packing.streams.document_reader import DocumentReader
+from hf_packing.streams.mixtures_in import begin_with, given_by_mixtures
+from hf_packing.streams.saved_state import MadeFrom, load, new_state, save
+from hf_packing.streams.shard_sizes import fingerprint_of_files
+from hf_packing.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
+from hf_packing.trees.plan_trees import plan_trees
+from hf_packing.trees.tree_rows import tree_rows
+
+_TOKENS_AT_ONCE = 1 << 17
+"""Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
+
+_LEVEL_TOGETHER = 8
+"""So many logical streams in a row yield packs of about the same cost in each turn, if packs are ordered by cost."""
+
+
+class PlansWindows(Protocol):
+    """The interface that a packed stream requires of a strategy."""
+
+    has_buckets: ClassVar[bool]
+
+    @property
+    def largest_capacity(self) -> int:
+        """The largest capacity of a pack, in tokens."""
+        ...
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        """Return the plan of a window of a stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamPacking:
+    """The way in which the rows of a packed stream are made."""
+
+    strategy: PlansWindows
+    window_packs: int
+    position_ids: bool
+    schema: pa.Schema
+    """Names and types of the documents' token columns, without attention_mask."""
+    epoch: int | None = None
+    """A number that changes the seed of the strategy, so that epochs differ; None for the first epoch."""
+    stream: int | None = None
+    """The number of the logical stream, which changes the seed of the strategy too."""
+    linear_cost: float | None = None
+    """The cost of a token, in units of the cost of a pair of tokens that attend to each other. Neighboring logical
+    streams then yield packs of about the same cost in each turn. None to yield packs in the order of the plan."""
+    schedule: ScheduledRows | None = None
+    """The largest length of a segment in each row of the first epoch; None for no limit."""
+    turns: int = 1
+    """The number of streams or shards whose rows are taken in turn."""
+    fewest_shared: int | None = None
+    """The fewest tokens of a prefix that documents of a window share; None to share no prefixes."""
+
+    @property
+    def window_size(self) -> WindowSize:
+        """The size of a window."""
+        return WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
+
+    @cached_property
+    def features(self) -> datasets.Features:
+        """Names and types of the columns of packed rows."""
+        columns = find_token_columns(self.schema.empty_table())
+        plan = self.plan(columns, check_lengths([]), 0).plan
+        return datasets.Features.from_arrow_schema(self.rows(columns, plan, 0, 0).schema)
+
+    def rows(self, columns: Any, plan: PackingPlan, first: int, end: int) -> pa.Table:
+        """Return the packed rows of some packs of a plan."""
+        if self.fewest_shared is not None:
+            return tree_rows(columns, plan, first, end, self.strategy.has_buckets).table
+        return pack_rows(
+            columns, plan, first, end, position_ids=self.position_ids, bucket=self.strategy.has_buckets
+        ).table
+
+    def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
+        """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
+        strategy: Any = self.strategy
+        seed = getattr(strategy, "seed", None)
+        if seed is not None and (self.epoch is not None or self.stream is not None):
+            key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
+            strategy = replace(strategy, seed=int(key >> np.uint64(1)))
+        if self.fewest_shared is not None:
+            found = plan_trees(columns, strategy.with_seed_of_window(number), self.fewest_shared)
+            return WindowPlan(found.plan, packs_with_room(found.plan), splits=sum(found.splits.values()))
+        window: WindowPlan = strategy.plan_window(lengths, number)
+        return window
+
+    def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
+        """Return the order in which packs of a window come out.
+
+        Args:
+            plan: the plan of the window.
+            packs: int64 [packs]: indices of the packs that come out.
+            turns: number of packs that came out of the windows before.
+        """
+        if self.linear_cost is None or not len(packs):
+            return packs
+        squares = plan.segment_length.astype(np.float64) ** 2
+        if plan.segment_shared is not None:
+            squares -= plan.segment_shared.astype(np.float64) ** 2
+        squares = np.add.reduceat(squares, plan.pack_offsets[:-1])
+        cost = (self.linear_cost * plan.pack_tokens() + squares)[packs]
+        seed = getattr(self.strategy, "seed", None) or 0
+        key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
+        return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
+
+    def with_borders(self, plan: PackingPlan, first_row: int) -> PackingPlan:
+        """Return the plan with the extra borders of the schedule.
+
+        Args:
+            plan: the packs that come out of a window, in their order.
+            first_row: the number of rows of this stream before them.
+        """
+        if self.schedule is None or self.epoch is not None:
+            return plan
+        first = first_row * self.turns + (self.stream or 0)
+        return self.schedule.cut(plan, self.strategy.largest_capacity, first, self.turns)
+
+    def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
+        """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
+        return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
+
+    def __str__(self) -> str:
+        names = ", ".join(self.schema.names)
+        by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
+        scheduled = "" if self.schedule is None else f", with {self.schedule}"
+        shared = "" if self.fewest_shared is None else f", with share_prefixes={self.fewest_shared}"
+        windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}{shared}"
+        return f"{self.strategy!r} {windows}, from the columns {names}"
+
+
+class PackedExamples(upstream.TypedExamples):
+    """The packed rows of a stream, for an IterableDataset.
+
+    Args:
+        examples: the object that reads the documents.
+        packing: how rows are made.
+        files: a text that changes when a file of the source changes; None to read the files.
+    """
+
+    def __init__(self, examples: upstream.Examples, packing: StreamPacking, files: str | None = None) -> None:
+        super().__init__()
+        self.ex_iterable, self.packing, self._files = examples, packing, files
+        self.counts = Counts()
+        """What was read and packed, once all rows are out."""
+
+    @property
+    def features(self) -> datasets.Features:
+        return self.packing.features
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, row in enumerate(self.tables(one_row=True)):
+            yield f"row {number}", row.to_pylist()[0]
+
+    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
+        for number, table in enumerate(self.tables()):
+            yield f"rows {number}", table
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
+        return PackedExamples(self.ex_iterable.shuffle_data_sources(generator), self.packing.for_epoch(generator))
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
+        packing = replace(self.packing, turns=self.packing.turns * num_shards)
+        return PackedExamples(self.ex_iterable.shard_data_sources(num_shards, index, contiguous), packing)
+
+    def reshard_data_sources(self) -> "PackedExamples":
+        return PackedExamples(self.ex_iterable.reshard_data_sources(), self.packing)
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.ex_iterable.num_shards)
+
+    def _init_state_dict(self) -> dict[str, Any]:
+        self.ex_iterable._init_state_dict()
+        self._state_dict: dict[str, Any] = new_state(type(self))
+        return self._state_dict
+
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        """Go to the place of the state, and return an iterator over tables of packed rows.
+
+        The iterator notes in the state before each table that its rows are out.
+
+        Args:
+            one_row: True for tables of one row each.
+        """
+        state = self._init_state_dict() if self._state_dict is None else self._state_dict
+        made_from = MadeFrom(str(self.packing), None, self._files or fingerprint_of_files(self.ex_iterable))
+        saved, rows_out = load(state, made_from) or (None, 0)
+        self.ex_iterable._init_state_dict()
+        start = WindowStart.load(saved, self.packing.schema)
+        begin_with(self.ex_iterable, start.given)
+        reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place)
+        return self._tables(reader, start, rows_out, partial(save, state, made_from), one_row)
+
+    def _tables(
+        self,
+        reader: DocumentReader,
+        start: WindowStart,
+        rows_out: int,
+        note: Callable[[tuple[SavedWindow, int]], None],
+        one_row: bool,
+    ) -> Iterator[pa.Table]:
+        """Yield the packed rows from the start of a window on, except the first rows, which are out."""
+        while not start.ended:
+            columns, plan, following = self._plan(reader, start)
+            here = replace(start, given=given_by_mixtures(self.ex_iterable)).save()
+            note((here, rows_out))
+            left = plan.pack_tokens()[rows_out:]
+            for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
+                table = self.packing.rows(columns, plan, first, end)
+                rows = 1 if one_row else table.num_rows
+                for begin in range(0, table.num_rows, rows):
+                    note((here, first + begin + rows))
+                    yield table.slice(begin, rows)
+            start, rows_out = following, 0
+        note((start.save(), 0))
+        self.counts = start.counts
+        if self.packing.stream is None:
+            warn_of_losses(self.counts, self.packing.strategy)
+
+    def _plan(self, reader: DocumentReader, start: WindowStart) -> tuple[Any, PackingPlan, WindowStart]:
+        """Read a window and plan it.
+
+        Returns:
+            The token columns of its documents, the plan of the packs to make, and the start of the next window.
+        """
+        schema = self.packing.schema
+        size = self.packing.window_size
+        tokens, documents = _tokens(start.waiting), start.waiting.num_rows
+        new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
+        try:
+            columns = find_token_columns(pa.concat_tables([start.waiting, new]))
+            lengths = check_lengths(columns[INPUT_IDS].length)
+            window = self.packing.plan(columns, lengths, start.number)
+        except PackingError as error:
+            raise PackingError(
+                f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
+                f"those from document {start.counts.documents} on"
+            ) from error
+        age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
+        plan, waits = window.plan, np.zeros(window.plan.num_packs, dtype=bool)
+        labels = labels_left(columns, plan)
+        if labels is not None and not start.number:
+            labels.check_some_left("strategy", self.packing.strategy)
+        if not reader.ended:
+            plan, waits = choose_waiting(window, age, size)
+        waiting, document = waiting_documents(columns, plan, waits, schema)
+        new_lengths = lengths[start.waiting.num_rows :]
+        packed = int(plan.segment_length.sum(dtype=np.int64))
+        counts = Counts(
+            documents=new.num_rows,
+            tokens=int(new_lengths.sum(dtype=np.int64)),
+            empty_documents=int((new_lengths == 0).sum()),
+            dropped_tokens=int(lengths.sum(dtype=np.int64)) - packed,
+            packs=int((~waits).sum()),
+            splits=window.splits,
+            lost_labels=0 if labels is None else labels.documents - labels.left,
+        )
+        following = WindowStart(
+            place=reader.place,
+            waiting=waiting,
+            age=age[document] + np.int8(1),
+            number=start.number + 1,
+            counts=start.counts.plus(counts),
+            ended=reader.ended,
+        )
+        order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
+        chosen = self.packing.with_borders(select_packs(plan, order), start.counts.packs)
+        return columns, chosen, following
+
+
+def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
+    """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
+    if counts.dropped_tokens:
+        warnings.warn(
+            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, and {counts.lost_labels:,} "
+            f"labels, as configured by {strategy!r}",
+            stacklevel=2,
+        )
+    if counts.empty_documents:
+        warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
+    if counts.splits:
+        warnings.warn(
+            f"pack shares fewer tokens at about {counts.splits:,} places of a stream, where tokens agree but other "
+            "columns differ",
+            stacklevel=2,
+        )
+
+
+def _tokens(documents: pa.Table) -> int:
+    return sum(len(chunk.flatten()) for chunk in documents.column(INPUT_IDS).chunks)

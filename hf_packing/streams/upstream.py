@@ -1,0 +1,224 @@
+"""The private names of `datasets` that streams use, all in one place.
+
+`tests/streams/test_upstream_streams.py` says which name has changed when a new version of `datasets` changes one.
+"""
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets.iterable_dataset import (
+    BufferShuffledExamplesIterable,
+    CyclingMultiSourcesExamplesIterable,
+    DataSourcesShufflingDisallowed,
+    FormattedExamplesIterable,
+    HorizontallyConcatenatedMultiSourcesExamplesIterable,
+    RepeatExamplesIterable,
+    SkipExamplesIterable,
+    TakeExamplesIterable,
+    _BaseExamplesIterable,
+)
+
+from hf_packing.columns import SEQ_LENGTHS
+from hf_packing.errors import PackingError
+from hf_packing.rows.packing_trace import with_trace
+
+Examples = Any
+"""An object that reads examples, as `datasets` has one inside every IterableDataset."""
+
+BaseExamples: Any = _BaseExamplesIterable
+"""The base class of such objects."""
+
+
+class TypedExamples(BaseExamples):  # type: ignore[misc]
+    """The base class of objects that read Arrow tables whose types are known. A subclass defines `_iter_arrow`."""
+
+    is_typed = True
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+
+class ExamplesAround(BaseExamples):  # type: ignore[misc]
+    """The base class of objects that read the examples of another object, which may yield tables or dicts.
+
+    Args:
+        examples: the other object.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        super().__init__()
+        self.ex_iterable = examples
+
+    @property
+    def is_typed(self) -> bool:
+        return bool(self.ex_iterable.is_typed)
+
+    @property
+    def features(self) -> Any:
+        return self.ex_iterable.features
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow if self.ex_iterable.iter_arrow else None
+
+
+def examples_of(stream: datasets.IterableDataset) -> Examples:
+    """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
+    examples = stream._ex_iterable
+    if stream.features is None or examples.features == stream.features:
+        return examples
+    return FormattedExamplesIterable(
+        examples, formatting=None, features=stream.features, token_per_repo_id=stream._token_per_repo_id
+    )
+
+
+def with_known_features(name: str, stream: datasets.IterableDataset) -> datasets.IterableDataset:
+    """Return the stream with its column names and types. If they are unknown, the first examples are read.
+
+    Args:
+        name: the name of the stream in error messages.
+        stream: the stream.
+
+    Raises:
+        PackingError: `datasets` finds no types for the values of the first examples, such as tensors.
+    """
+    if stream.features is not None:
+        return stream
+    try:
+        return stream._resolve_features()
+    except StopIteration:  # there is no example
+        return stream
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise PackingError(
+            f"{name}: expected documents whose columns are lists or NumPy arrays of one type, or features=, with the "
+            f"types, as an argument of map or from_generator, but datasets finds no types: {error}"
+        ) from error
+
+
+def position(stream: datasets.IterableDataset) -> str:
+    """Return where a stream goes on that has a loaded state, or was set to an epoch; an empty text for the start."""
+    if stream._starting_state_dict is not None:
+        return "at a loaded state"
+    return f"in epoch {stream.epoch}" if stream.epoch else ""
+
+
+def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset | None = None) -> Any:
+    """Return an IterableDataset that reads `examples`.
+
+    Args:
+        examples: the object that reads the examples.
+        features: names and types of their columns.
+        like: the stream whose description, with the trace of packing, split, format, and share of a node the result
+            gets; None for none.
+    """
+    if like is None:
+        return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=features))
+    known = like.info
+    info = datasets.DatasetInfo(
+        description=with_trace(known.description) if SEQ_LENGTHS in features else known.description,
+        citation=known.citation,
+        homepage=known.homepage,
+        license=known.license,
+        features=features,
+    )
+    return datasets.IterableDataset(
+        examples,
+        info=info,
+        split=like.split,
+        formatting=like._formatting,
+        distributed=like._distributed,
+        token_per_repo_id=like._token_per_repo_id,
+    )
+
+
+def has_shuffle_buffer(examples: Examples) -> bool:
+    """Return whether examples go through a shuffle buffer, whose content a saved state does not hold."""
+    return isinstance(examples, BufferShuffledExamplesIterable) or any(map(has_shuffle_buffer, inner(examples)))
+
+
+def depends_on_places(examples: Examples) -> bool:
+    """Return whether the examples depend on their places in the whole stream, and not only on the shards one by one.
+
+    So it is after `take`, `skip` and an endless `repeat`, for functions that get indices, for last batches that are
+    dropped, and for streams that are interleaved until one of them ends.
+    """
+    places = (TakeExamplesIterable, SkipExamplesIterable, HorizontallyConcatenatedMultiSourcesExamplesIterable)
+    return (
+        isinstance(examples, places)
+        or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
+        or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))
+        or (
+            isinstance(examples, CyclingMultiSourcesExamplesIterable)
+            and examples.stopping_strategy != "all_exhausted_without_replacement"
+        )
+        or any(depends_on_places(each) for each in inner(examples) if not getattr(each, "is_one_shard", False))
+    )
+
+
+def is_repeat(examples: Examples) -> bool:
+    """Return whether an object reads another one several times."""
+    return isinstance(examples, RepeatExamplesIterable)
+
+
+def inner(examples: Examples) -> list[Examples]:
+    """Return the objects from which an object reads its examples."""
+    found = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return [each for each in found if each is not None]
+
+
+def copied(examples: Examples) -> Examples:
+    """Return a new object that reads the same examples, with a state of its own."""
+    new = copy(examples)
+    if getattr(examples, "ex_iterable", None) is not None:
+        new.ex_iterable = copied(examples.ex_iterable)
+    if getattr(examples, "ex_iterables", None) is not None:
+        new.ex_iterables = [copied(each) for each in examples.ex_iterables]
+    return new
+
+
+def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
+    """Return the object with its shards in another order; unchanged if it has a fixed order, after `take` or `skip`."""
+    try:
+        return examples.shuffle_data_sources(generator)
+    except DataSourcesShufflingDisallowed:
+        return examples
+
+
+def tables(examples: Examples) -> Iterator[pa.Table] | None:
+    """Return an iterator over the examples as Arrow tables; None if they come one by one, as dicts."""
+    return None if examples.iter_arrow is None else (table for _, table in examples.iter_arrow())
+
+
+def rows(examples: Examples) -> Iterator[dict[str, Any]]:
+    """Return an iterator over the examples as dicts."""
+    return (example for _, example in examples)
+
+
+def rows_of_shards(examples: Examples) -> list[float] | None:
+    """Return the number of rows of every shard of a stream that was made of a Dataset; None for other streams."""
+    while getattr(examples, "ex_iterable", None) is not None:
+        examples = examples.ex_iterable
+    shards = getattr(examples, "kwargs", {}).get("shards")
+    if isinstance(shards, list) and shards and all(isinstance(shard, datasets.Dataset) for shard in shards):
+        return [float(len(shard)) for shard in shards]
+    return None
+
+
+def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:
+    """Return the file of each shard, and the row groups of the file that are in the shard (None for all).
+
+    The result is None if the stream is not read from files, or is made of several streams.
+    """
+    while getattr(examples, "ex_iterable", None) is not None:
+        examples = examples.ex_iterable
+    arguments = getattr(examples, "kwargs", {})
+    files = arguments.get("base_files") or arguments.get("files")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        return None
+    groups = arguments.get("row_groups_list") or [None] * len(files)
+    return list(zip(files, groups, strict=True)) if len(groups) == len(files) else None

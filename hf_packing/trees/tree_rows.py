@@ -1,0 +1,167 @@
+"""Build rows of trees from the token columns of documents, according to a plan."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hf_packing.columns import (
+    BUCKET,
+    ENDS,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    TRAINED,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, Pieces
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.ranges import count_ranges, indices_in_ranges
+from hf_packing.rows.packed_rows import as_int32, list_array
+from hf_packing.rows.token_columns import TokenColumns
+from hf_packing.trees.token_keys import read_labels
+from hf_packing.trees.tree_paths import TreePaths, segments_of
+
+
+class TreeRows(NamedTuple):
+    """Rows of trees, and the labels that are not in them."""
+
+    table: pa.Table
+    """One row for each pack."""
+    first_labels: npt.NDArray[np.int32] | None
+    """int32 [segments of the plan]: the label of each document's first token; None without labels and loss masks."""
+    trained_tokens: int
+    """The number of tokens that documents train on; a token counts once for each document that trains on it."""
+
+
+class _Runs(NamedTuple):
+    """Runs of tokens that documents train on."""
+
+    document: IntArray
+    """int64 [runs]: index of the document."""
+    start: IntArray
+    """int64 [runs]: place of the first token in the document."""
+    length: IntArray
+    """int64 [runs]: number of tokens."""
+
+
+def check_tree_columns_are_free(column_names: list[str]) -> None:
+    """Raise PackingError if documents have a column that rows of trees need for something else."""
+    if taken := [name for name in TREE_COLUMNS if name in column_names]:
+        raise PackingError(
+            f"column {taken[0]!r}: expected no such column in the documents, since rows of documents that share "
+            "prefixes have a column of this name; rename or remove the column of the documents"
+        )
+
+
+def tree_rows(
+    columns: TokenColumns, plan: PackingPlan, first_pack: int = 0, end_pack: int | None = None, bucket: bool = False
+) -> TreeRows:
+    """Build the plan's packs with the numbers first_pack:end_pack, and return one row of trees for each.
+
+    Loss masks are applied to the labels, and are not columns of the rows.
+
+    Args:
+        columns: token columns of the documents for which the plan was made.
+        plan: a plan with `segment_shared`.
+        first_pack: number of the first pack to build.
+        end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
+        bucket: whether rows get a column `bucket` with the capacity of their pack.
+    """
+    packs = np.arange(first_pack, plan.num_packs if end_pack is None else end_pack)
+    return rows_of_packs(columns, plan, packs, bucket)
+
+
+def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> TreeRows:
+    """Build some of a plan's packs, in any order, as `tree_rows` does; `packs` are their numbers, integers [packs]."""
+    sizes = np.diff(plan.pack_offsets)[packs]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
+    whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))
+    assert plan.segment_shared is not None
+    paths = TreePaths(whole.length, plan.segment_shared[documents])
+    adds = np.flatnonzero(paths.own)
+    own = Pieces(whole.document[adds], whole.start[adds] + paths.shared[adds], paths.own[adds])
+    values = {
+        name: column.gather(own.document, own.start, own.length)
+        for name, column in columns.items()
+        if name not in (LABELS, *LOSS_MASKS)
+    }
+    input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
+    labels = read_labels(columns, whole)
+    first_labels, runs = None, _all_but_first(paths)
+    if labels is not None:
+        begin = np.cumsum(paths.length, dtype=np.int64) - paths.length
+        first_labels = labels[begin]
+        labels[begin] = IGNORED_LABEL
+        runs = _runs_of(labels != IGNORED_LABEL, begin)
+    tree_labels = _merge_labels(paths, runs, labels, input_ids)
+    segments = segments_of(paths, offsets)
+    row_tokens = np.diff(np.concatenate([[0], np.cumsum(paths.own)])[offsets])
+    run_offsets = np.searchsorted(runs.document, offsets)
+    in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
+    trained = np.stack([in_row, runs.start, runs.length], axis=1)
+    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
+    arrays = {
+        TREE_INPUT_IDS: list_array(input_ids, row_tokens, large[INPUT_IDS]),
+        TREE_LABELS: list_array(tree_labels, row_tokens, large.get(LABELS, large[INPUT_IDS])),
+        **{name: list_array(of_tokens, row_tokens, large[name]) for name, of_tokens in values.items()},
+        SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
+        PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
+        ENDS: list_array(segments.ends.astype(np.int32), np.diff(offsets)),
+        TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * np.diff(run_offsets)),
+    }
+    if bucket:
+        arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
+    return TreeRows(pa.table(arrays), first_labels, int(runs.length.sum()))
+
+
+def _all_but_first(paths: TreePaths) -> _Runs:
+    """Return the runs of documents that train on all tokens except their first one."""
+    longer = np.flatnonzero(paths.length > 1)
+    return _Runs(longer, np.ones(len(longer), dtype=np.int64), paths.length[longer].astype(np.int64) - 1)
+
+
+def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> _Runs:
+    """Return the runs of tokens that documents train on.
+
+    Args:
+        trains: bool [tokens]: whether each token of all documents, laid end to end, is trained on; never the first
+            token of a document, so that no run crosses from one document into the next.
+        begin: int64 [documents]: index of each document's first token.
+    """
+    edges = np.flatnonzero(np.diff(trains, prepend=False, append=False))
+    start, end = edges[::2], edges[1::2]
+    document = np.searchsorted(begin, start, side="right") - 1
+    return _Runs(document, start - begin[document], end - start)
+
+
+def _merge_labels(
+    paths: TreePaths, runs: _Runs, labels: npt.NDArray[np.int32] | None, input_ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return the label of each token of the rows: that of any document that trains on it, otherwise -100.
+
+    Args:
+        paths: the documents of all rows.
+        runs: the tokens that documents train on.
+        labels: int32 [tokens of all documents]; None if documents train on all tokens but their first one.
+        input_ids: int32 [tokens of all rows].
+    """
+    merged: npt.NDArray[Any] = input_ids.copy()
+    if labels is None:
+        merged[paths.begin[paths.shared == 0]] = IGNORED_LABEL
+        return merged
+    # a label other than the token is compared with the tokens, so it is the label of the document that adds the token
+    place = np.arange(len(labels)) - np.repeat(np.cumsum(paths.length) - paths.length, paths.length)
+    of_adding = labels[place >= np.repeat(paths.shared, paths.length)]
+    merged = np.where(of_adding == IGNORED_LABEL, merged, of_adding)
+    ranges = paths.find(runs.document, runs.start, runs.start + runs.length)
+    merged[count_ranges(ranges.begin, ranges.length, len(input_ids)) == 0] = IGNORED_LABEL
+    return merged

@@ -1,0 +1,129 @@
+"""Batches that workers of a DataLoader send: equal to those of the main process, and not in shared memory."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, get_worker_info
+
+import hf_packing as hfp
+from hf_packing.batch.worker_batch import WorkerBatch
+
+ROWS = [
+    {"input_ids": np.arange(300, dtype=np.int32), "seq_lengths": [299, 1], "token_type_ids": [0] * 299 + [1]},
+    {"input_ids": [128_000, 5], "labels": [-100, 5], "token_type_ids": [0, 1]},
+]
+
+values_of = {
+    torch.int32: st.integers(-(2**31), 2**31 - 1),
+    torch.int64: st.integers(-(2**63), 2**63 - 1),
+}
+
+
+class Edited:
+    """A user's collator that changes the batch of PackingCollator."""
+
+    def __call__(self, rows):
+        batch = hfp.PackingCollator()(rows)
+        batch["position_ids"] += 7
+        batch["labels"].numpy()[0, 1] = -5
+        batch["worker"] = None if (info := get_worker_info()) is None else info.id
+        return batch
+
+
+def received(batch):
+    return pickle.loads(pickle.dumps(batch))
+
+
+def assert_equal(batch, expected):
+    assert batch.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (batch[name].dtype, batch[name].shape) == (value.dtype, value.shape), name
+            assert torch.equal(batch[name], value), name
+        else:
+            assert batch[name] == value, name
+
+
+@given(st.data(), st.sampled_from(list(values_of)), st.integers(0, 300))
+def test_any_integers(data, dtype, near):
+    """Also about the limits of all dtypes, where a dtype that is too small would wrap around."""
+    limits = [sign * 2**bits + offset for sign in (1, -1) for bits in (7, 8, 15, 16, 31, 32) for offset in (-1, 0, 1)]
+    bounds = torch.iinfo(dtype)
+    values = data.draw(
+        st.lists(
+            values_of[dtype] | st.sampled_from([limit for limit in limits if bounds.min <= limit <= bounds.max]),
+            max_size=6,
+        )
+    )
+    tensor = torch.tensor([values], dtype=dtype)
+    assert_equal(
+        received(WorkerBatch(a=tensor, b=tensor[0] // (near + 1))), {"a": tensor, "b": tensor[0] // (near + 1)}
+    )
+
+
+def test_few_bytes_are_sent():
+    ids = torch.arange(60_000)
+    assert len(pickle.dumps(WorkerBatch(ids=ids))) < 2.1 * len(ids) < len(pickle.dumps({"ids": ids})) / 3
+
+
+def test_everything_else_is_sent_as_it_is():
+    batch = {
+        "weights": torch.tensor([0.5]),
+        "mask": torch.tensor([[True, False]]),
+        "bytes": torch.tensor([3], dtype=torch.uint8),
+        "name": "a",
+        "count": 3,
+        "none": None,
+    }
+    assert_equal(received(WorkerBatch(batch)), batch)
+    empty = received(WorkerBatch(empty=torch.zeros(1, 0, dtype=torch.int64), steps=torch.arange(6)[::2]))
+    assert_equal(empty, {"empty": torch.zeros(1, 0, dtype=torch.int64), "steps": torch.tensor([0, 2, 4])})
+    sparse = received(WorkerBatch(sparse=torch.tensor([0, 3]).to_sparse()))["sparse"]
+    assert sparse.to_dense().tolist() == [0, 3]
+    meta = received(WorkerBatch(meta=torch.zeros(2, dtype=torch.int64, device="meta")))["meta"]
+    assert (meta.device.type, meta.shape) == ("meta", (2,))
+
+
+def test_what_is_received_is_a_plain_dict_of_tensors_that_can_be_changed():
+    sent = WorkerBatch(a=torch.tensor([1, 2]))
+    batch = received(sent)
+    assert type(batch) is dict
+    batch["a"] += 1
+    assert (batch["a"].tolist(), sent["a"].tolist()) == ([2, 3], [1, 2])
+
+
+def test_without_workers_a_batch_is_a_plain_dict():
+    assert type(hfp.PackingCollator()([{"input_ids": [1]}])) is dict
+
+
+@pytest.mark.parametrize("keep_first_labels", [True, False])
+def test_workers_send_the_same_batches(keep_first_labels):
+    rows = [{**row, "labels": row.get("labels", row["input_ids"])} for row in ROWS] * 3
+    collator = hfp.PackingCollator(keep_first_labels=keep_first_labels)
+    alone, sent = (list(DataLoader(rows, batch_size=2, collate_fn=collator, num_workers=workers)) for workers in (0, 2))
+    assert len(sent) == len(alone) == 3
+    for batch, expected in zip(sent, alone, strict=True):
+        assert_equal(batch, expected)
+        assert not any(value.is_shared() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def test_changes_of_a_users_collator_are_sent():
+    rows = [{"input_ids": [5, 6, 7]}]
+    (expected,) = DataLoader(rows, collate_fn=Edited())
+    (batch,) = DataLoader(rows, collate_fn=Edited(), num_workers=1)
+    assert batch["position_ids"].tolist() == [[7, 8, 9]]
+    assert_equal(batch, expected | {"worker": 0})
+
+
+def test_that_the_tests_would_see_shared_memory():
+    """A plain dict is sent through shared memory."""
+    (batch,) = DataLoader([{"a": torch.tensor([1])}], collate_fn=dict_of_first, num_workers=1)
+    assert batch["a"].is_shared()
+
+
+def dict_of_first(rows):
+    return dict(rows[0])

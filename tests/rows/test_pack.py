@@ -1,0 +1,243 @@
+"""pack and unpack over whole datasets."""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+import hf_packing.rows.pack as pack_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+
+ROWS = [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10, 11]]
+LABELS = [[-100, 2, 3], [], [4, 5], [6], [7, -100, 9, 10, 11]]
+
+
+def documents(**more):
+    return Dataset.from_dict({"input_ids": ROWS, "labels": LABELS, **more})
+
+
+def on_disk(folder, rows=ROWS):
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
+    return load_from_disk(folder)
+
+
+def test_columns_types_and_values():
+    packed = hfp.pack(documents(), hfp.BestFit(4, seed=None))
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
+    assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=12), max_size=15),
+    st.sampled_from([hfp.BestFit(5), hfp.FixedLength(4), hfp.FirstCome(6, max_documents=2), hfp.BestFit(7, seed=None)]),
+    st.booleans(),
+)
+def test_unpack_is_the_inverse(rows, strategy, with_labels):
+    columns = {"input_ids": rows} | ({"labels": [[-7, *row[1:]] if row else [] for row in rows]} if with_labels else {})
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
+    packed = hfp.pack(Dataset.from_dict(columns, features=features), strategy, load_from_cache_file=False)
+    assert hfp.unpack(packed)[:] == columns
+
+
+def test_unpack_what_was_not_dropped():
+    truncated = hfp.pack(documents(), hfp.BestFit(4, overflow="truncate"))
+    assert hfp.unpack(truncated)["input_ids"][:] == [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10]]
+    dropped = hfp.pack(documents(), hfp.BestFit(4, overflow="drop"))
+    assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
+
+
+def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    packed.save_to_disk(tmp_path / "packed")
+    elsewhere = load_from_disk(tmp_path / "packed")
+    plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
+    assert hfp.unpack(elsewhere, plan)["input_ids"][:] == ROWS
+    with pytest.raises(hfp.PackingError, match="plan: expected the PackingPlan of these rows, .* got None"):
+        hfp.unpack(elsewhere)
+    with pytest.raises(hfp.PackingError, match="the segments of this plan differ from seq_lengths"):
+        hfp.unpack(elsewhere, hfp.plan_packing([3, 0, 2, 1, 5], hfp.BestFit(4, seed=None)))
+    with pytest.raises(hfp.PackingError, match="plan: expected a plan with 3 packs"):
+        hfp.unpack(elsewhere, hfp.plan_packing([1], hfp.BestFit(4)))
+
+
+def test_unpack_refuses_what_is_not_as_packed():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="were shuffled or selected"):
+        hfp.unpack(packed.select([2, 0, 1]))
+    with pytest.raises(hfp.PackingError, match="packed: expected all 3 rows that were packed, got 2"):
+        hfp.unpack(packed.select(range(2)))
+    with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected a packed dataset"):
+        hfp.unpack(packed.remove_columns("seq_lengths"))
+    with pytest.raises(hfp.PackingError, match="packed: expected a Dataset that pack.. returned, got list"):
+        hfp.unpack([[1]])
+
+
+def test_unpack_refuses_another_plan():
+    rows = [[number] * 4 for number in range(20)]
+    packed = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(8))
+    other = hfp.plan_packing([4] * 20, hfp.BestFit(8, seed=9))
+    with pytest.raises(hfp.PackingError, match="plan: expected the plan that these rows were packed with, .*, got "):
+        hfp.unpack(packed, other)
+    assert hfp.unpack(packed, hfp.plan_packing([4] * 20, hfp.BestFit(8)))["input_ids"][:] == rows
+    with pytest.raises(
+        hfp.PackingError, match="column 'extra': expected lists of numbers, .* got int64; remove the column"
+    ):
+        hfp.unpack(packed.add_column("extra", list(range(len(packed)))), hfp.plan_packing([4] * 20, hfp.BestFit(8)))
+
+
+def test_rows_that_were_filtered_away_are_not_looked_at():
+    rows = [[1, 2], None, [3], [4, None]]
+    source = Dataset.from_dict({"input_ids": rows})
+    assert hfp.unpack(hfp.pack(source.select([2, 0]), hfp.BestFit(4)))["input_ids"][:] == [[3], [1, 2]]
+    with pytest.raises(hfp.PackingError, match="expected a list in every row, but row 1 has none"):
+        hfp.pack(source.select([2, 1]), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="expected a number for every token, but row 0 has a null"):
+        hfp.pack(source.select([3, 2]), hfp.BestFit(4))
+
+
+def test_what_is_known_of_the_documents_is_kept():
+    tags = datasets.List(datasets.ClassLabel(names=["a", "b"]))
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")), "tags": tags})
+    info = datasets.DatasetInfo(description="Mine", features=features)
+    source = Dataset.from_dict({"input_ids": [[1, 2]], "tags": [[0, 1]]}, info=info)
+    packed = hfp.pack(source, hfp.BestFit(4))
+    assert packed.info.description == "Mine"
+    assert packed.features["tags"] == tags
+
+
+def test_shuffled_selected_and_filtered_datasets_are_packed_as_they_stand():
+    source = documents()
+    for view in (source.shuffle(seed=3), source.select([4, 0]), source.filter(lambda row: len(row["input_ids"]) != 2)):
+        packed = hfp.pack(view, hfp.BestFit(4))
+        assert hfp.unpack(packed)[:] == view[:]
+    assert source.shuffle(seed=3)["input_ids"][:] != ROWS
+
+
+def test_datasets_of_several_chunks():
+    joined = datasets.concatenate_datasets([documents(), documents(), documents()])
+    assert joined.data.column("input_ids").num_chunks == 3
+    assert hfp.unpack(hfp.pack(joined, hfp.BestFit(4)))["labels"][:] == LABELS * 3
+
+
+def test_blocks_make_the_same_rows(monkeypatch, rng):
+    rows = [list(range(n)) for n in rng.integers(0, 60, 300)]
+    whole = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64))
+    monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 500)
+    blocks = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64), load_from_cache_file=False)
+    assert blocks.data.column("input_ids").num_chunks > 5
+    assert whole[:] == blocks[:]
+
+
+def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
+    columns = {"input_ids": [[*range(9)], [9]], "labels": [[*range(9)], [9]]}
+    packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(16))
+    assert isinstance(hfp.unpack(packed).features["input_ids"], datasets.List)
+    monkeypatch.setattr("hf_packing.rows.packed_rows._MAX_LIST_VALUES", 9)
+    unpacked, rows = hfp.unpack(packed), hfp.BestFit(16)(pa.table(columns))
+    for table in (unpacked.data.table, rows):
+        assert table.schema.field("input_ids").type == pa.large_list(pa.int32())
+    assert unpacked[:] == columns
+    assert rows.schema.field("seq_lengths").type == pa.list_(pa.int32())
+    assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
+
+
+def test_large_lists_stay_large():
+    features = datasets.Features({"input_ids": datasets.LargeList(datasets.Value("int64"))})
+    packed = hfp.pack(Dataset.from_dict({"input_ids": ROWS}, features=features), hfp.BestFit(4))
+    assert isinstance(packed.features["input_ids"], datasets.LargeList)
+    assert packed.features["input_ids"].feature.dtype == "int32"
+    assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+
+def test_dataset_dict_and_splits():
+    packed = hfp.pack(DatasetDict(train=documents(), test=documents().select([0])), hfp.BestFit(4))
+    assert {name: len(split) for name, split in packed.items()} == {"train": 3, "test": 1}
+    assert hfp.unpack(packed["test"])["input_ids"][:] == [[1, 2, 3]]
+
+
+def test_errors_name_the_split():
+    of_another_kind = DatasetDict(train=documents(), test=documents().to_iterable_dataset())
+    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset, a DatasetDict, an Iterable"):
+        hfp.pack(of_another_kind, hfp.BestFit(4))
+    of_other_columns = DatasetDict(train=documents(), test=Dataset.from_dict({"text": ["a"]}))
+    with pytest.raises(
+        hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected this column in the dataset"
+    ):
+        hfp.pack(of_other_columns, hfp.BestFit(4))
+
+
+def test_the_format_is_kept():
+    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
+    assert isinstance(packed[0]["input_ids"], np.ndarray)
+
+
+def test_without_position_ids():
+    packed = hfp.pack(documents(), hfp.BestFit(4), position_ids=False)
+    assert packed.column_names == ["input_ids", "labels", "seq_lengths"]
+    assert hfp.unpack(packed)["labels"][:] == LABELS
+
+
+def test_what_is_left_out_is_said():
+    with pytest.warns(
+        UserWarning,
+        match=r"pack leaves out columns without one number for each token: 'text' \(string\), 'id' \(int64\)",
+    ):
+        packed = hfp.pack(documents(text=list("abcde"), id=list(range(5))), hfp.BestFit(4))
+    assert "text" not in packed.column_names
+
+
+def test_what_is_dropped_or_skipped_is_said_on_a_hit_too(tmp_path):
+    source = on_disk(tmp_path / "documents")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="pack") as said:
+            hfp.pack(source, hfp.BestFit(4, overflow="drop"))
+        words = [str(warning.message) for warning in said]
+        dropped = "pack drops 5 of 11 tokens, as configured by BestFit(max_length=4, overflow='drop'"
+        assert any(dropped in each for each in words)
+        assert "pack skips 1 document without a token" in words
+
+
+def test_other_token_columns_are_packed_along():
+    weights = [[0.5] * len(row) for row in ROWS]
+    packed = hfp.pack(documents(weights=weights, attention_mask=[[1] * len(row) for row in ROWS]), hfp.BestFit(4))
+    assert packed.column_names == ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
+    assert hfp.unpack(packed)["weights"][:] == weights
+
+
+def test_positions_that_contradict_the_plan():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
+    wrong = packed.map(lambda row: {"position_ids": row["position_ids"][::-1]})
+    assert len(hfp.unpack(wrong.remove_columns("position_ids"), plan)) == len(ROWS)
+    with pytest.raises(hfp.PackingError, match="column 'position_ids': expected positions that restart at 0"):
+        hfp.unpack(wrong, plan)
+
+
+def test_packing_twice():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="a dataset with this column seems to be packed already"):
+        hfp.pack(packed, hfp.BestFit(8))
+
+
+def test_not_a_dataset():
+    with pytest.raises(
+        hfp.PackingError,
+        match="dataset: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got list",
+    ):
+        hfp.pack([[1, 2]], hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit"):
+        hfp.pack(documents(), 4096)
+
+
+def test_no_rows():
+    packed = hfp.pack(documents().select([]), hfp.BestFit(4))
+    assert len(packed) == 0
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert len(hfp.unpack(hfp.pack(documents().select([1]), hfp.BestFit(4)))) == 1

@@ -1,0 +1,152 @@
+"""Which columns are packed or refused, and slices of their lists: chunks, slices of arrays, 64-bit offsets, nulls."""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+import hf_packing.rows.token_columns
+from hf_packing.rows.token_columns import TokenColumn, blocks_of_rows
+
+STRATEGY = hfp.BestFit(8)
+
+rows_strategy = st.lists(st.lists(st.integers(-100, 100), max_size=6), min_size=1, max_size=20)
+KINDS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.float32())]
+
+
+@st.composite
+def chunked(draw):
+    """Rows, and a chunked column of them that may be a slice of a longer one."""
+    rows, kind = draw(rows_strategy), draw(st.sampled_from(KINDS))
+    before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    array = pa.array([[7, 7]] * before + rows + [[8]] * after, type=kind).slice(before, len(rows))
+    cut = draw(st.integers(0, len(rows)))
+    return rows, pa.chunked_array([array.slice(0, cut), array.slice(cut)])
+
+
+@given(chunked(), st.data())
+def test_gather_is_slicing(case, data):
+    rows, column = case
+    row_numbers = data.draw(st.one_of(st.none(), st.permutations(range(len(rows)))))
+    read = TokenColumn("input_ids", column, None if row_numbers is None else np.array(row_numbers))
+    rows = rows if row_numbers is None else [rows[i] for i in row_numbers]
+    assert read.length.tolist() == [len(row) for row in rows]
+    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10))
+    starts = [data.draw(st.integers(0, len(rows[i]))) for i in wanted]
+    lengths = [data.draw(st.integers(0, len(rows[i]) - start)) for i, start in zip(wanted, starts, strict=True)]
+    expected = [value for i, a, n in zip(wanted, starts, lengths, strict=True) for value in rows[i][a : a + n]]
+    gathered = read.gather(*(np.array(values, dtype=np.int64) for values in (wanted, starts, lengths)))
+    assert gathered.tolist() == expected
+    assert gathered.dtype == column.type.value_type.to_pandas_dtype()
+
+
+def test_fixed_size_lists_and_booleans():
+    column = TokenColumn(
+        "mask", pa.chunked_array([pa.array([[True, False], [True, True]], type=pa.list_(pa.bool_(), 2))])
+    )
+    assert column.gather(np.array([1, 0]), np.array([0, 1]), np.array([2, 1])).tolist() == [True, True, False]
+
+
+def test_a_null_row():
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected a list in every row, but row 2 has none"):
+        TokenColumn("labels", pa.chunked_array([pa.array([[1]]), pa.array([[1], None])]))
+
+
+def test_a_null_token():
+    column = pa.chunked_array([pa.array([[1]]), pa.array([[1, 2], [3, None]])])
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected a number for every .* row 2 has a null"):
+        TokenColumn("labels", column)
+    assert TokenColumn("labels", pa.chunked_array([column.chunk(1).slice(0, 1)])).length.tolist() == [2]
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
+def test_blocks_cover_all_rows_within_their_budget(row_tokens, tokens):
+    blocks = list(blocks_of_rows(np.array(row_tokens, dtype=np.int64), tokens))
+    assert [row for first, end in blocks for row in range(first, end)] == list(range(len(row_tokens)))
+    assert all(end - first == 1 or sum(row_tokens[first:end]) <= tokens for first, end in blocks)
+
+
+NOT_ABOUT_TOKENS = [[1, 0], ["a", "b"], [None, None], [[[1], [2]], [[3]]]]
+
+
+def how_packed(columns):
+    yield lambda: hfp.pack(Dataset.from_dict(columns), STRATEGY)
+    yield lambda: Dataset.from_dict(columns).map(STRATEGY, batched=True)
+    yield lambda: list(Dataset.from_dict(columns).to_iterable_dataset().map(STRATEGY, batched=True))
+    yield lambda: STRATEGY(columns)
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "assistant_masks"])
+@pytest.mark.parametrize("values", NOT_ABOUT_TOKENS, ids=str)
+def test_columns_that_would_be_made_or_left_out_instead(name, values):
+    for pack in how_packed({"input_ids": [[5, 6], [7]], name: values}):
+        with pytest.raises(hfp.PackingError, match=f"column '{name}': expected lists of .*, one for each token, got"):
+            pack()
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "completion_mask"])
+@pytest.mark.parametrize("values", [[[1, 1], 1], [[1, 1], "a"], [[1, 1], [[1]]], [[1, 1], [2**70]]], ids=str)
+def test_one_row_of_a_stream_is_not_about_tokens(name, values):
+    rows = [{"input_ids": ids, name: value} for ids, value in zip([[5, 6], [7]], values, strict=True)]
+    stream = IterableDataset.from_generator(lambda: iter(rows)).map(STRATEGY, batched=True)
+    with pytest.raises(hfp.PackingError, match=f"column '{name}': expected lists of"):
+        next(iter(stream))
+
+
+def test_a_batch_of_a_stream_without_a_token():
+    weights = {"input_ids": [5, 6], "weights": [0.5, 1.0], "labels": [5, 6]}
+    rows = [{name: [] for name in weights}] * 2 + [weights] * 2
+    stream = IterableDataset.from_generator(lambda: iter(rows)).map(STRATEGY, batched=True, batch_size=2)
+    (packed,) = stream
+    assert packed["weights"] == [0.5, 1.0] * 2
+
+
+def test_lists_that_are_empty_beside_tokens_are_left_out():
+    with pytest.warns(UserWarning, match="leaves out columns without one number for each token: 'tools'"):
+        packed = hfp.pack(Dataset.from_dict({"input_ids": [[5, 6], [7]], "tools": [[], []]}), STRATEGY)
+    assert "tools" not in packed.column_names
+
+
+def test_a_split_without_rows_or_types():
+    packed = hfp.pack(Dataset.from_dict({"input_ids": [], "labels": [], "attention_mask": []}), STRATEGY)
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+
+
+@pytest.mark.parametrize("padded", [0, 1, 3])
+def test_padding_is_found_block_by_block(monkeypatch, padded):
+    monkeypatch.setattr(hf_packing.rows.token_columns, "TOKENS_AT_ONCE", 3)
+    masks = [[1, 1], [1], [], [1, 1, 1, 1]]
+    masks[padded][-1] = 0
+    documents = Dataset.from_dict({"input_ids": masks, "attention_mask": masks})
+    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, got a 0 in row {padded}"):
+        hfp.pack(documents, STRATEGY)
+
+
+LISTS = {
+    "list": datasets.List(datasets.ClassLabel(names=["a", "b"])),
+    "large_list": datasets.LargeList(datasets.ClassLabel(names=["a", "b"])),
+    "fixed_size_list": datasets.List(datasets.ClassLabel(names=["a", "b"]), length=3),
+}
+
+
+@pytest.mark.parametrize("ids", LISTS)
+@pytest.mark.parametrize("others", LISTS)
+def test_lists_of_several_kinds(ids, others):
+    tokens = datasets.Value("int64")
+    input_ids = datasets.LargeList(tokens) if ids == "large_list" else datasets.List(tokens, LISTS[ids].length)
+    features = datasets.Features({"input_ids": input_ids, "labels": LISTS[others], "tags": LISTS[others]})
+    columns = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 0, 1]] * 2, "tags": [[0, 1, 1], [1, 0, 0]]}
+    packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(8))
+    assert len(packed) == 1
+    assert packed.features["tags"].feature == LISTS[others].feature
+    assert hfp.unpack(packed)[:] == columns
+
+
+def test_a_hidden_column_with_the_name_of_one_that_is_made():
+    documents = Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [5] * 8], "bucket": [1, 2]})
+    hidden = documents.with_format(columns=["input_ids"])
+    assert sorted(hfp.pack(hidden, hfp.Bucket((4, 8)))["bucket"]) == [4, 8]

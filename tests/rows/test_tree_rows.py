@@ -1,0 +1,279 @@
+"""pack with share_prefixes: rows of trees, and the documents again."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from literal_trie import forests
+
+import hf_packing as hfp
+import hf_packing.rows.pack as pack_module
+from hf_packing.columns import TREE_COLUMNS
+from hf_packing.trees.segments import TreeSegments
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|applies|shares|leaves):UserWarning")
+
+STRATEGIES = [
+    hfp.BestFit(9),
+    hfp.Optimal(9),
+    hfp.NonNegativeLeastSquares(9),
+    hfp.ShortestPackFirst(9, overflow="truncate"),
+    hfp.FirstCome(9),
+    hfp.FirstCome(9, order="dataset", seed=None),
+    hfp.FirstCome(9, order="longest_first", overflow="drop"),
+    hfp.Multipack(9, window=3),
+    hfp.Bucket((4, 9), padding_threshold=1),
+    hfp.BestFit(7, seed=None),
+]
+
+
+@st.composite
+def tables(draw):
+    """Documents that share prefixes, some with labels, loss masks and weights."""
+    columns = {"input_ids": draw(forests())}
+    values = {
+        "labels": lambda token: st.sampled_from([token, token, -100, 7]),
+        "completion_mask": lambda token: st.integers(0, 1),  # noqa: ARG005
+        "weights": lambda token: st.sampled_from([0.5, 0.5, 0.5, 2.0]),  # noqa: ARG005
+    }
+    for name, of in values.items():
+        if draw(st.booleans()):
+            columns[name] = [[draw(of(token)) for token in document] for document in columns["input_ids"]]
+    types = {name: datasets.List(datasets.Value("float32" if name == "weights" else "int32")) for name in columns}
+    return Dataset.from_dict(columns, features=datasets.Features(types))
+
+
+def expand(row):
+    """The documents of a row, as whoever knows only the row sees them: tokens, labels and weights."""
+    segments = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
+    runs = np.array(row["trained"]).reshape(-1, 3).tolist()
+    for number, end in enumerate(row["ends"]):
+        path = segments.path_of(end)
+        labels = [-100] * len(path)
+        for document, start, length in runs:
+            if document == number:
+                assert start > 0
+                assert length > 0
+                labels[start : start + length] = [row["tree_labels"][place] for place in path[start : start + length]]
+        of_tokens = {
+            name: [row[name][place] for place in path] for name in ("tree_input_ids", "weights") if name in row
+        }
+        yield {"labels": labels, **of_tokens}
+
+
+def with_masks_applied(dataset):
+    """The columns of the documents, with labels that are -100 where the loss mask is 0."""
+    columns = dataset[:]
+    if "completion_mask" in columns:
+        mask, ids = columns.pop("completion_mask"), columns.pop("input_ids")
+        pairs = zip(columns.pop("labels", ids), mask, strict=True)
+        labels = [[label if on else -100 for label, on in zip(*each, strict=True)] for each in pairs]
+        columns = {"input_ids": ids, "labels": labels, **columns}
+    return columns
+
+
+@given(tables(), st.sampled_from(STRATEGIES), st.integers(1, 4))
+def test_a_row_says_what_its_documents_are(dataset, strategy, least):
+    try:
+        packed = hfp.pack(dataset, strategy, share_prefixes=least, load_from_cache_file=False)
+    except hfp.PackingError as error:  # of a few documents, all labels may be cut off
+        assume(" 0 of " not in str(error))
+        raise
+    plain = with_masks_applied(dataset)
+    plan = plan_of(packed)
+    segment = 0
+    for row in packed:
+        assert len(row["tree_input_ids"]) == len(row["tree_labels"]) == sum(row["segment_lengths"]) <= 9
+        trains = set()
+        segments = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
+        for number, document in enumerate(expand(row)):
+            source = {name: values[plan.segment_document[segment]] for name, values in plain.items()}
+            part = slice(*(plan.segment_start[segment] + [0, plan.segment_length[segment]]))
+            assert document["tree_input_ids"] == source["input_ids"][part]
+            assert document.get("weights") == source.get("weights", [None])[part] if "weights" in row else True
+            labels = source.get("labels", source["input_ids"])[part]
+            assert document["labels"] == [-100, *labels[1:]]
+            path = segments.path_of(row["ends"][number])
+            trains |= {place for place, label in zip(path, document["labels"], strict=True) if label != -100}
+            segment += 1
+        assert {place for place, label in enumerate(row["tree_labels"]) if label != -100} == trains
+        check_smallest(row)
+    assert segment == plan.num_segments
+    unpacked = hfp.unpack(packed)
+    assert unpacked.column_names == list(plain)
+    dropped = plan.metrics().num_dropped_tokens
+    for name, values in plain.items():
+        if not dropped:
+            assert unpacked[name][:] == values
+        else:
+            assert all(before[: len(after)] == after for before, after in zip(values, unpacked[name], strict=True))
+
+
+def check_smallest(row):
+    """No segment could be joined with the one below it: a document ends there, or several continue."""
+    parents, ends = row["parents"], row["ends"]
+    for segment in range(len(parents)):
+        assert segment in ends or parents.count(segment) > 1
+
+
+def plan_of(packed):
+    (file,) = packed.cache_files
+    return hfp.PackingPlan.load(Path(file["filename"]).with_suffix(".plan") / "plan")
+
+
+DOCUMENTS = [[1, 2, 3, 4], [1, 2, 5], [9, 8], [1, 2, 3], [9, 8], []]
+
+
+def on_trees(**more):
+    return Dataset.from_dict({"input_ids": DOCUMENTS, **more})
+
+
+def test_columns_types_and_values():
+    packed = hfp.pack(on_trees(), hfp.BestFit(8, seed=None), share_prefixes=1)
+    assert packed.column_names == list(TREE_COLUMNS)
+    assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
+    assert packed[:] == {
+        "tree_input_ids": [[1, 2, 3, 4, 5, 9, 8]],
+        "tree_labels": [[-100, 2, 3, 4, 5, -100, 8]],
+        "segment_lengths": [[2, 1, 1, 1, 2]],
+        "parents": [[-1, 0, 1, 0, -1]],
+        "ends": [[1, 2, 3, 4, 4]],
+        "trained": [[0, 1, 2, 1, 1, 3, 2, 1, 2, 3, 1, 1, 4, 1, 1]],
+    }
+    assert hfp.unpack(packed)[:] == {"input_ids": DOCUMENTS}
+
+
+def test_types_of_columns_are_kept():
+    large = {
+        name: datasets.LargeList(datasets.Value(kind)) for name, kind in (("input_ids", "int64"), ("w", "float64"))
+    }
+    columns = {"input_ids": DOCUMENTS, "w": [[float(token) for token in document] for document in DOCUMENTS]}
+    packed = hfp.pack(Dataset.from_dict(columns, features=datasets.Features(large)), hfp.BestFit(8), share_prefixes=2)
+    kinds = {name: str(packed.data.schema.field(name).type) for name in ("tree_input_ids", "tree_labels", "w", "ends")}
+    assert [kind.split("<")[0] for kind in kinds.values()] == ["large_list", "large_list", "large_list", "list"]
+    assert "double" in kinds["w"]
+    unpacked = hfp.unpack(packed)
+    assert unpacked["w"][:] == columns["w"]
+    assert str(unpacked.data.schema.field("w").type).startswith("large_list")
+
+
+def test_metrics_are_those_of_the_rows():
+    packed = hfp.pack(on_trees(), hfp.BestFit(5), share_prefixes=1)
+    metrics, unique = plan_of(packed).metrics(), sum(map(len, packed["tree_input_ids"]))
+    assert metrics.shared_ratio == 14 / unique
+    assert metrics.num_padding_slots == 5 * len(packed) - unique
+    assert metrics.num_documents == 6
+
+
+def test_true_means_sixteen_tokens():
+    documents = Dataset.from_dict(
+        {"input_ids": [[*range(16), 1], [*range(16), 2], [*range(50, 65), 1], [*range(50, 65), 2]]}
+    )
+    packed = hfp.pack(documents, hfp.BestFit(99), share_prefixes=True)
+    assert sorted(len(row) for row in packed["tree_input_ids"]) == [18 + 32]
+    assert hfp.pack(documents, hfp.BestFit(99), share_prefixes=15)["tree_input_ids"][0] != packed["tree_input_ids"][0]
+
+
+def test_rows_are_cached_by_what_is_shared():
+    documents = on_trees()
+    packed = hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)
+    again = hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)
+    assert again.cache_files == packed.cache_files
+    others = [hfp.pack(documents, hfp.BestFit(8)), hfp.pack(documents, hfp.BestFit(8), share_prefixes=3)]
+    assert len({each.cache_files[0]["filename"] for each in (packed, *others)}) == 3
+    (file,) = packed.cache_files
+    (Path(file["filename"]).with_suffix(".plan") / "plan" / "segment_shared.npy").unlink()
+    assert hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)[:] == packed[:]
+    assert plan_of(packed).segment_shared is not None
+
+
+def test_splits_of_a_dict(monkeypatch):
+    monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 3)
+    packed = hfp.pack(DatasetDict(a=on_trees(), b=on_trees()), hfp.BestFit(5), share_prefixes=2)
+    assert [hfp.unpack(split)["input_ids"][:] for split in packed.values()] == [DOCUMENTS] * 2
+
+
+def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
+    packed = hfp.pack(on_trees(labels=DOCUMENTS), hfp.BestFit(8), share_prefixes=2)
+    packed.save_to_disk(tmp_path / "packed")
+    elsewhere = datasets.load_from_disk(tmp_path / "packed")
+    plan = plan_of(packed)
+    restored = hfp.unpack(elsewhere, plan)
+    assert restored["input_ids"][:] == DOCUMENTS
+    assert restored["labels"][:] == [[-100, *document[1:]] if document else [] for document in DOCUMENTS]
+    with pytest.raises(hfp.PackingError, match="the segments of this plan differ from segment_lengths in the rows"):
+        hfp.unpack(elsewhere, plan_of(hfp.pack(on_trees(), hfp.BestFit(14), share_prefixes=1)))
+    with pytest.raises(hfp.PackingError, match="expected a plan with segment_shared, since these rows are trees"):
+        hfp.unpack(elsewhere, hfp.plan_packing([len(each) for each in DOCUMENTS], hfp.BestFit(14)))
+
+
+def test_splits_are_said():
+    weights = [[1, 1, 1, 1], [1, 1, 1], [1, 1], [1, 2, 1], [1, 1], []]
+    with pytest.warns(UserWarning, match="pack shares fewer tokens at 1 places, where tokens agree but weights differ"):
+        packed = hfp.pack(on_trees(weights=weights), hfp.BestFit(8), share_prefixes=2)
+    assert hfp.unpack(packed)["weights"][:] == weights
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (hfp.FixedLength(8), "a tree of documents can be cut only between documents, got FixedLength"),
+        (hfp.BucketByLength((4, 8)), "expected a strategy that cuts no document that fits in a pack"),
+        (hfp.Bucket((4, 8)), "padding_threshold: expected 1 with share_prefixes, .* got 0.01"),
+        (hfp.BestFit(8, max_documents=3), "max_documents: expected None with share_prefixes, .* got 3"),
+        (hfp.FirstCome(8, max_documents=3), "max_documents: expected None with share_prefixes, .* got 3"),
+        (hfp.BestFit(3, overflow="error"), "document 0 has 4 tokens, more than max_length=3"),
+        (hfp.Multipack(3, overflow="error"), "document 0 has 4 tokens, more than max_length=3"),
+    ],
+)
+def test_strategies_that_cannot(strategy, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.pack(on_trees(), strategy, share_prefixes=2)
+
+
+@pytest.mark.parametrize("share_prefixes", [0, -1, 2.0, "yes", None])
+def test_share_prefixes_is_a_bool_or_a_number(share_prefixes):
+    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens to share"):
+        hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=share_prefixes)
+
+
+def test_a_strategy_of_ones_own_needs_limits():
+    class Own:
+        has_buckets = False
+
+        def plan_lengths(self, lengths):
+            return hfp.plan_packing(lengths, hfp.BestFit(8))
+
+    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy with a method tree_limits"):
+        hfp.pack(on_trees(), Own(), share_prefixes=2)
+
+
+def test_what_cannot_be_combined():
+    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with lazy=True"):
+        hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, lazy=True)
+    schedule = hfp.LengthSchedule(2, 4)
+    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with length_schedule"):
+        hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, length_schedule=schedule, rows_per_step=1)
+
+
+def test_columns_that_rows_need():
+    with pytest.raises(hfp.PackingError, match="column 'ends': expected no such column in the documents"):
+        hfp.pack(on_trees(ends=DOCUMENTS), hfp.BestFit(8), share_prefixes=2)
+    packed = hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2)
+    with pytest.raises(hfp.PackingError, match="column 'tree_input_ids': expected documents that are not packed yet"):
+        hfp.pack(packed, hfp.BestFit(8))
+
+
+def test_nothing_to_share_and_nothing_at_all():
+    apart = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]})
+    packed = hfp.pack(apart, hfp.BestFit(8, seed=None), share_prefixes=1)
+    assert packed["parents"][:] == [[-1, -1]]
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    for rows in ([], [[]]):
+        empty = hfp.pack(Dataset.from_dict({"input_ids": rows}, features=features), hfp.BestFit(8), share_prefixes=1)
+        assert len(empty) == 0
+        assert hfp.unpack(empty)["input_ids"][:] == rows

@@ -1,0 +1,157 @@
+"""A packed stream that is stopped after any row and resumed goes on with the next row."""
+
+import pickle
+from itertools import islice
+
+import numpy as np
+import pytest
+from document_streams import SOURCES, keep_most, make_documents, names_in, reverse, stream_of, write_source
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import hf_packing as hfp
+from hf_packing.planning.windows import choose_waiting
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
+
+
+def count_tokens(row) -> dict:
+    return {"tokens": len(row["input_ids"])}
+
+
+def stopped_and_resumed(make, rows: list, stops: list[int]) -> None:
+    """Stop after so many rows, resume in a new stream, and stop and resume again: all rows come in their order."""
+    seen, state = [], None
+    for stop in [*stops, len(rows)]:
+        stream = make()
+        if state is not None:
+            stream.load_state_dict(pickle.loads(state))
+        seen += list(islice(stream, stop))
+        if stop:  # datasets loads a state when the first row is read
+            state = pickle.dumps(stream.state_dict())
+    assert seen == rows
+
+
+@pytest.mark.parametrize("streams", [None, 3])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_killed_and_resumed_twice(kind, streams, tmp_path, rng):
+    opened = write_source(tmp_path, kind)
+
+    def make():
+        return hfp.pack(opened(), hfp.BestFit(64), window_packs=5, streams=streams)
+
+    rows = list(make())
+    assert len(rows) > 45
+    for first in [0, 1, *rng.integers(2, len(rows), 4).tolist(), len(rows) - 1, len(rows)]:
+        stopped_and_resumed(make, rows, [first, int(rng.integers(0, len(rows) - first + 1))])
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 100), st.integers(0, 100), st.sampled_from([None, 1, 4]), st.integers(1, 4))
+def test_any_strategy_and_a_map_after(first, second, streams, number):
+    strategies = [hfp.Bucket((16, 64)), hfp.FixedLength(32), hfp.FirstCome(32), hfp.Multipack(32, window=9)]
+
+    def make():
+        packed = hfp.pack(stream_of(make_documents(60)), strategies[number - 1], window_packs=3, streams=streams)
+        return packed.map(count_tokens)
+
+    rows = list(make())
+    stopped_and_resumed(make, rows, [first % (len(rows) + 1), second % (len(rows) + 1 - first % (len(rows) + 1))])
+
+
+@pytest.mark.parametrize("form", [None, "arrow", "numpy", "torch"])
+def test_formats(form):
+    def make():
+        return hfp.pack(stream_of(make_documents(60)), hfp.BestFit(32), window_packs=3).with_format(form)
+
+    def first_tokens(rows):
+        column = [row["input_ids"] for row in rows]
+        return [np.asarray(values[0].as_py() if form == "arrow" else values).tolist() for values in column]
+
+    rows = first_tokens(make())
+    for stop in (0, 3, 11, len(rows)):
+        stream = make()
+        head = first_tokens(islice(stream, stop))
+        again = make()
+        again.load_state_dict(stream.state_dict())
+        assert head + first_tokens(again) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("streams", [None, 4])
+def test_stateful_loader(workers, streams, tmp_path, rng):
+    opened = write_source(tmp_path, "row groups")
+
+    def loader():
+        packed = hfp.pack(opened(), hfp.BestFit(64), window_packs=5, streams=streams)
+        return StatefulDataLoader(packed, batch_size=None, num_workers=workers)
+
+    rows = list(loader())
+    plain = hfp.pack(opened(), hfp.BestFit(64), window_packs=5, streams=streams)
+    assert sorted(map(str, DataLoader(plain, batch_size=None, num_workers=workers))) == sorted(map(str, rows))
+    for stop in rng.integers(0, len(rows), 2).tolist():
+        stopped, resumed = loader(), loader()
+        head = list(islice(iter(stopped), stop))
+        resumed.load_state_dict(pickle.loads(pickle.dumps(stopped.state_dict())))
+        assert head + list(resumed) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["row groups", "jsonl", "generator"])
+def test_two_hundred_kills(kind, workers, tmp_path):
+    """In the first, a middle and the last window, each twice in a row, with maps and a filter around the packing."""
+    opened, rng = write_source(tmp_path, kind, files=6), np.random.default_rng(workers)
+
+    def loader():
+        documents = opened().filter(keep_most).map(reverse)
+        packed = hfp.pack(documents, hfp.BestFit(64), window_packs=5, streams=2 if workers else None)
+        return StatefulDataLoader(packed.map(count_tokens), batch_size=None, num_workers=workers)
+
+    rows = list(loader())
+    assert len(rows) > 40
+    assert names_in(rows) != sorted(names_in(rows))
+    kills = 0
+    for begin in [0, len(rows) // 2 - 2, len(rows) - 8] * 4:
+        stops = [begin + int(rng.integers(1, 5))]
+        if workers < 2 or begin < len(rows) - 8:  # datasets repeats the rows of workers that read none after a resume
+            stops.append(int(rng.integers(workers, min(len(rows) - stops[0], 20))))
+        seen, state = [], None
+        for stop in [*stops, len(rows)]:
+            resumed = loader()
+            if state is not None:
+                resumed.load_state_dict(pickle.loads(state))
+                kills += 1
+            seen += list(islice(iter(resumed), stop))
+            if stop:  # datasets loads a state when the first row is read
+                state = pickle.dumps(resumed.state_dict())
+        assert seen == rows
+    assert kills == (20 if workers == 2 else 24)  # 204 in the nine cases
+
+
+def test_state_is_at_most_a_quarter_window():
+    window_packs, length = 8, 512
+    documents = stream_of(make_documents(2000, median=60))
+    examples = hfp.pack(documents, hfp.BestFit(length), window_packs=window_packs)._ex_iterable
+    examples._init_state_dict()
+    sizes = [len(pickle.dumps(examples.state_dict())) for _ in examples]
+    assert max(sizes) < window_packs * length * 4 / 4 + 2048  # tokens of 4 bytes
+    assert max(sizes) > 4000  # or nothing waits
+
+
+def test_no_document_waits_for_more_than_four_windows(monkeypatch):
+    oldest = []
+
+    def noting(window, age, size):
+        oldest.append(int(age.max()))
+        return choose_waiting(window, age, size)
+
+    monkeypatch.setattr("hf_packing.streams.packed_examples.choose_waiting", noting)
+    documents = [[1] * length for length in [*[9, 9, 9, 9] * 600]]  # packs of 16 never fill
+    list(hfp.pack(stream_of(documents), hfp.BestFit(16), window_packs=12))
+    assert 0 < max(oldest) <= 4

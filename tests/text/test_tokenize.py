@@ -1,0 +1,201 @@
+"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map, with marks in templates or without."""
+
+import json
+
+import datasets
+import pytest
+from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, WITH_TOOLS, tokenizer_with
+from tiny_models import build
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.text.rendering import ROW_KINDS
+from hf_packing.text.text_tokenizer import text_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATS = [{"messages": PLAIN}, {"messages": PLAIN[:2]}, {"messages": [*PLAIN, *PLAIN]}]
+PAIRS = [{"prompt": PLAIN[:3], "completion": PLAIN[3:]}, {"prompt": PLAIN[:1], "completion": PLAIN[1:]}]
+TEXTS = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "four<|im_end|>"}]
+FAMILIES = [name for name in FROM_TRL if f"{name}_training" in FROM_TRL]
+
+
+def columns(dataset):
+    return dataset["input_ids"][:], dataset["labels"][:]
+
+
+def of_trl(rows, tokenizer, **settings):
+    """The tokens and labels that SFTTrainer trains on."""
+    args = SFTConfig(
+        "unused", use_cpu=True, bf16=False, report_to="none", max_length=None, shuffle_dataset=False, **settings
+    )
+    model = build("Llama", vocab_size=len(tokenizer))
+    return SFTTrainer(
+        model, args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    ).train_dataset
+
+
+def ours(rows, template=CHATML, **settings):
+    return hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer_with(template), **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "train_on", "settings"),
+    [
+        (CHATS, "assistant", {"assistant_only_loss": True}),
+        (CHATS, "all", {}),
+        (PAIRS, "completion", {}),
+        (PAIRS, "assistant", {"assistant_only_loss": True}),
+        (PAIRS, "all", {"completion_only_loss": False}),
+        (TEXTS, "completion", {}),
+        (TEXTS, "all", {"completion_only_loss": False}),
+        ([{"text": "one two"}, {"text": "three<|im_end|>"}], "all", {}),
+    ],
+)
+def test_tokens_and_labels_are_those_of_sft_trainer(rows, train_on, settings):
+    expected = columns(of_trl(rows, tokenizer_with(MARKED), **settings))
+    assert columns(ours(rows, MARKED, train_on=train_on)) == expected
+    assert columns(ours(rows, CHATML, train_on=train_on)) == expected, "a template without marks"
+    labels = [label for row in expected[1] for label in row]
+    assert any(label != -100 for label in labels)
+    assert train_on == "all" or -100 in labels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chat", "toolcall", "instruct"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "llama3", None])
+def test_real_documents_are_tokenized_as_by_sft_trainer(shared_data, name, family):
+    rows = datasets.load_dataset("json", data_files=str(shared_data / f"{name}.jsonl.gz"), split="train")
+    rows = rows.select(range(60)).remove_columns({"id", "source"} & set(rows.column_names))
+    tokenizer = tokenizer_with(FROM_TRL[family] if family else MARKED)
+    expected = of_trl(rows.to_list(), tokenizer, **({} if name == "instruct" else {"assistant_only_loss": True}))
+    assert columns(hfp.tokenize(rows, tokenizer)) == columns(expected)
+
+
+@pytest.mark.filterwarnings("ignore:tokenize")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_are_found_without_marks(family, monkeypatch):
+    """Those of TRL's training version, but for white space after a turn, and for what the generation prompt writes."""
+    tokenizer = tokenizer_with(FROM_TRL[family])
+    try:
+        marked = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
+    except PackingError:
+        pytest.skip("the template refuses the chat")
+    monkeypatch.setattr("hf_packing.text.text_tokenizer._training_version", lambda _: None)
+    try:
+        found = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
+    except PackingError as error:
+        pytest.skip("the template rewrites earlier turns" if "rewrites the first" in str(error) else str(error))
+    if found["input_ids"] != marked["input_ids"]:
+        pytest.skip("the training version writes other text")
+    asked = tokenizer.apply_chat_template(PLAIN, tokenize=False, add_generation_prompt=True).removeprefix(
+        tokenizer.apply_chat_template(PLAIN, tokenize=False)
+    )
+    for ids, ours, theirs in zip(*found.values(), marked["labels"], strict=True):
+        assert any(own != -100 for own in ours)
+        for token, own, other in zip(ids, ours, theirs, strict=True):
+            if own != other:
+                text = tokenizer.decode([token])
+                assert (text in asked) if own == -100 else not text.strip()
+
+
+def test_datasets_streams_and_map_are_the_same():
+    rows, tokenizer = datasets.Dataset.from_list(CHATS), tokenizer_with(CHATML)
+    whole = hfp.tokenize(rows, tokenizer)
+    assert whole.column_names == ["input_ids", "labels"]
+    assert columns(hfp.tokenize(rows, tokenizer, num_proc=2)) == columns(whole)
+    assert list(hfp.tokenize(rows.to_iterable_dataset(), tokenizer)) == whole.to_list()
+    of_dict = hfp.tokenize(datasets.DatasetDict(train=rows, test=rows.select([1])), tokenizer)
+    assert of_dict["train"].to_list() == whole.to_list()
+    assert of_dict["test"].to_list() == whole.to_list()[1:2]
+    mapped = rows.map(hfp.tokenize, batched=True, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
+    assert columns(mapped) == columns(whole)
+    assert hfp.tokenize(rows, tokenizer)._fingerprint == whole._fingerprint, "not tokenized again"
+    assert len(hfp.pack(whole, hfp.BestFit(512))) == 1
+
+
+def test_a_stream_keeps_its_shards():
+    """Each logical stream reads its own; `pack` would warn of shards that several have to read."""
+    stream = datasets.Dataset.from_list(CHATS).to_iterable_dataset(num_shards=3)
+    packed = hfp.pack(hfp.tokenize(stream, tokenizer_with(CHATML)), hfp.BestFit(512), streams=3)
+    assert len(list(packed)) == 3
+
+
+def test_tools_and_thinking():
+    template = FROM_TRL["qwen3"]
+    (ids,), (labels,) = columns(ours([{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}], template))
+    tokenizer = tokenizer_with(template)
+    assert "Finds what is lost" in tokenizer.decode(ids)
+    trained = tokenizer.decode([label for label in labels if label != -100])
+    for said in ("I look.", '"what": "keys"', "And now?", "Found.", "On the table.<|im_end|>"):
+        assert said in trained
+    for said in ("Finds what is lost", "Where are my keys?", "on the table", "Thanks"):
+        assert said not in trained
+    with pytest.raises(PackingError, match="row 0: expected a chat template that writes tools"):
+        ours([{"messages": PLAIN, "tools": TOOLS}])
+
+
+def test_text_that_the_template_leaves_out_is_counted():
+    with pytest.warns(UserWarning, match="tokenize: 1 of 2 chats lack content, thinking or tool calls"):
+        ours([{"messages": PLAIN}, {"messages": CHAT}])
+    with pytest.warns(UserWarning, match="tokenize: 1 of 1 documents have no token to train on"):
+        ours([{"messages": PLAIN[:1]}])
+
+
+def test_another_template():
+    shouted = CHATML.replace("message.content", "message.content + '!'")
+    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
+
+
+@pytest.mark.parametrize("template", [STRIPPED, OPENED])
+def test_templates_that_rewrite_earlier_turns(template):
+    message = "row 1: expected a chat template that leaves earlier turns .* Install trl, .*hf_packing.branches"
+    with pytest.raises(PackingError, match=message):
+        ours([{"messages": [{"role": "user", "content": "a"}]}, {"messages": CHAT}], template)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (CHATS, {"train_on": "user"}, "train_on: expected one of assistant, completion, all, or None, got 'user'"),
+        (
+            CHATS,
+            {"train_on": "completion"},
+            "row 0: expected train_on='assistant' or 'all' for documents with messages",
+        ),
+        (
+            [{"body": "a"}],
+            {},
+            "row 0: expected text, prompt and completion, messages or input_ids, got the fields body",
+        ),
+        ([{"input_ids": [1]}], {}, "row 0: expected rows without input_ids"),
+        ([{"body": 1}], {"text_field": "body"}, "row 0: expected text in the field 'body', got int"),
+    ],
+)
+def test_refused(rows, settings, message):
+    with pytest.raises(PackingError, match=message):
+        ours(rows, **settings)
+
+
+def test_what_is_no_dataset_or_tokenizer():
+    with pytest.raises(
+        PackingError, match=r"dataset: expected a dataset, or a batch of `map` with batched=True, got list"
+    ):
+        hfp.tokenize([PLAIN], tokenizer_with(CHATML))
+    with pytest.raises(PackingError, match="batched=True"):
+        datasets.Dataset.from_list([{"text": "a"}]).map(hfp.tokenize, fn_kwargs={"tokenizer": tokenizer_with(CHATML)})
+    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer of transformers, got str"):
+        hfp.tokenize(datasets.Dataset.from_list(CHATS), "gpt2")
+
+
+def test_the_kinds_of_rows_that_the_docstring_names():
+    assert ROW_KINDS == ("input_ids", "text", "prompt", "messages")
+    assert text_tokenizer(tokenizer_with(CHATML)).template.mark is None
+    assert text_tokenizer(tokenizer_with(MARKED)).template.mark is not None
