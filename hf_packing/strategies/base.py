@@ -88,10 +88,6 @@ class Strategy(ABC):
             f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
         )
 
-    def plan_trees(self, sizes: IntArray) -> PackingPlan:
-        """Return a plan for trees of documents of these sizes. No tree is cut."""
-        return self.plan_lengths(sizes)
-
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
 

@@ -90,7 +90,7 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
         *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
     )
     if len(trees.order):
-        plan = plan_forest(trees, Pieces.whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_trees)
+        plan = plan_forest(trees, Pieces.whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_lengths)
         assert plan.segment_shared is not None
         rows += _rows(plan.segment_document, plan.segment_length, plan.segment_shared, plan.pack_offsets)
     return forest.order[np.repeat(sizes == 1, sizes)], rows
