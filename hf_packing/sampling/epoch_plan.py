@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, check_whole_number
+from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.tree_counts import TreeCounts
 
@@ -141,7 +142,7 @@ class EpochPlan:
             of_row: integers [rows]: the value of each row, such as its number of tokens.
             counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
-        total = np.concatenate([[0], np.cumsum(of_row[self.rows] * counted, dtype=np.int64)])
+        total = offsets_of(of_row[self.rows] * counted)
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import LABELS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.lazy.lazy_columns import copies_labels
 from hf_packing.rows.token_columns import visible_columns
