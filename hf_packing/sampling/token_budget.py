@@ -154,10 +154,6 @@ class TokenBudget(Batching):
             rows = leave_out_rows(rows, unit, has, most, self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
-    def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:
-        left = super().without(rows, trained)
-        return replace(left, fewest_micro_batches=fewest_micro_batches(self._limits(left)))
-
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         return -(-self._num_filled(rows, epoch) // epoch.world_size)
 
@@ -173,10 +169,7 @@ class TokenBudget(Batching):
                 max_tokens=self.max_tokens,
                 others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
             )
-            if epoch.trained:  # only the whole epoch has to fit exactly
-                optimizer_steps = max(optimizer_steps, -(-schedule.documents // self.match_documents_per_step))
-            else:
-                optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
+            optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
         return min(optimizer_steps * epoch.slots, len(rows.kept))
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
