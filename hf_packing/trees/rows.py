@@ -34,6 +34,7 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import as_int32, list_array
@@ -158,7 +159,7 @@ def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, buc
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
-    row_tokens = np.diff(offsets_of(paths.own)[offsets])
+    row_tokens = sums_of(paths.own, offsets)
     run_offsets = np.searchsorted(runs.document, offsets)
     in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
