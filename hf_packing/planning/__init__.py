@@ -9,7 +9,6 @@ The modules, with the input and the output of each module:
     pattern_table.py   Cuts and Patterns -> PatternTable   plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
-    ranges.py          ranges -> indices                   list the indices in ranges, and count ranges
     plan.py            arrays -> PackingPlan               check and store a plan
     segment_checks.py  arrays -> errors                    check segments that share a prefix or a document
     describe_plan.py   PackingMetrics -> text              describe a plan

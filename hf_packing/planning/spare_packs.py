@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from hf_packing.planning.forest import Forest
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.sibling_order import smallest_first
 
@@ -78,7 +78,7 @@ def _cut_trees(forest: Forest, trees: list[tuple[int, int]], holes: _Holes, limi
     for first, end in sorted(trees, key=lambda tree: tree[0] - tree[1]):
         order, taken = smallest_first(forest.length[first:end], forest.shared[first:end])
         places, shared = np.array(order), np.array(taken)
-        own = np.concatenate([[0], np.cumsum(forest.length[first:end][places] - shared)])
+        own = offsets_of(forest.length[first:end][places] - shared)
         packs: set[int] = set()
         stop = len(places)
         while stop:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import Forest, cut_large_trees
-from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, check_whole_number
+from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.ranges import indices_in_ranges
 from hf_packing.planning.spare_packs import cut_to_fill
 
 FEWEST_SHARED = 16
@@ -105,7 +105,7 @@ def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: 
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=np.concatenate([[0], np.cumsum(sizes)])[trees_plan.pack_offsets],
+        pack_offsets=offsets_of(sizes)[trees_plan.pack_offsets],
         pack_capacity=trees_plan.pack_capacity,
         segment_shared=forest.shared[places],
         proven_lower_bound=trees_plan.proven_lower_bound,

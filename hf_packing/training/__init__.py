@@ -14,7 +14,6 @@
 | masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
 | score.py, log_probs.py | `score`; the log-probability of each label, in chunks of tokens |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
-| resumed_steps.py | goes on from a checkpoint whose optimizer steps had another number of micro-batches |
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |

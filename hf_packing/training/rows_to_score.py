@@ -11,8 +11,7 @@ import torch
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
 from hf_packing.planning.forest import Forest, cut_large_trees
-from hf_packing.planning.lengths import IntArray, Pieces
-from hf_packing.planning.ranges import indices_in_ranges
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges
 from hf_packing.planning.tree_plan import plan_forest
 from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.base import plan_packing
