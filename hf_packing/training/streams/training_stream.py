@@ -24,7 +24,7 @@ from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.sources import open_source
-from hf_packing.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.trees.rows import check_tree_columns_are_free
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
