@@ -12,6 +12,7 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.packed_rows import check_bucket_is_free
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
+from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.sources import open_source
 from hf_packing.trees.rows import check_tree_columns_are_free
@@ -55,5 +56,6 @@ def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> An
     packing = StreamPacking(strategy, schema=source.schema, **how)
     packed: Any = PackedExamples(source.examples, packing)
     if streams is not None:
+        warn_of_reading(source.examples, streams)
         packed = LogicalStreams(source.examples, packing, streams)
     return upstream.stream_of(packed, packing.features, like=stream)
