@@ -28,7 +28,7 @@ from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.tree_counts import TreeCounts
 from hf_packing.trees.find_trees import find_trees
 from hf_packing.trees.segments import attention_costs
-from hf_packing.trees.tree_rows import rows_of_packs
+from hf_packing.trees.tree_rows import tree_rows
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 """The columns that are read, beside those that are passed on."""
@@ -142,7 +142,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
-        table = rows_of_packs(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
+        table = tree_rows(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
         columns = {name: _lists_in(table.column(name)) for name in table.column_names}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 

@@ -31,7 +31,6 @@ from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
-from hf_packing.rows.map_batch import pack_batch
 
 _S = TypeVar("_S", bound="Strategy")
 _ROWS_AT_ONCE = 10_000
@@ -114,7 +113,9 @@ class Strategy(ABC):
                 f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
                 "with_indices, with_rank, input_columns and fn_kwargs"
             )
-        return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
+        from hf_packing.rows.map_batch import pack_batch
+
+        return pack_batch(batch, self)
 
     def set_fields(self, **values: Any) -> None:
         """Set fields although the instance is frozen. `__post_init__` uses this method to store checked values."""

@@ -16,6 +16,7 @@ from filelock import FileLock
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
 from hf_packing.rows.cache import UNTOUCHED_FOR, CachedPacks, clear_unfinished, work_folder
+from hf_packing.strategies.base import Strategy
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
@@ -81,11 +82,7 @@ def test_misses(folder, tmp_path, monkeypatch):
 
 
 @dataclass(frozen=True)
-class OwnStrategy:
-    """Has no field with the version of hf_packing, unlike subclasses of Strategy."""
-
-    has_buckets = False
-
+class OwnStrategy(Strategy):
     def plan_lengths(self, lengths):
         return hfp.plan_packing(lengths, hfp.BestFit(64))
 
@@ -240,7 +237,7 @@ def test_rows_and_plan_of_two_packs(folder):
 SCRIPT = """
 import sys, time, datasets, hf_packing as hfp, hf_packing.rows.pack as made
 made.TOKENS_AT_ONCE = 1
-pack_rows, calls = made.pack_rows, []
+pack_rows, calls = made.Packing.rows, []
 
 def slowly(*args, **more):
     calls.append(1)
@@ -249,7 +246,7 @@ def slowly(*args, **more):
         time.sleep(600)
     return pack_rows(*args, **more)
 
-made.pack_rows = slowly
+made.Packing.rows = slowly
 made.CachedPacks.save_origin = (
     lambda save: lambda *args: (save(*args), print("packing", flush=True), time.sleep(600))
 )(made.CachedPacks.save_origin)
