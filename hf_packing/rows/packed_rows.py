@@ -23,9 +23,8 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.ranges import indices_in_ranges
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 
@@ -62,7 +61,7 @@ def pack_rows(
     segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
     document, start = plan.segment_document[segments], plan.segment_start[segments]
     length = plan.segment_length[segments]
-    row_tokens = np.diff(np.concatenate([[0], np.cumsum(length)])[np.concatenate([[0], np.cumsum(sizes)])])
+    row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
     packed = {name: _gather(column, document, start, length) for name, column in columns.items()}
     input_ids = packed.pop(INPUT_IDS)
     labels, first_labels = _make_labels(packed, input_ids, np.cumsum(length, dtype=np.int64) - length)
@@ -86,8 +85,8 @@ def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
         plan: the plan.
         tokens: the most tokens in the segments of a block of several packs, at least 1.
     """
-    lengths = np.concatenate([[0], np.cumsum(plan.segment_length, dtype=np.int64)])[plan.pack_offsets]
-    return (np.arange(first, end) for first, end in blocks_of_rows(np.diff(lengths), tokens))
+    row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
+    return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
 
 
 def check_bucket_is_free(column_names: Collection[str]) -> None:
@@ -208,7 +207,7 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
         lengths: integers [rows]: the number of values in each row.
         large: True to make a LargeListArray even if 32-bit offsets would do.
     """
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    offsets = offsets_of(lengths)
     flat = pa.array(values)
     if large or offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)

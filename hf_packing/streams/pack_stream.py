@@ -6,12 +6,13 @@ from typing import Any
 
 import datasets
 
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
+from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.sources import open_source
 
@@ -51,5 +52,6 @@ def _pack_one(stream: Any, packing: Packing, streams: int | None, **how: Any) ->
     of_windows = StreamPacking(packing, schema=source.schema, **how)
     packed: Any = PackedExamples(source.examples, of_windows)
     if streams is not None:
+        warn_of_reading(source.examples, streams)
         packed = LogicalStreams(source.examples, of_windows, streams)
     return upstream.stream_of(packed, of_windows.features, like=stream)

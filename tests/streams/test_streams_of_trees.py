@@ -14,7 +14,7 @@ from literal_trie import forests
 import hf_packing as hfp
 from hf_packing.trees.segments import TreeSegments
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack skips:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|reads):UserWarning")
 
 STRATEGIES = [hfp.BestFit(9), hfp.FirstCome(9), hfp.Multipack(9, window=5), hfp.Bucket((5, 9), padding_threshold=1)]
 

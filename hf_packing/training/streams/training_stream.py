@@ -21,6 +21,7 @@ from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
 from hf_packing.streams.mixed_examples import MixedExamples
+from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.sources import open_source
@@ -225,6 +226,7 @@ def _pack_documents(
     streams = 1
     while 2 * streams <= min(shards, _MOST_STREAMS):
         streams *= 2
+    warn_of_reading(source.examples, streams)
     return LogicalStreams(source.examples, of_windows, streams)
 
 
