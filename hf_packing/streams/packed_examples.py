@@ -29,7 +29,6 @@ from hf_packing.planning.windows import (
     choose_waiting,
     order_by_cost,
     packs_with_room,
-    select_packs,
 )
 from hf_packing.rows.label_counts import labels_left
 from hf_packing.rows.packing import Packing
@@ -280,7 +279,7 @@ class PackedExamples(upstream.TypedExamples):
             ended=reader.ended,
         )
         order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
-        chosen = self.packing.with_borders(select_packs(plan, order), start.counts.packs)
+        chosen = self.packing.with_borders(plan.take_packs(order), start.counts.packs)
         return columns, chosen, following
 
 
