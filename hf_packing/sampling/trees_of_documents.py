@@ -23,9 +23,7 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
 from hf_packing.trees.find_trees import find_trees
 from hf_packing.trees.segments import attention_costs
 from hf_packing.trees.tree_rows import rows_of_packs

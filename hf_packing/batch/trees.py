@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_packing.batch.segment_columns import check_length
+from hf_packing.batch.segments import check_length
 from hf_packing.columns import (
     ATTENTION_MASK,
     ENDS,
