@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.planning.open_packs import OpenPacks, fill_best_fit
 from hf_packing.planning.permutation import random_order
 
 MicroBatches = list[list[int]]

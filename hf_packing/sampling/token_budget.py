@@ -10,7 +10,6 @@ from hf_packing.checks import check_choice, check_optional_number, check_real, c
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, LimitedBatching, Shapes, keep_rows
 from hf_packing.sampling.fill import (
     LINEAR_COST,
@@ -26,6 +25,7 @@ from hf_packing.sampling.fill import (
     sum_rows,
 )
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
+from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
 
