@@ -5,9 +5,8 @@ with these, a model would compute its own loss, in which each token predicts the
 segments as documents.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import offsets_of
 from hf_packing.rows.trained_tokens import num_training, trained_pieces
 from hf_packing.trees.segments import TreeSegments
 
@@ -83,161 +83,92 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     Raises:
         PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    sizes = _Sizes.of(columns)
-    _check_sizes(columns)
-    tokens = _joined(columns[TREE_INPUT_IDS])
+    _check_lengths(columns)
+    joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
+    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
-    labels = _joined(columns[TREE_LABELS])
-    parents = _joined(columns[PARENTS])
-    parents += np.where(parents >= 0, np.repeat(sizes.first_segment, sizes.segments), 0)
-    trees = _segments_of(columns, parents)
-    ends = _checked_ends(_joined(columns[ENDS]), sizes)
-    trained = _checked_runs(_joined(columns[TRAINED]).reshape(-1, 3), ends, trees, sizes)
-    _check_labels(labels, num_training(trained_pieces(trees, ends, trained), len(tokens)), trees, sizes)
+    counts = {name: np.array([*map(len, values)]) for name, values in columns.items()}
+    row_of = {name: np.repeat(np.arange(len(counts[name])), counts[name]) for name in (TREE_INPUT_IDS, PARENTS, ENDS)}
+    row_of[TRAINED] = np.repeat(np.arange(len(counts[TRAINED])), counts[TRAINED] // 3)
+    segments, documents = (offsets_of(counts[name]) for name in (PARENTS, ENDS))
+
+    trees = _segments_of(columns, joined[PARENTS] + np.where(joined[PARENTS] < 0, 0, segments[row_of[PARENTS]]))
+    outside = (ends < 0) | (ends >= counts[PARENTS][row_of[ENDS]])
+    _refuse(ENDS, outside, "numbers of segments of the row", ends, row_of[ENDS])
+    ends = ends + segments[row_of[ENDS]]
+    runs = joined[TRAINED].reshape(-1, 3)
+    outside = (runs[:, 0] < 0) | (runs[:, 0] >= counts[ENDS][row_of[TRAINED]])
+    _refuse(TRAINED, outside, "runs of documents of the row", runs, row_of[TRAINED])
+    trained = runs + np.stack([documents[row_of[TRAINED]], *np.zeros((2, len(runs)), np.int64)], axis=1)
+    _check_runs(runs, trained, (trees.depths + np.diff(trees.begins))[ends], row_of[TRAINED])
+    is_trained = num_training(trained_pieces(trees, ends, trained), len(tokens)) > 0
+    wrong = (labels != IGNORED_LABEL) != is_trained
+    expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
+    _refuse(TREE_LABELS, wrong, expected, labels, row_of[TREE_INPUT_IDS])
     batch = {
         INPUT_IDS: tokens[None],
         POSITION_IDS: trees.position_ids[None].astype(np.int64),
-        SEGMENT_LENGTHS: _joined(columns[SEGMENT_LENGTHS]),
-        PARENTS: parents,
+        SEGMENT_LENGTHS: joined[SEGMENT_LENGTHS],
+        PARENTS: np.array(trees.parents, np.int64),
         ENDS: ends,
         TRAINED: trained,
         TREE_LABELS: labels[None],
-        **{name: _joined(columns[name])[None] for name in columns.keys() & {TOKEN_TYPE_IDS}},
+        **{name: joined[name][None] for name in joined.keys() & {TOKEN_TYPE_IDS}},
     }
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
-class _Sizes(NamedTuple):
-    """The numbers of segments and documents in each row, int64 [rows], and in the rows before it."""
-
-    segments: _Integers
-    first_segment: _Integers
-    documents: _Integers
-    first_document: _Integers
-    runs: _Integers
-
-    @classmethod
-    def of(cls, columns: _Columns) -> "_Sizes":
-        segments, documents, numbers = (
-            np.array([len(values) for values in columns[name]], np.int64) for name in (SEGMENT_LENGTHS, ENDS, TRAINED)
-        )
-        before = (np.cumsum(each) - each for each in (segments, documents))
-        return cls(segments, next(before), documents, next(before), numbers // 3)
-
-    def document_in_row(self, document: int) -> str:
-        row = int(np.searchsorted(self.first_document, document, side="right")) - 1
-        return f"document {document - int(self.first_document[row])} of row {row}"
-
-
-def _check_sizes(columns: _Columns) -> None:
+def _check_lengths(columns: _Columns) -> None:
     """Raise PackingError unless the columns of each row have lengths that fit together."""
-    for number, (tokens, labels, lengths, parents, trained) in enumerate(
-        zip(*(columns[name] for name in (TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS, PARENTS, TRAINED)), strict=True)
-    ):
-        check_length(TREE_LABELS, labels, len(tokens), number)
-        if TOKEN_TYPE_IDS in columns:
-            check_length(TOKEN_TYPE_IDS, columns[TOKEN_TYPE_IDS][number], len(tokens), number)
-        if lengths.sum() != len(tokens):
-            raise PackingError(
-                f"column {SEGMENT_LENGTHS!r}: expected lengths that add up to the {len(tokens)} tokens of row "
-                f"{number}, got a sum of {int(lengths.sum())}"
-            )
-        if len(parents) != len(lengths):
-            raise PackingError(
-                f"column {PARENTS!r}: expected one parent for each of the {len(lengths)} segments of row {number}, got "
-                f"{len(parents)}"
-            )
-        if len(trained) % 3:
-            raise PackingError(
-                f"column {TRAINED!r}: expected three numbers for each run in row {number}, the document, the place at "
-                f"which the run begins and the number of tokens, got {len(trained)} numbers"
-            )
+    for number, row in enumerate(zip(*columns.values(), strict=True)):
+        of_row = dict(zip(columns, row, strict=True))
+        tokens, segments = len(of_row[TREE_INPUT_IDS]), of_row[SEGMENT_LENGTHS]
+        for name in of_row.keys() & {TREE_LABELS, TOKEN_TYPE_IDS}:
+            check_length(name, of_row[name], tokens, number)
+        for name, fits, expected, got in (
+            (SEGMENT_LENGTHS, segments.sum() == tokens, f"a sum of {tokens}, the number of tokens", segments.sum()),
+            (PARENTS, len(of_row[PARENTS]) == len(segments), f"{len(segments)} values", len(of_row[PARENTS])),
+            (TRAINED, len(of_row[TRAINED]) % 3 == 0, "three values for each run", len(of_row[TRAINED])),
+        ):
+            if not fits:
+                raise PackingError(f"column {name!r}: expected {expected}, in row {number}, got {got}")
 
 
 def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
     """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
     try:
-        return TreeSegments.from_arrays(_joined(columns[SEGMENT_LENGTHS]), parents)
+        return TreeSegments.from_arrays(np.concatenate(columns[SEGMENT_LENGTHS]), parents)
     except PackingError:
         for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
-            with _naming(number):
+            try:
                 TreeSegments.from_arrays(*row)
+            except PackingError as error:
+                raise PackingError(f"{error} of row {number}") from None
         raise
 
 
-@contextmanager
-def _naming(row: int) -> Iterator[None]:
-    """Context manager: within the block, errors name the row."""
-    try:
-        yield
-    except PackingError as error:
-        raise PackingError(f"{error} of row {row}") from None
+def _check_runs(runs: _Integers, trained: _Integers, lengths: _Integers, row: _Integers) -> None:
+    """Raise PackingError unless documents train on runs of their tokens, but the first, that do not overlap.
 
-
-def _checked_ends(ends: _Integers, sizes: _Sizes) -> _Integers:
-    """Return the segments in which documents end, as indices in the batch."""
-    wrong = (ends < 0) | (ends >= np.repeat(sizes.segments, sizes.documents))
-    if wrong.any():
-        document = int(wrong.argmax())
-        row = int(np.searchsorted(sizes.first_document, document, side="right")) - 1
-        raise PackingError(
-            f"column {ENDS!r}: expected a segment from 0 to {sizes.segments[row] - 1}, got {ends[document]} for "
-            f"{sizes.document_in_row(document)}"
-        )
-    counted: _Integers = ends + np.repeat(sizes.first_segment, sizes.documents)
-    return counted
-
-
-def _checked_runs(trained: _Integers, ends: _Integers, trees: TreeSegments, sizes: _Sizes) -> _Integers:
-    """Return the runs that documents train on, int64 [runs, 3], with indices of documents in the batch."""
-    documents = np.repeat(sizes.documents, sizes.runs)
-    wrong = (trained[:, 0] < 0) | (trained[:, 0] >= documents)
-    if wrong.any():
-        run = int(wrong.argmax())
-        row = int(np.searchsorted(np.cumsum(sizes.runs), run, side="right"))
-        raise PackingError(
-            f"column {TRAINED!r}: expected a document from 0 to {documents[run] - 1}, got {trained[run, 0]} in row "
-            f"{row}"
-        )
-    counted = trained.copy()
-    counted[:, 0] += np.repeat(sizes.first_document, sizes.runs)
-    document, first, length = counted.T
-    lengths = (trees.depths + np.diff(trees.begins))[ends]
+    Args:
+        runs: int64 [runs, 3]: document in the row, place in the document, number of tokens.
+        trained: int64 [runs, 3]: the same with documents of the batch.
+        lengths: int64 [documents]: the number of tokens in each document.
+        row: int64 [runs].
+    """
+    document, first, length = trained.T
     wrong = (first < 1) | (length < 1) | (length > lengths[document] - first)
-    if wrong.any():
-        run = int(wrong.argmax())
-        raise PackingError(
-            f"column {TRAINED!r}: expected runs of at least 1 token within tokens 1 to {lengths[document[run]] - 1}, "
-            f"since no token predicts the first one, got {length[run]} tokens from token {first[run]} on for "
-            f"{sizes.document_in_row(int(document[run]))}"
-        )
+    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", runs, row)
     order = np.lexsort((first, document))
-    document, first, length = counted[order].T
-    overlaps = (document[1:] == document[:-1]) & (first[1:] < (first + length)[:-1])
-    if overlaps.any():
-        run = int(overlaps.argmax()) + 1
-        raise PackingError(
-            f"column {TRAINED!r}: expected runs that do not overlap, got a run from token {first[run]} on, within the "
-            f"run before it, for {sizes.document_in_row(int(document[run]))}"
-        )
-    return counted
+    document, first, length = trained[order].T
+    overlaps = np.zeros(len(runs), dtype=bool)
+    overlaps[order[1:]] = (document[1:] == document[:-1]) & (first[1:] < (first + length)[:-1])
+    _refuse(TRAINED, overlaps, "runs that do not overlap", runs, row)
 
 
-def _check_labels(labels: _Integers, training: _Integers, trees: TreeSegments, sizes: _Sizes) -> None:
-    """Raise PackingError unless exactly those tokens have labels that some document trains on."""
-    wrong = (labels != IGNORED_LABEL) != (training > 0)
+def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, row: _Integers) -> None:
+    """Raise PackingError if a value is wrong; `row` has the row of each value."""
     if wrong.any():
-        token = int(wrong.argmax())
-        row = int(np.searchsorted(sizes.first_segment, np.searchsorted(trees.begins, token, "right") - 1, "right")) - 1
-        place = token - int(trees.begins[sizes.first_segment[row]])
-        expected = "a label, since a" if training[token] else f"{IGNORED_LABEL}, since no"
-        raise PackingError(
-            f"column {TREE_LABELS!r}: expected {expected} document trains on the token, got {labels[token]} for token "
-            f"{place} of row {row}"
-        )
-
-
-def _joined(values: Sequence[npt.NDArray[Any]]) -> _Integers:
-    joined: _Integers = np.concatenate(values, dtype=np.int64, casting="unsafe")
-    return joined
+        place = int(wrong.argmax())
+        raise PackingError(f"column {name!r}: expected {expected}, got {values[place].tolist()} in row {row[place]}")

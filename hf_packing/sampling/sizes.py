@@ -4,7 +4,6 @@ Ranks exchange facts about these sizes and about the content of a few rows, to d
 """
 
 import hashlib
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
-from hf_packing.checks import check_whole_numbers
+from hf_packing.checks import check_whole_number, check_whole_numbers
 from hf_packing.columns import (
     BUCKET,
     ENDS,
@@ -245,10 +244,11 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         for name in _columns_of_sizes(row):
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if lists and BUCKET in first:
-            buckets.append(_bucket_of_row(row.get(BUCKET), number))
+            buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
         column = next((name for name in (TREE_INPUT_IDS, INPUT_IDS) if name in row), None)
         if column is not None:
-            _check_list(column, row[column], number)
+            few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
+            check_whole_numbers(f"column {column!r}, row {number}", few)
         tokens.append(int(lists[SEQ_LENGTHS][-1].sum()) if column is None else len(row[column]))
     joined = {
         name: _Lists(np.concatenate([np.zeros(0, np.int64), *values], dtype=np.int64), np.array([*map(len, values)]))
@@ -352,15 +352,6 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray:
     return bucket if numbers is None else bucket[numbers]
 
 
-def _bucket_of_row(bucket: Any, number: int) -> int:
-    try:
-        return operator.index(bucket)
-    except TypeError:
-        raise PackingError(
-            f"column 'bucket': expected an integer in every row, but row {number} has {bucket!r}"
-        ) from None
-
-
 def _check_columns(names: Any) -> None:
     if TREE_INPUT_IDS in names:
         if missing := [name for name in TREE_COLUMNS if name not in names]:
@@ -375,15 +366,6 @@ def _check_columns(names: Any) -> None:
                 f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed "
                 "rows; pack() writes both columns"
             )
-
-
-def _check_list(name: str, values: Any, number: int) -> None:
-    dimensions = getattr(values, "ndim", None)
-    if dimensions is None and hasattr(values, "__len__") and not isinstance(values, str):
-        dimensions = 1 + (np.ndim(values[0]) if len(values) else 0)
-    if dimensions != 1:
-        shown = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else repr(values)[:80]
-        raise PackingError(f"column {name!r}: expected a list of integers in every row, but row {number} has {shown}")
 
 
 def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
