@@ -14,7 +14,7 @@ from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
-from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
