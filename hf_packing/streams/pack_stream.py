@@ -11,10 +11,9 @@ from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packed_rows import check_bucket_is_free
 from hf_packing.streams import upstream
-from hf_packing.streams.logical_streams import LogicalStreams
-from hf_packing.streams.mixtures_in import warn_of_reading
-from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
-from hf_packing.streams.sources import open_source
+from hf_packing.streams.logical import LogicalStreams, warn_of_reading
+from hf_packing.streams.packed import PackedExamples, StreamPacking
+from hf_packing.streams.reader import open_source
 from hf_packing.trees.tree_rows import check_tree_columns_are_free
 
 
