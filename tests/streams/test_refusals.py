@@ -26,20 +26,12 @@ def mix(streams, tokens=None, **options):
     return hfp.mix(streams, {"a": 1} if tokens is None else tokens, **options)
 
 
-class WithoutWindows:
-    has_buckets = False
-
-    def plan_lengths(self, lengths):
-        return hfp.BestFit(4).plan_lengths(lengths)
-
-
 REFUSED = {
     "window_packs": lambda: pack(stream_of(FEW), window_packs=0),
     "streams: expected .* got 0": lambda: pack(stream_of(FEW), streams=0),
     "streams: expected .* got 2.0": lambda: pack(stream_of(FEW), streams=2.0),
     "streams: expected None for a Dataset": lambda: pack(A, streams=4),
     "strategy: .* BestFit": lambda: pack(stream_of(FEW), hfp.BestFit),
-    "strategy: .* plan_window": lambda: pack(stream_of(FEW), WithoutWindows()),
     "dataset: .* without a shuffle buffer": lambda: pack(stream_of(FEW).shuffle(seed=0)),
     "dataset: .* shuffle buffer, since": lambda: pack(stream_of(FEW).shuffle(seed=0).map(lambda row: row)),
     "dataset: .* no document": lambda: pack(IterableDataset.from_generator(lambda: iter(()))),

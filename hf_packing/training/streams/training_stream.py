@@ -23,7 +23,7 @@ from hf_packing.streams.mixture import MixedExamples
 from hf_packing.streams.packed import PackedExamples, StreamPacking
 from hf_packing.streams.reader import open_source
 from hf_packing.streams.shards import fingerprint_of_files
-from hf_packing.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.trees.rows import check_tree_columns_are_free
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
