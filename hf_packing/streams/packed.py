@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
@@ -31,15 +32,15 @@ from hf_packing.planning.windows import (
     packs_with_room,
 )
 from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
-from hf_packing.streams.document_reader import DocumentReader
-from hf_packing.streams.mixtures_in import begin_with, given_by_mixtures
-from hf_packing.streams.saved_state import MadeFrom, load, new_state, save
-from hf_packing.streams.shard_sizes import fingerprint_of_files
-from hf_packing.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
+from hf_packing.streams.mixture import mixtures_in
+from hf_packing.streams.reader import DocumentReader, lengths_of
+from hf_packing.streams.shards import Share, fingerprint_of_files
+from hf_packing.streams.state import Counts, MadeFrom, WindowStart, load, new_state, save
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -149,12 +150,12 @@ class PackedExamples(upstream.TypedExamples):
     Args:
         examples: the object that reads the documents.
         packing: how rows are made.
-        files: a text that changes when a file of the source changes; None to read the files.
+        share: the parts of the source's shards to read; None to read the source as it is.
     """
 
-    def __init__(self, examples: upstream.Examples, packing: StreamPacking, files: str | None = None) -> None:
+    def __init__(self, examples: upstream.Examples, packing: StreamPacking, share: Share | None = None) -> None:
         super().__init__()
-        self.ex_iterable, self.packing, self._files = examples, packing, files
+        self.ex_iterable, self.packing, self._share = examples, packing, share
         self.counts = Counts()
         """What was read and packed, once all rows are out."""
 
@@ -171,21 +172,20 @@ class PackedExamples(upstream.TypedExamples):
             yield f"rows {number}", table
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
-        return PackedExamples(self.ex_iterable.shuffle_data_sources(generator), self.packing.for_epoch(generator))
+        return PackedExamples(upstream.shuffled(self.ex_iterable, generator), self.packing.for_epoch(generator))
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
         packing = replace(self.packing, turns=self.packing.turns * num_shards)
-        return PackedExamples(self.ex_iterable.shard_data_sources(num_shards, index, contiguous), packing)
+        return PackedExamples(upstream.sharded(self.ex_iterable, num_shards, index, contiguous), packing)
 
     def reshard_data_sources(self) -> "PackedExamples":
         return PackedExamples(self.ex_iterable.reshard_data_sources(), self.packing)
 
     @property
     def num_shards(self) -> int:
-        return int(self.ex_iterable.num_shards)
+        return upstream.num_shards(self.ex_iterable)
 
     def _init_state_dict(self) -> dict[str, Any]:
-        self.ex_iterable._init_state_dict()
         self._state_dict: dict[str, Any] = new_state(type(self))
         return self._state_dict
 
@@ -198,26 +198,23 @@ class PackedExamples(upstream.TypedExamples):
             one_row: True for tables of one row each.
         """
         state = self._init_state_dict() if self._state_dict is None else self._state_dict
-        made_from = MadeFrom(str(self.packing), None, self._files or fingerprint_of_files(self.ex_iterable))
-        saved, rows_out = load(state, made_from) or (None, 0)
-        self.ex_iterable._init_state_dict()
-        start = WindowStart.load(saved, self.packing.schema)
-        begin_with(self.ex_iterable, start.given)
-        reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place)
-        return self._tables(reader, start, rows_out, partial(save, state, made_from), one_row)
+        made_from = MadeFrom(str(self.packing))
+        if self.packing.stream is None:
+            made_from = MadeFrom(made_by(self.packing, self.ex_iterable), fingerprint_of_files(self.ex_iterable))
+        start, rows_out = WindowStart.first(self.packing.schema), 0
+        if (saved := load(state, made_from)) is not None:
+            window, rows_out = saved
+            start = WindowStart.load(window)
+        return self._tables(start, rows_out, partial(save, state, made_from), one_row)
 
     def _tables(
-        self,
-        reader: DocumentReader,
-        start: WindowStart,
-        rows_out: int,
-        note: Callable[[tuple[SavedWindow, int]], None],
-        one_row: bool,
+        self, start: WindowStart, rows_out: int, note: Callable[[tuple[Any, int]], None], one_row: bool
     ) -> Iterator[pa.Table]:
         """Yield the packed rows from the start of a window on, except the first rows, which are out."""
+        reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place, self._share)
         while not start.ended:
             columns, plan, following = self._plan(reader, start)
-            here = replace(start, given=given_by_mixtures(self.ex_iterable)).save()
+            here = start.saved()
             note((here, rows_out))
             left = plan.pack_tokens()[rows_out:]
             for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
@@ -227,7 +224,7 @@ class PackedExamples(upstream.TypedExamples):
                     note((here, first + begin + rows))
                     yield table.slice(begin, rows)
             start, rows_out = following, 0
-        note((start.save(), 0))
+        note((start.saved(), 0))
         self.counts = start.counts
         if self.packing.stream is None:
             warn_of_losses(self.counts, self.packing.strategy)
@@ -240,7 +237,7 @@ class PackedExamples(upstream.TypedExamples):
         """
         schema = self.packing.schema
         size = self.packing.window_size
-        tokens, documents = _tokens(start.waiting), start.waiting.num_rows
+        tokens, documents = int(lengths_of(start.waiting).sum()), start.waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         try:
             columns = find_token_columns(pa.concat_tables([start.waiting, new]))
@@ -258,7 +255,7 @@ class PackedExamples(upstream.TypedExamples):
             labels.check_some_left("strategy", self.packing.strategy)
         if not reader.ended:
             plan, waits = choose_waiting(window, age, size)
-        waiting, document = waiting_documents(columns, plan, waits, schema)
+        waiting, document = _waiting_documents(columns, plan, waits, schema)
         new_lengths = lengths[start.waiting.num_rows :]
         packed = int(plan.segment_length.sum(dtype=np.int64))
         counts = Counts(
@@ -301,5 +298,30 @@ def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
         )
 
 
-def _tokens(documents: pa.Table) -> int:
-    return sum(len(chunk.flatten()) for chunk in documents.column(INPUT_IDS).chunks)
+def _waiting_documents(
+    columns: TokenColumns, plan: PackingPlan, packs: npt.NDArray[np.bool_], schema: pa.Schema
+) -> tuple[pa.Table, npt.NDArray[Any]]:
+    """Return the segments of the packs that wait for the next window, as documents, in the order of the stream.
+
+    Args:
+        columns: token columns of the window's documents.
+        plan: the plan of the window.
+        packs: bool [packs]: True for packs that wait.
+        schema: names and types of the documents' columns.
+
+    Returns:
+        A table with a row for each segment, and the index of each segment's document in the window.
+    """
+    kept = np.flatnonzero(packs[plan.pack_of_segment()])
+    kept = kept[np.lexsort((plan.segment_start[kept], plan.segment_document[kept]))]
+    document, start, length = (each[kept] for each in (plan.segment_document, plan.segment_start, plan.segment_length))
+    arrays = {
+        name: list_array(columns[name].gather(document, start, length), length, pa.types.is_large_list(kind))
+        for name, kind in zip(schema.names, schema.types, strict=True)
+    }
+    return pa.table(arrays).cast(schema), document
+
+
+def made_by(packing: StreamPacking, examples: upstream.Examples) -> str:
+    """Return a text that says what the rows are made of: the packing, and the mixtures that the source reads."""
+    return ", from ".join(map(str, [packing, *mixtures_in(examples)]))

@@ -5,6 +5,7 @@ logical streams in turn. Ranks and workers own logical streams, not files: `data
 So a state that was saved on one number of ranks can be loaded on another.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
@@ -18,12 +19,10 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.streams import upstream
-from hf_packing.streams.mixtures_in import divided_mixture, fixed_shares
-from hf_packing.streams.packed_examples import PackedExamples, StreamPacking, warn_of_losses
-from hf_packing.streams.saved_state import STATE, MadeFrom, load, new_state, save
-from hf_packing.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.shares import ShareOfShards, equal_shares
-from hf_packing.streams.window_start import Counts
+from hf_packing.streams.mixture import is_mixture, mixtures_in
+from hf_packing.streams.packed import PackedExamples, StreamPacking, made_by, warn_of_losses
+from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
+from hf_packing.streams.state import STATE, Counts, MadeFrom, load, new_state, save
 
 
 class Position(NamedTuple):
@@ -32,7 +31,10 @@ class Position(NamedTuple):
     turns: int
     """The number of its turns so far."""
     saved: Any
-    """The state of its packed rows, as `saved_state.save` writes it; None if the stream has not begun."""
+    """The state of its packed rows, as `state.save` writes it; None if the stream has not begun."""
+
+
+_START = Position(0, None)
 
 
 class Turn(NamedTuple):
@@ -65,9 +67,7 @@ class LogicalStreams(upstream.TypedExamples):
         self, examples: upstream.Examples, packing: StreamPacking, streams: int, owned: tuple[int, ...] | None = None
     ) -> None:
         super().__init__()
-        mixture = divided_mixture(examples, streams)
-        self._is_divided_mixture = mixture is not None
-        self.ex_iterable = examples if mixture is None else mixture
+        self.ex_iterable = examples
         self.packing, self.streams = packing, streams
         self.owned = tuple(range(streams)) if owned is None else owned
 
@@ -116,37 +116,40 @@ class LogicalStreams(upstream.TypedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        state = self._init_state_dict() if self._state_dict is None else self._state_dict
-        made_from = self._made_from()
-        parts = self._parts(made_from.files)
-        live: dict[int, dict[str, Any]] = {
-            stream: {"turns": 0, "state": part._init_state_dict()} for stream, part in parts.items()
-        }
-        if (saved := load(state, made_from)) is not None:
-            self._load(dict(saved), parts, live)
-        save(state, made_from, tuple(live.items()))
+        state, made_from = self._init_state_dict() if self._state_dict is None else self._state_dict, self._made_from()
+        positions = load(state, made_from) or dict.fromkeys(self.owned, tuple(_START))
+        if missing := sorted(set(self.owned) - positions.keys()):
+            raise PackingError(
+                f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
+                f"{missing}, which another rank or worker has read; load the state that this rank or worker has saved, "
+                "or one that a single process has saved of all logical streams"
+            )
+        positions = {stream: positions[stream] for stream in self.owned}
+        save(state, made_from, positions)
+        parts = self._parts()
+        for stream, part in parts.items():
+            part._init_state_dict()[STATE] = positions[stream][1]
         rows = {stream: part.tables(one_row=True) for stream, part in parts.items()}
-        turn, left = min((each["turns"] for each in live.values()), default=0), set(rows)
+        turn, left = min((turns for turns, _ in positions.values()), default=0), set(rows)
         while left:
-            for stream, progress in live.items():
-                if progress["turns"] > turn:
+            for stream in self.owned:
+                if positions[stream][0] > turn:
                     continue  # this stream had its turn before the state was saved
-                progress["turns"] = turn + 1
-                row = next(rows[stream], None) if stream in left else None
+                row = next(rows[stream], None)
                 if row is None:
                     left.discard(stream)
-                yield Turn(stream, row, Position(turn + 1, progress["state"][STATE]))
+                positions[stream] = turn + 1, parts[stream]._state_dict[STATE]
+                yield Turn(stream, row, Position(*positions[stream]))
             turn += 1
         counts = reduce(Counts.plus, (part.counts for part in parts.values()), Counts())
         warn_of_losses(counts, self.packing.strategy)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
-        state, parts = new_state(type(self)), []
-        for stream in range(self.streams):
-            at = positions.get(stream, Position(0, None))
-            parts.append((stream, {"turns": at.turns, "state": {STATE: at.saved, "type": PackedExamples.__name__}}))
-        save(state, self._made_from(), tuple(parts))
+        state = new_state(type(self))
+        if positions:  # or else the state is of an epoch that has not begun, which any stream may read
+            at = {stream: tuple(positions.get(stream, _START)) for stream in range(self.streams)}
+            save(state, self._made_from(), at)
         return state
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
@@ -155,35 +158,36 @@ class LogicalStreams(upstream.TypedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        saved = load(state, self._made_from()) or ()
-        return {stream: Position(part["turns"], part["state"][STATE]) for stream, part in saved if part["turns"]}
+        saved = load(state, self._made_from()) or {}
+        return {stream: Position(*position) for stream, position in saved.items() if position[0]}
 
     def _made_from(self) -> MadeFrom:
-        shares = "" if self._is_divided_mixture else fixed_shares(self.ex_iterable)
-        return MadeFrom(str(self.packing) + shares, self.streams, fingerprint_of_files(self.ex_iterable))
+        made = f"{made_by(self.packing, self.ex_iterable)}, in {self.streams} logical streams"
+        return MadeFrom(made, fingerprint_of_files(self.ex_iterable))
 
-    def _parts(self, files: str) -> dict[int, PackedExamples]:
+    def _parts(self) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""
         packings = {stream: replace(self.packing, stream=stream, turns=self.streams) for stream in self.owned}
-        if self._is_divided_mixture:
-            read = [self.ex_iterable.shard_data_sources(self.streams, stream) for stream in self.owned]
-        else:
-            shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
-            read = [ShareOfShards(self.ex_iterable, shares[stream]) for stream in self.owned]
+        if is_mixture(self.ex_iterable):
+            pieces = {stream: upstream.sharded(self.ex_iterable, self.streams, stream) for stream in self.owned}
+            return {stream: PackedExamples(pieces[stream], packing) for stream, packing in packings.items()}
+        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
         return {
-            stream: PackedExamples(each, packings[stream], files) for stream, each in zip(self.owned, read, strict=True)
+            stream: PackedExamples(self.ex_iterable, packing, shares[stream]) for stream, packing in packings.items()
         }
 
-    def _load(
-        self, saved: dict[int, dict[str, Any]], parts: dict[int, PackedExamples], live: dict[int, dict[str, Any]]
-    ) -> None:
-        """Load the saved progress of each owned logical stream."""
-        if missing := sorted(set(self.owned) - saved.keys()):
-            raise PackingError(
-                f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
-                f"{missing}, which another rank or worker has read; load the state that this rank or worker has saved, "
-                "or one that a single process has saved of all logical streams"
+
+def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
+    """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
+    read = [("the stream", examples)]
+    if mixtures := mixtures_in(examples):
+        named = [zip(each.mixture.shares, each.ex_iterables, strict=True) for each in mixtures]
+        read = [(f"streams[{name!r}] of the mixture", source) for each in named for name, source in each]
+    for name, source in read:
+        if streams > (shards := upstream.num_shards(source)):
+            warnings.warn(
+                f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "
+                "shards: each reads a shard to its end, and keeps its share of the documents. Call reshard() on a "
+                "stream of parquet files, write more files, or pass a smaller number of streams",
+                stacklevel=2,
             )
-        for stream, part in parts.items():
-            part.load_state_dict(saved[stream]["state"])
-            live[stream] = {"turns": saved[stream]["turns"], "state": part._state_dict}
