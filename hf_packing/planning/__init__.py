@@ -16,7 +16,7 @@ The modules, with the input and the output of each module:
     sibling_order.py   tree -> tree                        put small branches of a tree first, for cheap cuts
     tree_plan.py       Forest -> PackingPlan               plan trees of documents with any strategy
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
-    length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
+    length_schedule.py step -> length                      the largest length of a segment, which grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 

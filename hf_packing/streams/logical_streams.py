@@ -164,7 +164,7 @@ class LogicalStreams(upstream.TypedExamples):
 
     def _parts(self, files: str) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""
-        packings = {stream: replace(self.packing, stream=stream, turns=self.streams) for stream in self.owned}
+        packings = {stream: replace(self.packing, stream=stream) for stream in self.owned}
         if self._is_divided_mixture:
             read = [self.ex_iterable.shard_data_sources(self.streams, stream) for stream in self.owned]
         else:
