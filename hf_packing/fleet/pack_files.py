@@ -14,8 +14,8 @@ from hf_packing.fleet.manifest import MANIFEST, PackedCorpus
 from hf_packing.fleet.run import Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tokenizer import save_tokenizer
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, check_counting
+from hf_packing.trees.forest import check_fewest_shared
 
 
 def pack_files(

@@ -14,14 +14,13 @@ import numpy as np
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.run import Run, Settings
-from hf_packing.planning.forest import cut_large_trees
 from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, cut_to_pieces
 from hf_packing.planning.metrics import pack_totals, segment_totals
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import place_pieces
 from hf_packing.rows.token_columns import TokenColumns
-from hf_packing.trees.find_trees import find_trees
-from hf_packing.trees.plan_trees import plan_trees
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import cut_large_trees, place_pieces
+from hf_packing.trees.rows import plan_trees
 
 
 class TreesOfFile(NamedTuple):

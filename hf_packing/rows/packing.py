@@ -14,12 +14,11 @@ import pyarrow as pa
 from hf_packing.columns import INPUT_IDS
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.rows.packed_rows import Rows, check_bucket_is_free, pack_rows
 from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy, check_strategy
-from hf_packing.trees.plan_trees import plan_trees
-from hf_packing.trees.tree_rows import check_tree_columns_are_free, tree_rows
+from hf_packing.trees.forest import check_fewest_shared
+from hf_packing.trees.rows import check_tree_columns_are_free, plan_trees, tree_rows
 
 
 class Planned(NamedTuple):

@@ -86,17 +86,14 @@ class StreamPacking:
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
         """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
-        strategy: Any = self.strategy
-        seed = getattr(strategy, "seed", None)
-        if seed is not None and (self.epoch is not None or self.stream is not None):
-            key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
-            strategy = replace(strategy, seed=int(key >> np.uint64(1)))
+        strategy = self.strategy
+        if self.epoch is not None or self.stream is not None:
+            strategy = strategy.with_seed_for(f"epoch {self.epoch}, logical stream {self.stream}")
         if self.packing.fewest_shared is not None:
-            packing = replace(self.packing, strategy=strategy.with_seed_of_window(number))
+            packing = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}"))
             plan, splits = packing.plan(columns)
             return WindowPlan(plan, packs_with_room(plan), splits=sum(splits.values()))
-        window: WindowPlan = strategy.plan_window(lengths, number)
-        return window
+        return strategy.plan_window(lengths, number)
 
     def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
         """Return the order in which packs of a window come out.

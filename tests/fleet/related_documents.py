@@ -10,12 +10,11 @@ from fleet.fleet_rows import documents_of
 
 import hf_packing as hfp
 from hf_packing.columns import INPUT_IDS
-from hf_packing.planning.forest import Forest, cut_large_trees
 from hf_packing.planning.lengths import Pieces, cut_to_pieces
-from hf_packing.planning.tree_plan import place_pieces
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.trees.find_trees import find_trees
-from hf_packing.trees.tree_rows import tree_rows
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import Forest, cut_large_trees, place_pieces
+from hf_packing.trees.rows import tree_rows
 
 GROUPS = (9, 0, 40, 1, 25)
 """Prompts of the files: uneven, and one file without documents."""

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -16,7 +15,6 @@ from filelock import FileLock
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
 from hf_packing.rows.cache import UNTOUCHED_FOR, CachedPacks, clear_unfinished, work_folder
-from hf_packing.strategies.base import Strategy
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
@@ -79,20 +77,6 @@ def test_misses(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(hfp, "__version__", "999")
     others.append(cache_file(source, hfp.BestFit(4)))
     assert len({first, *others}) == len(others) + 1
-
-
-@dataclass(frozen=True)
-class OwnStrategy(Strategy):
-    def plan_lengths(self, lengths):
-        return hfp.plan_packing(lengths, hfp.BestFit(64))
-
-
-def test_rows_of_a_users_strategy_are_of_one_version(folder, monkeypatch):
-    documents = load_from_disk(folder)
-    first, again = (hfp.pack(documents, OwnStrategy()) for _ in range(2))
-    assert first.cache_files == again.cache_files
-    monkeypatch.setattr(hfp, "__version__", "999")
-    assert hfp.pack(documents, OwnStrategy()).cache_files != first.cache_files
 
 
 def test_caching_disabled(folder):
