@@ -44,7 +44,7 @@ from hf_packing.rows.token_columns import (
     with_typed_empty_lists,
 )
 from hf_packing.strategies.base import CountingStrategy
-from hf_packing.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.trees.rows import check_tree_columns_are_free
 
 _TOKENS = pa.schema({INPUT_IDS: pa.list_(pa.int32()), LABELS: pa.list_(pa.int32())})
 

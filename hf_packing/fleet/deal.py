@@ -23,9 +23,9 @@ from hf_packing.fleet.plan import Plan, dealt_before, load_plan
 from hf_packing.fleet.run import Run
 from hf_packing.fleet.tree_parts import tree_parts
 from hf_packing.fleet.trees import load_trees, sizes_of
-from hf_packing.planning.assign import DealtShard
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.table import DealtShard
 from hf_packing.rows.packed_rows import as_int32
 from hf_packing.rows.token_columns import TokenColumns
 

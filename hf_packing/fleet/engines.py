@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from hf_packing.checks import check_whole_number
 from hf_packing.fleet.local_processes import LocalExecutor
 from hf_packing.fleet.ray_tasks import RayExecutor, load_ray
 from hf_packing.fleet.tasks import Task
-from hf_packing.planning.lengths import check_whole_number
 
 
 class Executor(Protocol):

@@ -28,7 +28,7 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import blocks_of_packs, list_array, pack_rows
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_token_type
 from hf_packing.strategies.base import plan_packing
-from hf_packing.trees.tree_rows import tree_rows
+from hf_packing.trees.rows import tree_rows
 
 _TOKENS_IN_A_ROW_GROUP = 1 << 20
 _PARQUET = {

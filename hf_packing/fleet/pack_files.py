@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.fleet.drive import drive
 from hf_packing.fleet.engines import Executor, local
@@ -13,9 +14,8 @@ from hf_packing.fleet.manifest import MANIFEST, PackedCorpus
 from hf_packing.fleet.run import Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tokenizer import save_tokenizer
-from hf_packing.planning.lengths import check_whole_number
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, check_counting
+from hf_packing.trees.forest import check_fewest_shared
 
 
 def pack_files(

@@ -24,8 +24,8 @@ from hf_packing.fleet.run import Run
 from hf_packing.fleet.shared_between import SharedBetween
 from hf_packing.planning.lengths import IntArray, LengthCounts
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
-from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Patterns
+from hf_packing.planning.table import PatternTable
 from hf_packing.strategies.base import CountingStrategy
 
 TOKENS_IN_A_SHARD = 1 << 25

@@ -11,7 +11,6 @@ from typing import Any
 
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import Store
-from hf_packing.text.tokenize import TextTokenizer, load_tokenizer, text_tokenizer
 
 
 def _file(identity: str) -> str:
@@ -29,6 +28,8 @@ def save_tokenizer(store: Store, tokenizer: Any, trust_remote_code: bool = False
     Raises:
         PackingError: there is no such tokenizer, or workers could not load it.
     """
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer  # imports datasets
+
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(tokenizer, (str, Path)) and Path(tokenizer).is_file():
             shutil.copy(tokenizer, Path(folder, "tokenizer.json"))
@@ -52,7 +53,9 @@ def save_tokenizer(store: Store, tokenizer: Any, trust_remote_code: bool = False
 
 
 @lru_cache(maxsize=4)
-def _loaded(content: bytes) -> TextTokenizer:
+def _loaded(content: bytes) -> Any:
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             archive.extractall(folder)
@@ -60,8 +63,8 @@ def _loaded(content: bytes) -> TextTokenizer:
         return text_tokenizer(load_tokenizer(f"{folder}/tokenizer.json" if alone else folder))
 
 
-def load_saved(store: Store, identity: str) -> TextTokenizer:
-    """Return the tokenizer that `save_tokenizer` has saved with this identity.
+def load_saved(store: Store, identity: str) -> Any:
+    """Return the TextTokenizer that `save_tokenizer` has saved with this identity.
 
     Raises:
         PackingError: the tokenizer that was saved differs from the one that a worker loads.
@@ -81,7 +84,7 @@ def load_saved(store: Store, identity: str) -> TextTokenizer:
     return tokenizer
 
 
-def _identity_of(tokenizer: TextTokenizer) -> str:
+def _identity_of(tokenizer: Any) -> str:
     parts = (tokenizer.backend.to_str(), str(tokenizer.template.source), str(tokenizer.end))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 

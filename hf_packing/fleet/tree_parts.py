@@ -18,12 +18,11 @@ from hf_packing.columns import BUCKET, TREE_INPUT_IDS
 from hf_packing.fleet.parts import Buffers, DamagedFileError, read_part
 from hf_packing.fleet.plan import Plan
 from hf_packing.fleet.run import Run
-from hf_packing.planning.assign import DealtShard
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.table import DealtShard
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, find_token_columns
-from hf_packing.trees.join_rows import join_rows
-from hf_packing.trees.tree_rows import rows_of_packs
+from hf_packing.trees.rows import join_rows, rows_of_packs
 
 
 class TreePart(NamedTuple):

@@ -17,11 +17,10 @@ from hf_packing.fleet.run import Run, Settings
 from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, cut_to_pieces
 from hf_packing.planning.metrics import pack_totals, segment_totals
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import fit_trees, place_pieces
 from hf_packing.rows.token_columns import TokenColumns
-from hf_packing.strategies.greedy import BestFit
-from hf_packing.trees.find_trees import find_trees
-from hf_packing.trees.plan_trees import plan_trees
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import cut_large_trees, place_pieces
+from hf_packing.trees.rows import plan_trees
 
 
 class TreesOfFile(NamedTuple):
@@ -36,8 +35,7 @@ class TreesOfFile(NamedTuple):
 def find_trees_of_file(columns: TokenColumns, settings: Settings) -> TreesOfFile:
     """Find the trees of a file.
 
-    A tree is cut where it is larger than a pack, or where this fills packs of the file that would stay half empty. What
-    would fill packs is tried with best fit, whatever the strategy, so that the same file always has the same trees.
+    A tree is cut where it is larger than a pack.
 
     Args:
         columns: the token columns of the file.
@@ -55,8 +53,7 @@ def find_trees_of_file(columns: TokenColumns, settings: Settings) -> TreesOfFile
     check_fitting(lengths, capacity, overflow)
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
-    filling = strategy if strategy.has_buckets else BestFit(capacity, seed=None)
-    forest, _ = fit_trees(found.forest, capacity, filling.plan_lengths)
+    forest = cut_large_trees(found.forest, capacity)
     return TreesOfFile(place_pieces(forest, pieces, lengths, _each_alone(forest.sizes)), found.splits)
 
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 
 MOST_WINDOWS = 4
@@ -34,14 +33,6 @@ class WindowPlan(NamedTuple):
     """True if all open packs wait for the next window, since the strategy fills one pack after the other."""
     splits: int = 0
     """How many shared prefixes end early, since values of tokens other than input_ids differ."""
-
-
-def seed_of_window(seed: int | None, number: int) -> int | None:
-    """Return the seed of a window, given the seed of the strategy and the number of the window.
-
-    The seeds of different windows are independent. None, which stands for no shuffling, stays None.
-    """
-    return None if seed is None else int(derive_key(seed, f"window {number}") >> np.uint64(1))
 
 
 def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:
@@ -169,8 +160,8 @@ def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:
         packs: int64 [chosen packs]: indices of packs, in the wanted order.
     """
     sizes = np.diff(plan.pack_offsets)[packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    segments = np.repeat(plan.pack_offsets[:-1][packs] - offsets[:-1], sizes) + np.arange(offsets[-1])
+    offsets = offsets_of(sizes)
+    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
     return PackingPlan(
         document_length=plan.document_length,
         segment_document=plan.segment_document[segments],

@@ -14,7 +14,6 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.epoch_summary import EpochSummary
@@ -34,10 +33,10 @@ from hf_packing.training.ranks import (
     data_rank,
     on_all_ranks,
 )
-from hf_packing.training.resumed_steps import EpochOfSteps
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
+from hf_packing.trees.forest import check_fewest_shared
 from hf_packing.versions import refuse_older
 
 
@@ -228,6 +227,5 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
     """Set the trainer's planned batches, collator, callback and class; none of these assignments can fail."""
     trainer.planned_batches, trainer.data_collator = planned.batches, planned.batches.collator
     trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
-    trainer.add_callback(EpochOfSteps())
     trainer.__class__ = planned.kind
     planned.batches.remember_settings(trainer)

@@ -10,12 +10,11 @@ from fleet.fleet_rows import documents_of
 
 import hf_packing as hfp
 from hf_packing.columns import INPUT_IDS
-from hf_packing.planning.forest import Forest
 from hf_packing.planning.lengths import Pieces, cut_to_pieces
-from hf_packing.planning.tree_plan import fit_trees, place_pieces
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.trees.find_trees import find_trees
-from hf_packing.trees.tree_rows import tree_rows
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import Forest, cut_large_trees, place_pieces
+from hf_packing.trees.rows import tree_rows
 
 GROUPS = (9, 0, 40, 1, 25)
 """Prompts of the files: uneven, and one file without documents."""
@@ -78,7 +77,7 @@ def joined(several: list[Forest] | list[Pieces]) -> dict[str, np.ndarray]:
 
 
 def literal_rows(files: list[str], strategy: hfp.BestFit, least: int = 16) -> pa.Table:
-    """Return the rows of all files: trees of each file, cut with best fit, and one plan for all trees."""
+    """Return the rows of all files: trees of each file, and one plan for all trees."""
     documents = documents_of(files)
     columns = find_token_columns(documents.data.table.combine_chunks())
     lengths = columns[INPUT_IDS].length
@@ -89,8 +88,7 @@ def literal_rows(files: list[str], strategy: hfp.BestFit, least: int = 16) -> pa
         pieces = cut_to_pieces(length, capacity, overflow)
         pieces = Pieces(pieces.document + before, pieces.start, pieces.length)
         forest = find_trees(columns, pieces, least).forest
-        filling = strategy if strategy.has_buckets else hfp.BestFit(capacity, seed=None)
-        forest, _ = fit_trees(forest, capacity, filling.plan_lengths)
+        forest = cut_large_trees(forest, capacity)
         forests.append(Forest(forest.order + sum(len(each.document) for each in found), forest.length, forest.shared))
         found.append(pieces)
         before += len(length)

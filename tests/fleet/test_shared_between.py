@@ -12,7 +12,7 @@ from literal_trie import forests
 import hf_packing as hfp
 from hf_packing.fleet.shared_between import SharedBetween, sample_prefixes
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.trees.plan_trees import plan_trees
+from hf_packing.trees.rows import plan_trees
 
 pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
