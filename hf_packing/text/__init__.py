@@ -6,6 +6,6 @@ branches.py   turn chats into one document for each assistant turn
 read.py       read documents of files, saved datasets and the hub, and turn them into tokens
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("pyarrow", "datasets")

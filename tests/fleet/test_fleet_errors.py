@@ -1,6 +1,5 @@
 """What a fleet refuses, and what it says."""
 
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
