@@ -155,7 +155,7 @@ class LogicalStreams(StatefulExamples):
 
     def _parts(self) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""
-        packings = {stream: replace(self.packing, stream=stream, turns=self.streams) for stream in self.owned}
+        packings = {stream: replace(self.packing, stream=stream) for stream in self.owned}
         if is_mixture(self.ex_iterable):
             pieces = {stream: upstream.sharded(self.ex_iterable, self.streams, stream) for stream in self.owned}
             return {stream: PackedExamples(pieces[stream], packing) for stream, packing in packings.items()}
