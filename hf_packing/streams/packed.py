@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
@@ -65,10 +64,6 @@ class StreamPacking:
     linear_cost: float | None = None
     """The cost of a token, in units of the cost of a pair of tokens that attend to each other. Neighboring logical
     streams then yield packs of about the same cost in each turn. None to yield packs in the order of the plan."""
-    schedule: ScheduledRows | None = None
-    """The largest length of a segment in each row of the first epoch; None for no limit."""
-    turns: int = 1
-    """The number of streams or shards whose rows are taken in turn."""
 
     @property
     def strategy(self) -> Strategy:
@@ -118,18 +113,6 @@ class StreamPacking:
         key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
 
-    def with_borders(self, plan: PackingPlan, first_row: int) -> PackingPlan:
-        """Return the plan with the extra borders of the schedule.
-
-        Args:
-            plan: the packs that come out of a window, in their order.
-            first_row: the number of rows of this stream before them.
-        """
-        if self.schedule is None or self.epoch is not None:
-            return plan
-        first = first_row * self.turns + (self.stream or 0)
-        return self.schedule.cut(plan, self.strategy.largest_capacity, first, self.turns)
-
     def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
         """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
         return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
@@ -137,10 +120,9 @@ class StreamPacking:
     def __str__(self) -> str:
         names = ", ".join(self.schema.names)
         by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
-        scheduled = "" if self.schedule is None else f", with {self.schedule}"
         fewest = self.packing.fewest_shared
         shared = "" if fewest is None else f", with share_prefixes={fewest}"
-        windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}{shared}"
+        windows = f"in windows of {self.window_packs} packs{by_cost}{shared}"
         return f"{self.strategy!r} {windows}, from the columns {names}"
 
 
@@ -249,8 +231,7 @@ class PackedExamples(StatefulExamples):
             ended=reader.ended,
         )
         order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
-        chosen = self.packing.with_borders(plan.take_packs(order), start.counts.packs)
-        return columns, chosen, following
+        return columns, plan.take_packs(order), following
 
 
 def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
