@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -22,7 +22,7 @@ from hf_packing.streams import upstream
 from hf_packing.streams.mixture import is_mixture, mixtures_in
 from hf_packing.streams.packed import PackedExamples, StreamPacking, made_by, warn_of_losses
 from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import STATE, Counts, MadeFrom, load, new_state, save
+from hf_packing.streams.state import STATE, Counts, MadeFrom, StatefulExamples, load, save
 
 
 class Position(NamedTuple):
@@ -53,7 +53,7 @@ class Turn(NamedTuple):
         return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
-class LogicalStreams(upstream.TypedExamples):
+class LogicalStreams(StatefulExamples):
     """The packed rows of some of the logical streams of a source, taken from each logical stream in turn.
 
     Args:
@@ -75,20 +75,12 @@ class LogicalStreams(upstream.TypedExamples):
     def features(self) -> datasets.Features:
         return self.packing.features
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, turn in enumerate(self.turns()):
-            if turn.row is not None:
-                yield f"turn {number}", turn.row.to_pylist()[0]
-
-    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
-        """Yield the rows of a round of turns together, since readers copy the state for every table."""
-        turns, rows = iter(self.turns()), len(self.owned)
-        for number in count():
-            taken = [turn.row for turn in islice(turns, rows)]
-            if not taken:
-                return
-            if found := [row for row in taken if row is not None]:
-                yield f"round {number}", pa.concat_tables(found)
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        """Yield the rows of a round of turns together, or one by one."""
+        turns, at_once = self.turns(), 1 if one_row else len(self.owned)
+        while taken := list(islice(turns, at_once)):
+            if found := [turn.row for turn in taken if turn.row is not None]:
+                yield pa.concat_tables(found)
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "LogicalStreams":
         packing = self.packing.for_epoch(generator)
@@ -106,17 +98,13 @@ class LogicalStreams(upstream.TypedExamples):
     def num_shards(self) -> int:
         return len(self.owned)
 
-    def _init_state_dict(self) -> dict[str, Any]:
-        self._state_dict: dict[str, Any] = new_state(type(self))
-        return self._state_dict
-
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
 
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        state, made_from = self._init_state_dict() if self._state_dict is None else self._state_dict, self._made_from()
+        state, made_from = self.state, self._made_from()
         positions = load(state, made_from) or dict.fromkeys(self.owned, tuple(_START))
         if missing := sorted(set(self.owned) - positions.keys()):
             raise PackingError(
@@ -146,7 +134,7 @@ class LogicalStreams(upstream.TypedExamples):
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
-        state = new_state(type(self))
+        state = LogicalStreams(self.ex_iterable, self.packing, self.streams).state
         if positions:  # or else the state is of an epoch that has not begun, which any stream may read
             at = {stream: tuple(positions.get(stream, _START)) for stream in range(self.streams)}
             save(state, self._made_from(), at)

@@ -85,8 +85,6 @@ def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
     """Return the shares of the sources, in the order of the sources, with the sum 1."""
     if not isinstance(streams, Mapping) or not streams:
         raise PackingError(f"streams: expected a dict of streams, at least one, got {type(streams).__name__}")
-    if names := [name for name in streams if not isinstance(name, str)]:
-        raise PackingError(f"streams: expected names that are strings, got {names[0]!r}")
     if not isinstance(tokens, Mapping) or set(tokens) != set(streams):
         got = ", ".join(map(str, tokens)) if isinstance(tokens, Mapping) else type(tokens).__name__
         raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {got}")

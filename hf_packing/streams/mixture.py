@@ -26,7 +26,7 @@ from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
 from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import MadeFrom, load, new_state, save
+from hf_packing.streams.state import MadeFrom, StatefulExamples, load, save
 
 Count = Literal["tokens", "trainable"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
@@ -181,7 +181,7 @@ class _SourceProgress:
         self.place, self.documents, self.counted = tuple(START), 0, 0
 
 
-class MixedExamples(upstream.TypedExamples):
+class MixedExamples(StatefulExamples):
     """The documents of several sources, mixed, for an IterableDataset.
 
     Args:
@@ -199,14 +199,6 @@ class MixedExamples(upstream.TypedExamples):
     @property
     def features(self) -> datasets.Features:
         return self.mixture.features
-
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, table in enumerate(self._tables(one_row=True)):
-            yield f"document {number}", table.to_pylist()[0]
-
-    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
-        for number, table in enumerate(self._tables()):
-            yield f"documents {number}", table
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "MixedExamples":
         shuffled = [upstream.shuffled(each, generator) for each in self.ex_iterables]
@@ -226,17 +218,15 @@ class MixedExamples(upstream.TypedExamples):
         return max(max(map(upstream.num_shards, self.ex_iterables)) // self._pieces, 1)
 
     def _init_state_dict(self) -> dict[str, Any]:
-        self._state_dict: dict[str, Any] = new_state(type(self))
-        save(self._state_dict, MadeFrom(str(self), None), None)  # `map` reads its first batch again from here
-        return self._state_dict
+        state = super()._init_state_dict()
+        save(state, MadeFrom(str(self)), None)  # since `map` reads its first batch again from here
+        return state
 
     def __str__(self) -> str:
         return f"{self.mixture}" + (f", piece {self._piece} of {self._pieces}" if self._pieces > 1 else "")
 
-    def _tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Yield tables of documents, of one each or of many, and note in the state before each that they are out."""
-        state = self._init_state_dict() if self._state_dict is None else self._state_dict
-        made_from = MadeFrom(str(self), fingerprint_of_files(self))
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        state, made_from = self.state, MadeFrom(str(self), fingerprint_of_files(self))
         progress, balance, out = [_SourceProgress() for _ in self.ex_iterables], Balance(), 0
         if (saved := load(state, made_from)) is not None:
             sources, (total, paused), out = saved

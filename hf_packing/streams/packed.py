@@ -7,10 +7,10 @@ resumed stream reads and plans its window again, and passes over the rows that a
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -39,7 +39,7 @@ from hf_packing.streams import upstream
 from hf_packing.streams.mixture import mixtures_in
 from hf_packing.streams.reader import DocumentReader, lengths_of
 from hf_packing.streams.shards import Share, fingerprint_of_files
-from hf_packing.streams.state import Counts, MadeFrom, WindowStart, load, new_state, save
+from hf_packing.streams.state import Counts, MadeFrom, StatefulExamples, WindowStart, load, save
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -126,7 +126,7 @@ class StreamPacking:
         return f"{self.strategy!r} {windows}, from the columns {names}"
 
 
-class PackedExamples(upstream.TypedExamples):
+class PackedExamples(StatefulExamples):
     """The packed rows of a stream, for an IterableDataset.
 
     Args:
@@ -145,14 +145,6 @@ class PackedExamples(upstream.TypedExamples):
     def features(self) -> datasets.Features:
         return self.packing.features
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, row in enumerate(self.tables(one_row=True)):
-            yield f"row {number}", row.to_pylist()[0]
-
-    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
-        for number, table in enumerate(self.tables()):
-            yield f"rows {number}", table
-
     def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
         return PackedExamples(upstream.shuffled(self.ex_iterable, generator), self.packing.for_epoch(generator))
 
@@ -166,46 +158,28 @@ class PackedExamples(upstream.TypedExamples):
     def num_shards(self) -> int:
         return upstream.num_shards(self.ex_iterable)
 
-    def _init_state_dict(self) -> dict[str, Any]:
-        self._state_dict: dict[str, Any] = new_state(type(self))
-        return self._state_dict
-
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Go to the place of the state, and return an iterator over tables of packed rows.
-
-        The iterator notes in the state before each table that its rows are out.
-
-        Args:
-            one_row: True for tables of one row each.
-        """
-        state = self._init_state_dict() if self._state_dict is None else self._state_dict
-        made_from = MadeFrom(str(self.packing))
+        state, made_from = self.state, MadeFrom(str(self.packing))
         if self.packing.stream is None:
             made_from = MadeFrom(made_by(self.packing, self.ex_iterable), fingerprint_of_files(self.ex_iterable))
         start, rows_out = WindowStart.first(self.packing.schema), 0
         if (saved := load(state, made_from)) is not None:
             window, rows_out = saved
             start = WindowStart.load(window)
-        return self._tables(start, rows_out, partial(save, state, made_from), one_row)
-
-    def _tables(
-        self, start: WindowStart, rows_out: int, note: Callable[[tuple[Any, int]], None], one_row: bool
-    ) -> Iterator[pa.Table]:
-        """Yield the packed rows from the start of a window on, except the first rows, which are out."""
         reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place, self._share)
         while not start.ended:
             columns, plan, following = self._plan(reader, start)
             here = start.saved()
-            note((here, rows_out))
+            save(state, made_from, (here, rows_out))
             left = plan.pack_tokens()[rows_out:]
             for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
                 table = self.packing.rows(columns, plan, first, end)
                 rows = 1 if one_row else table.num_rows
                 for begin in range(0, table.num_rows, rows):
-                    note((here, first + begin + rows))
+                    save(state, made_from, (here, first + begin + rows))
                     yield table.slice(begin, rows)
             start, rows_out = following, 0
-        note((start.saved(), 0))
+        save(state, made_from, (start.saved(), 0))
         self.counts = start.counts
         if self.packing.stream is None:
             warn_of_losses(self.counts, self.packing.strategy)

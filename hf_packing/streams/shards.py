@@ -81,7 +81,8 @@ def fingerprint_of_files(examples: upstream.Examples) -> str:
     if files is None:
         return f"{examples.num_shards} shards"
     versions = {file: _name_and_version(file) for file, _ in files}
-    return hashlib.blake2b(repr([(versions[file], groups) for file, groups in files]).encode()).hexdigest()[:32]
+    facts = repr([(versions[file], groups) for file, groups in files])
+    return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 def _name_and_version(file: str) -> tuple[str, int | None, list[str]]:

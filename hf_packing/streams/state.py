@@ -4,6 +4,7 @@
 stream has a single key, whose value is a tuple, which is replaced as a whole. It holds plain values and bytes.
 """
 
+from collections.abc import Iterator
 from operator import add
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.errors import PackingError
+from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, Place
 
 STATE = "packed"
@@ -30,9 +32,40 @@ class MadeFrom(NamedTuple):
     """A fingerprint of the files of the stream; None before they are read."""
 
 
-def new_state(kind: type) -> dict[str, Any]:
-    """Return the state of a stream that has not begun."""
-    return {STATE: None, "type": kind.__name__}
+class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
+    """The base class of objects from which `datasets` reads tables of known types. A subclass defines `tables`."""
+
+    is_typed = True
+    divides_itself = True
+    """True since each object decides by itself what `shard_data_sources` divides."""
+
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        """Yield tables from the place of the state on, and note in the state before each table that its rows are out.
+
+        Args:
+            one_row: True for tables of one row each.
+        """
+        raise NotImplementedError
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+    def _iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
+        yield from enumerate(self.tables())
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, table in enumerate(self.tables(one_row=True)):
+            yield number, table.to_pylist()[0]
+
+    def _init_state_dict(self) -> dict[str, Any]:
+        self._state_dict: dict[str, Any] = {STATE: None, "type": type(self).__name__}
+        return self._state_dict
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state, which changes as tables are read; a new one if `datasets` has not made one."""
+        return self._init_state_dict() if self._state_dict is None else self._state_dict
 
 
 def save(state: dict[str, Any], made_from: MadeFrom, progress: Any) -> None:

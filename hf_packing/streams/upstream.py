@@ -33,16 +33,6 @@ BaseExamples: Any = _BaseExamplesIterable
 """The base class of such objects."""
 
 
-class TypedExamples(BaseExamples):  # type: ignore[misc]
-    """The base class of objects that read Arrow tables whose types are known. A subclass defines `_iter_arrow`."""
-
-    is_typed = True
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
-
-
 def examples_of(stream: datasets.IterableDataset) -> Examples:
     """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
     examples = stream._ex_iterable
@@ -125,7 +115,7 @@ def depends_on_places(examples: Examples) -> bool:
     dividing its source: two halves of take(100) would be the first 50 documents of either half of the files.
     """
     places = (TakeExamplesIterable, SkipExamplesIterable, HorizontallyConcatenatedMultiSourcesExamplesIterable)
-    return not isinstance(examples, TypedExamples) and (
+    return not getattr(examples, "divides_itself", False) and (
         isinstance(examples, places)
         or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
         or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))

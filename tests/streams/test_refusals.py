@@ -49,7 +49,6 @@ REFUSED = {
     "column 'parents'": lambda: pack(stream_of([[1]], parents=[[1]]), share_prefixes=True),
     "streams: .* got dict": lambda: mix({}, {}),
     "streams: .* got list": lambda: mix([A]),
-    "streams: .* strings, got 1": lambda: mix({1: A}, {1: 1}),
     "tokens: .* got b": lambda: mix({"a": A}, {"b": 1}),
     "tokens: .* got list": lambda: mix({"a": A}, [1]),
     r"tokens\['a'\]": lambda: mix({"a": A}, {"a": 0}),
