@@ -198,7 +198,7 @@ def gathered(segments: pa.Table) -> pa.Table:
         pack_offsets=np.append(first, len(order)),
         pack_capacity=np.full(len(first), ROW, np.int32),
     )
-    rows = pack_rows({"input_ids": column}, plan).table
+    rows = pack_rows({"input_ids": column}, plan, np.arange(plan.num_packs)).table
     return rows.append_column("file", pa.array(np.full(rows.num_rows, segments["file"][0].as_py())))
 
 

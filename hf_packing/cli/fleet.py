@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hf_packing.cli.given import check_that_it_plans, fewest_shared_of, strategy_named
+from hf_packing.cli.flags import strategy_named
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
 from hf_packing.fleet.drive import drive, finish, num_done
@@ -20,10 +20,10 @@ from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tasks import Task, do_task
 from hf_packing.strategies.base import check_counting
-from hf_packing.text.documents import Documents
+from hf_packing.text.read import find_files
 
 
-def run_fleet(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Do one command of `hf-packing fleet`, and return the exit code, 0."""
     _COMMANDS[given.command](given)
     return 0
@@ -42,8 +42,7 @@ def pack_with_engine(given: argparse.Namespace) -> None:
     for flag in ("split", "overwrite"):
         if getattr(given, flag):
             raise PackingError(f"--{flag}: expected no --{flag} with --engine, which packs files into a new folder")
-    files = Documents(given.data, glob=given.glob).files if given.glob else []
-    given.data = [str(file) for file in files] or [given.data]
+    given.data = find_files(given.data, given.glob) if given.glob else [given.data]
     _pack(given)
 
 
@@ -94,7 +93,6 @@ def _begun(given: argparse.Namespace) -> Run:
     strategy = check_counting(
         strategy_named(given.strategy, given.max_length), "the order of the documents of all files"
     )
-    check_that_it_plans(strategy)
     store = Store(str(given.output), _storage_options_of(given))
     return begin_run(
         find_inputs(given.data[0] if len(given.data) == 1 else given.data, store.options),
@@ -103,7 +101,7 @@ def _begun(given: argparse.Namespace) -> Run:
         shards=given.shards,
         exchange=not given.alone,
         position_ids=True,
-        share_prefixes=fewest_shared_of(given, strategy) or False,
+        share_prefixes=given.share_prefixes,
         tokenizer=given.tokenizer,
         text_field=given.field,
         end_documents=not given.no_eos,

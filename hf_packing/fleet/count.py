@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
@@ -250,32 +251,32 @@ def _type_of(kind: pa.DataType) -> str:
 
 def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
     """Tokenize a file, write the tokens, and return the lengths of the documents and what is known of the file."""
-    from hf_packing.text.corpus import Corpus
-    from hf_packing.text.documents import Documents
+    from hf_packing.text.read import Documents
 
     texts = run.settings.texts
     assert texts is not None
-    tokenizer = load_saved(run.store, texts.tokenizer) if texts.tokenizer else None
-    lengths: list[int] = []
+    if not texts.tokenizer:
+        raise PackingError(f"tokenizer: expected a tokenizer for {name!r}; files of tokens are parquet or Arrow files")
+    tokenizer = load_saved(run.store, texts.tokenizer)
+    tokenizer = replace(
+        tokenizer,
+        text_field=texts.text_field,
+        separator=texts.separator,
+        train_on=texts.train_on,
+        end=tokenizer.end if texts.end_documents else None,
+    )
     with local_copy(name, options) as path, run.store.create(run.file("tokens", number)) as fresh:
         documents = Documents(str(path), skip_bad=texts.skip_bad)
-        corpus = Corpus(documents, tokenizer, texts.text_field, texts.end_documents, texts.separator, texts.train_on)
-        with pa.OSFile(str(fresh), "wb") as sink, pa.ipc.new_stream(sink, _TOKENS) as stream:
-            for block in corpus.blocks():
-                input_ids, labels = corpus.tokens_of(block)
-                stream.write_table(pa.table({INPUT_IDS: input_ids, LABELS: labels}, schema=_TOKENS))
-                lengths += map(len, input_ids)
+        lengths = pc.list_value_length(documents.tokens(tokenizer, fresh).data.column(INPUT_IDS)).to_numpy()
         size, check = Path(fresh).stat().st_size, _checksum_of(fresh)
     facts = {
         "columns": {each.name: _type_of(each.type) for each in _TOKENS},
-        "left_out": list(corpus.left_out),
-        "loss_masks": list(corpus.loss_masks),
-        "kind": corpus.kind,
+        "left_out": [],
         "tokens_size": size,
         "tokens_check": check,
         "skipped": list(documents.skipped),
     }
-    return np.array(lengths, dtype=np.int64), facts
+    return lengths.astype(np.int64), facts
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, load_plan
 from hf_packing.fleet.run import Run
 from hf_packing.fleet.tree_parts import joined_trees, load_tree_part
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import blocks_of_packs, list_array, pack_rows
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, is_token_type
@@ -116,8 +117,8 @@ def _rows(run: Run, plan: Plan, number: int) -> Iterator[_RowGroup]:
         columns, _ = columns_of_file(run, number, plan)
         packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
     options = {"position_ids": run.settings.position_ids, "bucket": run.settings.has_buckets}
-    for first, end in _blocks(packs):
-        rows = pack_rows(columns, packs, first, end, **options)
+    for block in _blocks(packs):
+        rows = pack_rows(columns, packs, block, **options)
         yield _RowGroup(rows.table, rows.trained_tokens)
 
 
@@ -131,14 +132,14 @@ def _tree_rows(run: Run, plan: Plan, number: int) -> Iterator[_RowGroup]:
             yield _RowGroup(table, trained)
         return
     columns, packs, _ = trees_of_file(run, number, plan)
-    for first, end in _blocks(packs):
-        rows = tree_rows(columns, packs, first, end, bucket)
+    for block in _blocks(packs):
+        rows = tree_rows(columns, packs, block, bucket)
         yield _RowGroup(rows.table, rows.trained_tokens)
 
 
-def _blocks(packs: PackingPlan) -> Iterable[tuple[int, int]]:
-    """Return ranges of packs of about _TOKENS_IN_A_ROW_GROUP tokens; an empty range if there are no packs."""
-    return blocks_of_packs(packs, _TOKENS_IN_A_ROW_GROUP) if packs.num_packs else [(0, 0)]
+def _blocks(packs: PackingPlan) -> Iterable[IntArray]:
+    """Return the numbers of packs of about _TOKENS_IN_A_ROW_GROUP tokens; an empty block if there are no packs."""
+    return blocks_of_packs(packs, _TOKENS_IN_A_ROW_GROUP) if packs.num_packs else [np.arange(0)]
 
 
 def _parts(run: Run, plan: Plan, shard: int, load: Callable[[Run, int, Plan, int], _Part]) -> list[_Part]:

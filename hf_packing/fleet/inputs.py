@@ -16,7 +16,6 @@ from fsspec.implementations.local import LocalFileSystem
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import file_system
-from hf_packing.text.files import find_files
 
 Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
@@ -170,8 +169,10 @@ def _expand(files: str, options: Mapping[str, Any]) -> list[str]:
     if system.isdir(path):
         if not isinstance(system, LocalFileSystem):
             return sorted(_named(system, each) for each in system.find(path))
+        from hf_packing.text.read import find_files  # imports datasets, which the driver needs for nothing else
+
         saved = sorted(Path(path).glob("data-*-of-*.arrow"))
-        return [str(each) for each in saved or find_files(Path(path), None).to_read]
+        return [str(each) for each in saved or find_files(path)]
     return [_absolute(files, options)]
 
 

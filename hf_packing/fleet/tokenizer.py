@@ -11,7 +11,6 @@ from typing import Any
 
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import Store
-from hf_packing.text.text_tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
 
 
 def _file(identity: str) -> str:
@@ -29,16 +28,16 @@ def save_tokenizer(store: Store, tokenizer: Any, trust_remote_code: bool = False
     Raises:
         PackingError: there is no such tokenizer, or workers could not load it.
     """
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer  # imports datasets
+
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(tokenizer, (str, Path)) and Path(tokenizer).is_file():
             shutil.copy(tokenizer, Path(folder, "tokenizer.json"))
-            loaded = load_tokenizer(str(tokenizer))
+            loaded = text_tokenizer(load_tokenizer(str(tokenizer)))
         else:
             if isinstance(tokenizer, (str, Path)):
-                loaded = load_tokenizer(str(tokenizer), trust_remote_code)
-                from transformers import AutoTokenizer
-
-                tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=trust_remote_code)
+                tokenizer = load_tokenizer(str(tokenizer), trust_remote_code)
+                loaded = text_tokenizer(tokenizer)
             elif not hasattr(tokenizer, "save_pretrained") or not hasattr(tokenizer, "backend_tokenizer"):
                 raise PackingError(
                     "tokenizer: expected a name on the hub, a folder, a tokenizer.json file or a fast tokenizer of "
@@ -54,16 +53,18 @@ def save_tokenizer(store: Store, tokenizer: Any, trust_remote_code: bool = False
 
 
 @lru_cache(maxsize=4)
-def _loaded(content: bytes) -> TextTokenizer:
+def _loaded(content: bytes) -> Any:
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             archive.extractall(folder)
         alone = [path.name for path in Path(folder).iterdir()] == ["tokenizer.json"]
-        return load_tokenizer(f"{folder}/tokenizer.json" if alone else folder)
+        return text_tokenizer(load_tokenizer(f"{folder}/tokenizer.json" if alone else folder))
 
 
-def load_saved(store: Store, identity: str) -> TextTokenizer:
-    """Return the tokenizer that `save_tokenizer` has saved with this identity.
+def load_saved(store: Store, identity: str) -> Any:
+    """Return the TextTokenizer that `save_tokenizer` has saved with this identity.
 
     Raises:
         PackingError: the tokenizer that was saved differs from the one that a worker loads.
@@ -78,13 +79,13 @@ def load_saved(store: Store, identity: str) -> TextTokenizer:
     if _identity_of(tokenizer) != identity:
         raise PackingError(
             "tokenizer: expected a tokenizer that is the same after save_pretrained and from_pretrained, but workers "
-            f"would load another one than {tokenizer.name!r}; save it to a folder, load it again, and pass that"
+            "would load another one; save it to a folder, load it again, and pass that"
         )
     return tokenizer
 
 
-def _identity_of(tokenizer: TextTokenizer) -> str:
-    parts = (tokenizer.backend.to_str(), tokenizer.template_text, str(tokenizer.end))
+def _identity_of(tokenizer: Any) -> str:
+    parts = (tokenizer.backend.to_str(), str(tokenizer.template.source), str(tokenizer.end))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 

@@ -22,7 +22,7 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import DealtShard
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, find_token_columns
-from hf_packing.trees.rows import join_rows, rows_of_packs
+from hf_packing.trees.rows import join_rows, tree_rows
 
 
 class TreePart(NamedTuple):
@@ -55,7 +55,7 @@ def tree_parts(plan: Plan, columns: TokenColumns, trees: PackingPlan, dealt: Dea
             yield [head]
             continue
         places = (dealt.pack[part] - edges[shard], dealt.place[part])
-        rows = rows_of_packs(columns, trees, dealt.document[part]).table.cast(schema)
+        rows = tree_rows(columns, trees, dealt.document[part]).table.cast(schema)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, schema) as stream:
             stream.write_table(rows)
@@ -121,4 +121,4 @@ def _schema(plan: Plan) -> pa.Schema:
         pack_capacity=none,
         segment_shared=none,
     )
-    return rows_of_packs(find_token_columns(plan.schema.empty_table()), nothing, none).table.schema
+    return tree_rows(find_token_columns(plan.schema.empty_table()), nothing, none).table.schema

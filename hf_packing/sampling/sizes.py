@@ -33,7 +33,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import IntArray, offsets_of, sums_of
 from hf_packing.rows.lazy.lazy_columns import LazyColumn
 from hf_packing.rows.lazy.packed_tokens import PackedTokens
 from hf_packing.rows.packing_trace import refuse_lost_borders
@@ -142,7 +142,7 @@ def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | 
         bucket: integers [rows], tokens: the capacity of each pack; None if packs have no bucket.
     """
     lengths = seq_lengths.astype(np.int64)
-    tokens, squared = (np.diff(offsets_of(values)[offsets]) for values in (lengths, lengths**2))
+    tokens, squared = (sums_of(values, offsets) for values in (lengths, lengths**2))
     return RowSizes(tokens, np.diff(offsets), squared, None if bucket is None else bucket.astype(np.int64), packed=True)
 
 

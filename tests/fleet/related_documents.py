@@ -95,4 +95,8 @@ def literal_rows(files: list[str], strategy: hfp.BestFit, least: int = 16) -> pa
     forest = Forest(**joined(forests))
     pieces = Pieces(**joined(found))
     plan = place_pieces(forest, pieces, lengths, strategy.plan_lengths(forest.sizes))
-    return tree_rows(columns, plan, bucket=strategy.has_buckets).table.replace_schema_metadata().combine_chunks()
+    return (
+        tree_rows(columns, plan, np.arange(plan.num_packs), bucket=strategy.has_buckets)
+        .table.replace_schema_metadata()
+        .combine_chunks()
+    )

@@ -1,7 +1,5 @@
 """What a fleet refuses, and what it says."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -35,10 +33,7 @@ def test_arguments_are_those_of_python(tmp_path):
     """Flags are those of the command."""
     file = tmp_path / "a.jsonl"
     for rows, options, message in (
-        ('{"text": "one"}', {}, "tokenizer: expected a tokenizer for documents with text"),
-        ('{"input_ids": [1]}\n{"input_ids": ', {}, "line 2: expected JSON, .*; skip_bad=True leaves out"),
-        ('{"input_ids": [1]}', {"separator": " "}, "separator: expected documents with prompt and completion"),
-        ('{"body": "one"}', {}, "got the fields body; text_field names the field"),
+        ('{"text": "one"}', {}, "tokenizer: expected a tokenizer for "),
         ('{"text": "one"}', {"tokenizer": "nobody/nothing"}, "tokenizer: expected a name on the hub"),
     ):
         file.write_text(rows)
@@ -97,12 +92,6 @@ def test_files_that_disagree(tmp_path):
         pack([plain, more], tmp_path / "one")
     with pytest.raises(hfp.PackingError, match="same type of the column 'weights' .*c.parquet has lists of int64"):
         pack([more, other], tmp_path / "two")
-    (tmp_path / "d.jsonl").write_text(json.dumps({"input_ids": [1, 2]}))
-    (tmp_path / "e.jsonl").write_text(json.dumps({"input_ids": [1, 2], "completion_mask": [0, 1]}))
-    with pytest.raises(
-        hfp.PackingError, match="same kind of rows .*d.jsonl has input_ids and .*e.jsonl has input_ids and comp"
-    ):
-        pack([str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")], tmp_path / "three")
 
 
 def test_settings(tmp_path):

@@ -12,6 +12,10 @@ from hf_packing.rows.token_columns import TokenColumn, find_token_columns
 from hf_packing.trees.rows import join_rows, plan_trees, tree_rows
 
 
+def all_rows(columns, plan):
+    return tree_rows(columns, plan, np.arange(plan.num_packs))
+
+
 def one_tree_in_each_pack(plan):
     """Return a plan with the same trees in the same order, each in a pack of its own."""
     arrays = plan.arrays() | {"pack_offsets": plan.tree_offsets()}
@@ -23,8 +27,8 @@ def one_tree_in_each_pack(plan):
 def test_joined_trees_are_the_rows_of_a_plan(dataset, least, large, data):
     columns = find_token_columns(dataset.data.table)
     plan = plan_trees(columns, hfp.BestFit(9, seed=data.draw(st.integers(0, 3))), least).plan
-    rows = tree_rows(columns, plan).table
-    alone = tree_rows(columns, one_tree_in_each_pack(plan)).table
+    rows = all_rows(columns, plan).table
+    alone = all_rows(columns, one_tree_in_each_pack(plan)).table
     if large:
         alone, rows = (
             table.cast(pa.schema([pa.field(each.name, pa.large_list(each.type.value_type)) for each in table.schema]))
@@ -46,11 +50,11 @@ def test_rows_of_several_trees_and_documents(rng):
     table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))})
     columns = find_token_columns(table)
     plan = plan_trees(columns, hfp.BestFit(24), 3).plan
-    alone = tree_rows(columns, one_tree_in_each_pack(plan)).table
+    alone = all_rows(columns, one_tree_in_each_pack(plan)).table
     trees = np.diff(np.searchsorted(plan.tree_offsets(), plan.pack_offsets))
     given_rows = {name: TokenColumn(name, alone.column(name)) for name in alone.column_names}
     joined = join_rows(given_rows, np.arange(alone.num_rows), trees)
     assert (trees == 2).all()
-    assert joined.equals(tree_rows(columns, plan).table)
+    assert joined.equals(all_rows(columns, plan).table)
     assert joined.column("parents").to_pylist()[0][4:] == [-1, 4, 4, 4]
     assert max(joined.column("trained").to_pylist()[0][::3]) == 5
