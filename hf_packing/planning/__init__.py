@@ -10,7 +10,7 @@ The modules, with the input and the output of each module:
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
     plan.py            arrays -> PackingPlan               check, edit and describe a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
-    length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
+    length_schedule.py step -> length                      the largest length of a segment, which grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 

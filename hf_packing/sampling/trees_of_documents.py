@@ -22,9 +22,7 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
 from hf_packing.trees.rows import tree_rows

@@ -35,6 +35,7 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, as_int32, list_array
@@ -122,7 +123,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
-    row_tokens = np.diff(offsets_of(paths.own)[offsets])
+    row_tokens = sums_of(paths.own, offsets)
     run_offsets = np.searchsorted(runs.document, offsets)
     in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
