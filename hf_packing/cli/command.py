@@ -11,13 +11,12 @@ import pyarrow as pa
 import hf_packing
 from hf_packing.cli.flags import (
     add_documents,
-    add_engine,
-    add_fleet,
     add_max_length,
     add_share_prefixes,
     add_usual,
     positive,
 )
+from hf_packing.cli.fleet import add_fleet
 from hf_packing.cli.given import STRATEGIES
 from hf_packing.cli.screen import ReaderGoneError, in_flags, prepare_streams, say_error, say_warning, swallow_the_rest
 from hf_packing.errors import MissingDependencyError, PackingError
@@ -74,12 +73,6 @@ def _pack(given: argparse.Namespace) -> int:
     return run_pack(given)
 
 
-def _fleet(given: argparse.Namespace) -> int:
-    from hf_packing.cli.fleet import run_fleet
-
-    return run_fleet(given)
-
-
 def _check(given: argparse.Namespace) -> int:
     from hf_packing.cli.check import run_check
 
@@ -99,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
-    commands = top.add_subparsers(required=True, metavar="report | pack | fleet | check")
+    commands = top.add_subparsers(required=True, metavar="report | pack | check")
     _add_report(
         commands.add_parser(
             "report",
@@ -113,17 +106,6 @@ def _parser() -> argparse.ArgumentParser:
             help="pack your documents into a dataset",
             description="Tokenize and pack documents into a saved dataset. An interrupted run can be resumed.",
         )
-    )
-    add_fleet(
-        commands.add_parser(
-            "fleet",
-            help="pack many files, by many processes or machines",
-            description=(
-                "Pack many files with one plan, by processes of one or many machines. Every row is written exactly "
-                "once: whatever dies, the same command goes on with what is missing."
-            ),
-        ),
-        _fleet,
     )
     _add_check(
         commands.add_parser(
@@ -158,10 +140,8 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_pack(command: argparse.ArgumentParser) -> None:
-    add_documents(command)
-    command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk"
-    )
+    add_documents(command, nargs="+")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
         "--strategy",
         default="best_fit",
@@ -171,9 +151,7 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     add_share_prefixes(command)
-    add_engine(
-        command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
-    )
+    add_fleet(command)
     command.set_defaults(run=_pack)
 
 

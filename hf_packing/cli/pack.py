@@ -17,6 +17,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
+from hf_packing.cli.fleet import is_fleet, run_fleet
 from hf_packing.cli.given import (
     check_that_it_plans,
     corpus_of,
@@ -56,12 +57,10 @@ def run_pack(given: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
-    if given.engine:
-        from hf_packing.cli.fleet import pack_with_engine
-
-        pack_with_engine(given)
+    if is_fleet(given):
+        run_fleet(given)
         return 0
-    _check_no_engine(given)
+    given.data, given.output = given.data[0], Path(given.output)
     strategy = strategy_named(given.strategy, given.max_length)
     check_that_it_plans(strategy)
     fewest_shared = fewest_shared_of(given, strategy)
@@ -94,14 +93,6 @@ def run_pack(given: argparse.Namespace) -> int:
     print_skipped(skipped)
     say(out, f"written: {given.output}, with the packing plan in {made.folder / _PLAN}")
     return 0
-
-
-def _check_no_engine(given: argparse.Namespace) -> None:
-    """Raise PackingError if a flag for engines is given without an engine."""
-    for flag in ("workers", "address", "shards", "alone", "storage_option"):
-        if getattr(given, flag):
-            name = f"--{flag.replace('_', '-')}"
-            raise PackingError(f"{name}: expected {name} only with --engine, which packs many files")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page.
 
-Of a corpus that `hf-packing fleet` has packed, show what its manifest says.
+Of a folder that `hf-packing pack --workers` has packed, show what its manifest says.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from hf_packing.cli.fleet import say_packed
 from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategies_named, warn_of_texts
 from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
-from hf_packing.fleet.store import Store
 from hf_packing.report.report import PackingReport, packing_report
 from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, prefixes_line, report_cells, setup_line
 from hf_packing.strategies.compare import aligned
@@ -70,10 +69,7 @@ def run_report(given: argparse.Namespace) -> int:
 
 def _packed_corpus(data: str) -> Any:
     """Return what the manifest of a packed corpus says; None if the data are not a packed corpus."""
-    folder = data.removesuffix(f"/{MANIFEST}")
-    if folder == data and ("://" in data or not Path(data, MANIFEST).is_file()):
-        return None
-    return read_manifest(Store(folder))
+    return read_manifest(data) if Path(data, MANIFEST).is_file() else None
 
 
 def _print_report(report: PackingReport) -> None:

@@ -82,8 +82,8 @@ class Documents:
     def __post_init__(self) -> None:
         if "://" in self.data:
             raise PackingError(
-                f"DATA: expected a path or a name on the hub, got the URL {self.data!r}; hf-packing fleet and "
-                "hf_packing.fleet.pack read URLs"
+                f"DATA: expected a path or a name on the hub, got the URL {self.data!r}; "
+                "hf_packing.fleet.pack, and hf-packing pack --workers, read URLs"
             )
         path = Path(self.data)
         self._found = find_files(path, self.glob)
