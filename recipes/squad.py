@@ -1,4 +1,4 @@
-"""Train a model that finds answers in a text, without padding: Trainer with its own collator, and a token budget.
+"""Train a model that finds answers in a text, without padding: Trainer with its own batches.
 
     python recipes/squad.py --data train.jsonl --eval_data dev.jsonl --model google-bert/bert-base-uncased
     torchrun --nproc-per-node 2 recipes/squad.py --data train.jsonl --num_train_epochs 2
@@ -34,8 +34,6 @@ class Arguments:
     max_length: int = common.flag(384, "longer contexts are cut into windows")
     doc_stride: int = common.flag(128, "tokens that two windows of a context share")
     max_answer_tokens: int = common.flag(30, "longest answer to predict")
-    max_tokens: int = common.flag(4096, "tokens of a micro-batch on each process")
-    match_documents_per_step: int | None = common.flag(None, "mean number of windows per step")
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
@@ -58,8 +56,7 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
         processing_class=tokenizer,  # also makes the collator, which pads
         compute_metrics=partial(scores, windows=test_windows, rows=test, longest=given.max_answer_tokens),
     )
-    budget = hfp.TokenBudget(given.max_tokens, match_documents_per_step=given.match_documents_per_step)
-    trainer.accelerator.print(hfp.attach(trainer, budget))
+    trainer.accelerator.print(hfp.attach(trainer, None))
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics: dict[str, float] = trainer.evaluate()
     exact, f1 = metrics["eval_exact_match"], metrics["eval_f1"]

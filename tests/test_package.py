@@ -15,7 +15,7 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors", "versions", "columns"],
+    ["errors", "versions", "columns", "checks"],
     ["planning"],
     ["strategies"],
     ["trees", "rows"],
@@ -39,6 +39,7 @@ THIRD_PARTY = {
     "errors": set(),
     "versions": set(),
     "columns": {"numpy"},
+    "checks": {"numpy"},
     "planning": {"numpy"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "trees": {"numpy", "pyarrow", "datasets"},

@@ -316,16 +316,6 @@ def test_what_trainer_calls():
     assert "self.model_accepts_loss_kwargs" in source
 
 
-def test_where_trainer_finds_its_place():
-    """training.resumed_steps: without these, a trainer could not go on with steps of another size."""
-    arguments = list(inspect.signature(Trainer._init_training_state).parameters)
-    assert arguments[1:4] == ["max_steps", "num_update_steps_per_epoch", "num_train_epochs"]
-    source = " ".join(inspect.getsource(Trainer._inner_training_loop).split())
-    assert "steps_in_epoch, max_steps, ) = self.set_initial_training_values(args, train_dataloader)" in source
-    assert "epochs_trained, steps_trained_in_current_epoch = self._init_training_state(" in source
-    assert "for epoch in range(epochs_trained, num_train_epochs)" in source
-
-
 def test_what_sft_trainer_keeps_and_computes():
     """training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted."""
     source = inspect.getsource(sft_trainer)

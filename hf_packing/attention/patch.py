@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ from hf_packing.attention.small_copy import (
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
+from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -111,8 +112,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
         >>> model(**batch).logits.shape
         torch.Size([1, 5, 99])
     """
-    if prove not in get_args(Prove):
-        raise PackingError(f"prove: expected one of {', '.join(get_args(Prove))}, got {prove!r}")
+    check_choice("prove", prove, Prove)
     refuse_meta_device()
     inner = inner_model(model)
     if trees and not ((route := route_of(inner)) and route.takes_trees):
@@ -244,8 +244,7 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
             unpatched.
         PackingError: see `patch_model`.
     """
-    if prove not in get_args(ProveInTraining):
-        raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
+    check_choice("prove", prove, ProveInTraining)
     inner = inner_model(model)
     with unpatched_on_error(model):
         if prove == "first batch" and not is_patched(inner) and not _is_small(inner):

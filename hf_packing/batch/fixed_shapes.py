@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -16,7 +17,6 @@ from hf_packing.columns import (
     SEQ_IDX,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 
 
 def check_shapes(tokens: Any, max_segments: Any) -> None:

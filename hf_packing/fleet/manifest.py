@@ -283,6 +283,8 @@ class PackedCorpus:
 
     def changes(self) -> list[str]:
         """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
+        if not self.files:
+            return []
         counts, splits = self.counts, sum((Counter(file.splits) for file in self.files), Counter[str]())
         facts = {"strategy": self.strategy, "loss_masks": self._all("loss_masks"), "splits": splits}
         said = describe_changes({**counts, **facts})

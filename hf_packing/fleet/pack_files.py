@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 import hf_packing
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, check_has_tokens
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.fleet.manifest import Folder, InputFile, PackedCorpus, PackedFile, digest_of, file_system, is_local
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.rows.label_counts import labels_left
 from hf_packing.rows.token_columns import (
     columns_left_out,
@@ -276,11 +276,9 @@ def group_files(inputs: Sequence[InputFile], tasks: int | None = None) -> list[l
         inputs: the files, by name. Only their names and sizes count.
         tasks: number of tasks, of which no more than files are made; None to have one for about 64 MiB.
     """
-    if tasks is None:
-        tasks = -(-sum(each.size for each in inputs) // _BYTES_OF_A_TASK)
-    groups: list[list[InputFile]] = [
-        [] for _ in range(max(1, min(check_whole_number("tasks", tasks, minimum=0), len(inputs))))
-    ]
+    by_size = max(1, sum(each.size for each in inputs) // _BYTES_OF_A_TASK)
+    most = by_size if tasks is None else check_whole_number("tasks", tasks)
+    groups: list[list[InputFile]] = [[] for _ in range(min(most, len(inputs)))]
     smallest = [(0, number) for number in range(len(groups))]
     for each in sorted(inputs, key=lambda each: -each.size):
         size, number = smallest[0]
@@ -292,13 +290,15 @@ def group_files(inputs: Sequence[InputFile], tasks: int | None = None) -> list[l
 def _do_all(how: How, groups: Sequence[Sequence[InputFile]], executor: Any, workers: int | None) -> list[PackedFile]:
     """Do all tasks that are missing, check those that are done, and return what is known of all of them."""
     done: dict[int, PackedFile] = {}
+    first: PackedFile | None = None
     todo = [(how, number, len(groups), group) for number, group in enumerate(groups, start=1)]
     results = _on_this_machine(todo, workers) if executor is None else _results(_engine(executor), todo)
     with tqdm(total=len(groups), desc="Packing files", unit=" tasks", disable=None) as bar:
         for number, file in results:
             done[number] = file
-            filled = [each for each in (done[min(done)], file) if each.rows]
-            _check_same_columns([(each.inputs[0], each.columns) for each in filled])
+            if file.rows:
+                first = first or file
+                _check_same_columns([(each.inputs[0], each.columns) for each in (first, file)])
             bar.update(len(done) - bar.n)
     return [done[number] for number in sorted(done)]
 

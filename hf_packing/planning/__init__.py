@@ -9,14 +9,11 @@ The modules, with the input and the output of each module:
     pattern_table.py   Cuts and Patterns -> PatternTable   plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
-    ranges.py          ranges -> indices                   list the indices in ranges, and count ranges
     plan.py            arrays -> PackingPlan               check and store a plan
     segment_checks.py  arrays -> errors                    check segments that share a prefix or a document
     describe_plan.py   PackingMetrics -> text              describe a plan
     forest.py          Forest -> Forest                    cut trees of documents that share prefixes
     sibling_order.py   tree -> tree                        put small branches of a tree first, for cheap cuts
-    spare_packs.py     Forest, PackingPlan -> Forest       cut trees to fill packs that would stay half empty
-    exact_fill.py      PackingPlan -> PackingPlan          fill packs of a few large trees exactly, to save packs
     tree_plan.py       Forest -> PackingPlan               plan trees of documents with any strategy
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
     length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_packing.planning.lengths import IntArray, smallest_index_type, sort_by_length
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type, sort_by_length
 from hf_packing.planning.patterns import Cuts, Patterns
 from hf_packing.planning.permutation import derive_key, keys_for, permute, permute_back
 from hf_packing.planning.plan import PackingPlan
@@ -248,7 +248,7 @@ class Assignment:
         mixed = np.flatnonzero(by_length.several_groups)
         if not len(mixed):
             return order
-        kind, number = np.repeat(mixed, by_length.documents[mixed]), _count_up(by_length.documents[mixed])
+        kind, number = np.repeat(mixed, by_length.documents[mixed]), indices_in_ranges(0, by_length.documents[mixed])
         sorted_at = by_length.first[kind] + number
         listed = order.copy()
         listed[self._places_in_list(kind, number)] = order[sorted_at]
@@ -266,7 +266,7 @@ class Assignment:
         """
         pieces_each = self.cuts.pieces_each[group]
         nth = np.repeat(np.arange(len(group)), pieces_each)
-        return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
+        return nth, indices_in_ranges(self.cuts.piece_offsets[group], pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
         """Return the document and the start of every piece. Pieces are listed in the order that `Cuts` describes.
@@ -285,7 +285,7 @@ class Assignment:
         by_length = sort_by_length(cuts.piece_length[piece])
         document, piece = cut[nth[by_length]], piece[by_length]
         # among pieces of one length, whole documents come before pieces of cut documents
-        whole_up_to = np.concatenate([[0], np.cumsum(cuts.documents[cuts.whole])])
+        whole_up_to = offsets_of(cuts.documents[cuts.whole])
         at = whole_up_to[np.searchsorted(cuts.document_length[cuts.whole], cuts.piece_length[piece], side="right")]
         start = None
         if cuts.piece_start.any():
@@ -324,10 +324,4 @@ class Assignment:
         size, capacity = np.empty_like(row), np.empty(len(row), dtype=patterns.capacity.dtype)
         size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
         capacity[row] = np.repeat(patterns.capacity, patterns.packs)
-        return row, np.concatenate([[0], np.cumsum(size)]), capacity
-
-
-def _count_up(sizes: IntArray) -> IntArray:
-    """Return the ranges 0, 1, ..., size - 1, one range for each size, concatenated into one array."""
-    numbers: IntArray = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return numbers
+        return row, offsets_of(size), capacity

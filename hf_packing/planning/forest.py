@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.sibling_order import smallest_first
 
 
@@ -37,7 +37,7 @@ class Forest:
     @property
     def sizes(self) -> IntArray:
         """int64 [trees]: the number of tokens of each tree; tokens that its pieces share are counted once."""
-        before = np.concatenate([[0], np.cumsum(self.length - self.shared)])
+        before = offsets_of(self.length - self.shared)
         return np.diff(before[self.offsets])
 
     def select(self, trees: npt.NDArray[np.bool_]) -> "Forest":

@@ -1,12 +1,13 @@
 """LengthSchedule, a limit on segments that grows during training, and the plan whose segments keep to a limit."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
+from hf_packing.checks import check_choice, check_optional_number, check_whole_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 
 Growth = Literal["linear", "exponential"]
@@ -43,14 +44,15 @@ class LengthSchedule:
     growth: Growth = "linear"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", check_whole_number("start", self.start))
-        object.__setattr__(self, "steps", check_whole_number("steps", self.steps))
-        if self.end is not None:
-            object.__setattr__(self, "end", check_whole_number("end", self.end))
-            if self.end < self.start:
-                raise PackingError(f"end: expected at least start={self.start}, got {self.end}")
-        if self.growth not in get_args(Growth):
-            raise PackingError(f"growth: expected one of {', '.join(get_args(Growth))}, got {self.growth!r}")
+        set_fields(
+            self,
+            start=check_whole_number("start", self.start),
+            steps=check_whole_number("steps", self.steps),
+            end=check_optional_number("end", self.end),
+        )
+        if self.end is not None and self.end < self.start:
+            raise PackingError(f"end: expected at least start={self.start}, got {self.end}")
+        check_choice("growth", self.growth, Growth)
 
     def __str__(self) -> str:
         return f"{self.start:,} tokens in the first step, whole documents after {self.steps:,} steps"
@@ -146,9 +148,8 @@ def cut_segments(plan: PackingPlan, longest: IntArray) -> PackingPlan:
     pieces = -(-plan.segment_length // limit)
     if not (pieces > 1).any():
         return plan
-    total = np.concatenate([[0], np.cumsum(pieces)])
-    number = np.arange(total[-1]) - np.repeat(total[:-1], pieces)  # of the piece in its segment
-    begin = number * np.repeat(limit, pieces)
+    total = offsets_of(pieces)
+    begin = indices_in_ranges(0, pieces) * np.repeat(limit, pieces)
     return replace(
         plan,
         segment_document=np.repeat(plan.segment_document, pieces),

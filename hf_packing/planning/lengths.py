@@ -1,16 +1,16 @@
 """Check document lengths, count documents by length, and cut documents that are longer than a pack."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.checks import INT32_MAX, check_choice, check_whole_numbers
 from hf_packing.errors import PackingError
 
 IntArray = npt.NDArray[Any]
 
-INT32_MAX = 2**31 - 1
 _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40
 _COUNTED_AT_ONCE = 1 << 22
@@ -50,43 +50,6 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
 
 
-def check_whole_numbers(name: str, values: Any) -> IntArray:
-    """Return `values` as a 1-d NumPy array of integers, or raise PackingError if `values` is anything else.
-
-    `name` is the name of the argument in the error message. An empty array may have any dtype, since NumPy converts an
-    empty list to floats.
-    """
-    if isinstance(values, np.ma.MaskedArray):
-        raise PackingError(f"{name}: expected an array without a mask, got a masked array")
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise PackingError(
-            f"{name}: expected 1-d integers, got {type(values).__name__}; conversion to a NumPy array failed: {error}"
-        ) from error
-    if array.ndim != 1:
-        got = f"an array of shape {array.shape}" if array.ndim else type(values).__name__
-        raise PackingError(f"{name}: expected a 1-d array, got {got}")
-    if array.size and array.dtype.kind not in "iu":
-        raise PackingError(f"{name}: expected integers, got {array.dtype} values such as {array[0]!r}")
-    return array
-
-
-def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
-    """Return `value` as an int, or raise PackingError if `value` is not an integer from `minimum` to `maximum`.
-
-    `name` is the name of the argument in the error message.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
-        raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
-    return int(value)
-
-
-def is_real(value: Any) -> bool:
-    """Return whether `value` is an int, a float, or a NumPy integer or float. A bool does not count as a number."""
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:
     """Return np.int32 if int32 can index an array of `count` items, and np.int64 otherwise."""
     return np.int32 if count <= INT32_MAX else np.int64
@@ -104,6 +67,53 @@ def sort_by_length(lengths: IntArray) -> IntArray:
     for shift in range(16, int(lengths.max()).bit_length(), 16):
         order = order[np.argsort((lengths >> shift).astype(np.uint16)[order], kind="stable")]
     return order
+
+
+def offsets_of(lengths: Any) -> IntArray:
+    """Return where things of these lengths begin and end, laid end to end, int64 [things + 1].
+
+    Args:
+        lengths: integers [things]: the length of each.
+
+    Example:
+        >>> offsets_of([2, 3]).tolist()
+        [0, 2, 5]
+    """
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=offsets[1:])
+    return offsets
+
+
+def indices_in_ranges(begin: IntArray | int, length: IntArray) -> IntArray:
+    """Return the indices in several ranges, one range after the other, int64 [sum of the lengths].
+
+    Args:
+        begin: integers [ranges]: the first index of each range; or the first index of all ranges.
+        length: integers [ranges]: the number of indices in each range.
+
+    Example:
+        >>> indices_in_ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+        [5, 6, 0, 1, 2]
+    """
+    end = np.cumsum(length, dtype=np.int64)
+    total = int(end[-1]) if len(end) else 0
+    return np.arange(total) + np.repeat(begin - (end - length), length)
+
+
+def count_ranges(begin: IntArray, length: IntArray, size: int) -> IntArray:
+    """Return how many ranges each index below `size` is in, int64 [size].
+
+    Args:
+        begin: integers [ranges]: the first index of each range.
+        length: integers [ranges]: the number of indices in each range.
+        size: the largest index of a range, plus 1, or more.
+
+    Example:
+        >>> count_ranges(np.array([0, 1]), np.array([3, 1]), 4).tolist()
+        [1, 2, 1, 0]
+    """
+    changes = np.bincount(begin, minlength=size + 1) - np.bincount(begin + length, minlength=size + 1)
+    return np.cumsum(changes[:-1])
 
 
 @dataclass(frozen=True)
@@ -189,12 +199,6 @@ class Pieces:
         return Pieces(self.document[order], self.start[order], self.length[order])
 
 
-def check_overflow(overflow: str) -> None:
-    """Raise PackingError unless `overflow` is "split", "truncate", "drop" or "error"."""
-    if overflow not in get_args(Overflow):
-        raise PackingError(f"overflow: expected one of {', '.join(get_args(Overflow))}, got {overflow!r}")
-
-
 def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
     """Raise PackingError if `overflow` is "error" and a document is longer than the capacity.
 
@@ -240,7 +244,7 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
         PackingError: `overflow` has an unknown value, `overflow` is "error" and a document is too long, or there are
             more than 2**40 pieces.
     """
-    check_overflow(overflow)
+    check_choice("overflow", overflow, Overflow)
     documents = len(lengths)
     numbers = np.arange(documents, dtype=smallest_index_type(documents))
     longest = int(lengths.max(initial=0))
@@ -260,7 +264,6 @@ def _split(lengths: IntArray, capacity: int, numbers: IntArray) -> Pieces:
     chunks = -(-lengths.astype(np.int64) // capacity)
     check_num_pieces(float(chunks.sum()), capacity)
     document = np.repeat(numbers, chunks)
-    first_piece = np.cumsum(chunks) - chunks
-    start = (np.arange(len(document)) - np.repeat(first_piece, chunks)) * capacity
+    start = indices_in_ranges(0, chunks) * capacity
     length = np.minimum(lengths[document] - start, capacity)
     return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
         3
     """
     lengths = np.flatnonzero(counts)
-    number = np.concatenate([[0], np.cumsum(counts[lengths], dtype=np.int64)])
-    volume = np.concatenate([[0], np.cumsum(counts[lengths] * lengths, dtype=np.int64)])
+    number = offsets_of(counts[lengths])
+    volume = offsets_of(counts[lengths] * lengths)
     half = int(np.searchsorted(lengths, capacity // 2, side="right"))
     threshold = np.arange(half)  # indices into `lengths`; a threshold between two lengths gives no higher bound
     complement = np.searchsorted(lengths, capacity - lengths[:half], side="right")

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_packing.checks import check_whole_numbers
 from hf_packing.errors import PackingError
 from hf_packing.planning.assign import Assignment, DealtShard
-from hf_packing.planning.lengths import IntArray, LengthCounts, check_lengths, check_whole_numbers, sort_by_length
+from hf_packing.planning.lengths import IntArray, LengthCounts, check_lengths, sort_by_length
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, DocumentsByLength, Patterns
 from hf_packing.planning.plan import PackingPlan

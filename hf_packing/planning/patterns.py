@@ -14,7 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, LengthCounts, Overflow, check_num_pieces
+from hf_packing.planning.lengths import (
+    IntArray,
+    LengthCounts,
+    Overflow,
+    check_num_pieces,
+    indices_in_ranges,
+    offsets_of,
+)
 
 
 @dataclass(frozen=True)
@@ -47,19 +54,19 @@ class Patterns:
 
     def segments_per_pack(self) -> IntArray:
         """Return, for each pattern, the number of segments in one pack, int64 [patterns]."""
-        total = np.concatenate([[0], np.cumsum(self.entry_copies)])
+        total = offsets_of(self.entry_copies)
         return np.diff(total[self.entry_offsets])
 
     def tokens_per_pack(self) -> IntArray:
         """Return, for each pattern, the number of tokens in one pack, int64 [patterns]."""
-        total = np.concatenate([[0], np.cumsum(self.entry_copies * self.entry_length)])
+        total = offsets_of(self.entry_copies * self.entry_length)
         return np.diff(total[self.entry_offsets])
 
     def without_empty(self) -> "Patterns":
         """Return the patterns of non-empty packs. Patterns without segments are left out."""
         entries = np.diff(self.entry_offsets)
         kept = entries > 0
-        offsets = np.concatenate([[0], np.cumsum(entries[kept])])
+        offsets = offsets_of(entries[kept])
         return Patterns(self.packs[kept], self.capacity[kept], offsets, self.entry_length, self.entry_copies)
 
     def counts(self) -> IntArray:
@@ -105,7 +112,7 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
     return Patterns(
         packs=np.array([pattern.packs for pattern in patterns], dtype=np.int64),
         capacity=np.array([pattern.capacity for pattern in patterns], dtype=np.int32),
-        entry_offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        entry_offsets=offsets_of(sizes),
         entry_length=entries[:, 0].astype(np.int32),
         entry_copies=entries[:, 1].copy(),
     )
@@ -124,14 +131,14 @@ def patterns_from_runs(runs: Iterable[tuple[int, int, int, int]], num_packs: int
     first_pattern, end_pattern = np.searchsorted(borders, first), np.searchsorted(borders, first + packs)
     spans = end_pattern - first_pattern
     run = np.repeat(np.arange(len(spans)), spans)
-    pattern = first_pattern[run] + np.arange(len(run)) - np.repeat(np.cumsum(spans) - spans, spans)
+    pattern = indices_in_ranges(first_pattern, spans)
     by_pattern = np.argsort(pattern, kind="stable")
     run = run[by_pattern]
     patterns = len(borders) - 1
     return Patterns(
         packs=np.diff(borders),
         capacity=np.full(patterns, capacity, dtype=np.int32),
-        entry_offsets=np.concatenate([[0], np.cumsum(np.bincount(pattern, minlength=patterns))]),
+        entry_offsets=offsets_of(np.bincount(pattern, minlength=patterns)),
         entry_length=length[run].astype(np.int32),
         entry_copies=copies[run],
     )
@@ -190,7 +197,7 @@ class Cuts:
 
         The other tokens of the document are dropped.
         """
-        total = np.concatenate([[0], np.cumsum(self.piece_length, dtype=np.int64)])
+        total = offsets_of(self.piece_length)
         return np.diff(total[self.piece_offsets])
 
     @cached_property
@@ -263,7 +270,7 @@ def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
     return Cuts(
         document_length=np.array([length for length, _, _ in groups], dtype=np.int64),
         documents=np.array([documents for _, documents, _ in groups], dtype=np.int64),
-        piece_offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        piece_offsets=offsets_of(sizes),
         piece_length=np.fromiter(chain.from_iterable(pieces for _, _, pieces in groups), dtype=np.int32),
     )
 
@@ -298,7 +305,7 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
     elif overflow == "split":
         pieces_each = -(-length // capacity)
         check_num_pieces(float(pieces_each[long] @ counts.documents[long].astype(np.float64)), capacity)
-    offsets = np.concatenate([[0], np.cumsum(pieces_each)])
+    offsets = offsets_of(pieces_each)
     piece_length = np.repeat(np.minimum(length, capacity), pieces_each).astype(np.int32)
     if overflow == "split" and long.any():
         piece_length[offsets[1:][long] - 1] = length[long] - (pieces_each[long] - 1) * capacity

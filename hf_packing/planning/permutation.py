@@ -15,24 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.ranges import indices_in_ranges
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 _Keys = npt.NDArray[np.uint64]
 _Walk = Callable[[_Keys, _Keys, _Keys, _Keys], _Keys]
 
-_SEED_MAX = 2**63 - 1
 _ROUNDS = 4
 # odd 64-bit multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
 _GAMMA, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _HALF = np.uint64(32)
 _ROUND_KEYS = np.arange(_ROUNDS + 1, dtype=np.uint64) * _GAMMA
 _PLACES_AT_ONCE, _PACKS_AT_ONCE = 1 << 16, 1 << 13
-
-
-def check_seed(seed: Any) -> int:
-    """Return `seed` as an int, or raise PackingError if `seed` is not an integer from 0 to 2**63 - 1."""
-    return check_whole_number("seed", seed, minimum=0, maximum=_SEED_MAX)
 
 
 def derive_key(seed: int, purpose: str) -> np.uint64:
@@ -125,14 +118,13 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
     """
     packs = random_order(len(pack_offsets) - 1, seed, "order of packs")
     sizes = np.diff(pack_offsets)[packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     segments = np.empty(int(offsets[-1]), dtype=np.int64)
     key = derive_key(seed, "order in packs")
     for begin in range(0, len(packs), _PACKS_AT_ONCE):
         pack, size = packs[begin : begin + _PACKS_AT_ONCE], sizes[begin : begin + _PACKS_AT_ONCE]
         first = offsets[begin]
-        place = np.arange(first, first + size.sum()) - np.repeat(offsets[begin : begin + len(pack)], size)
-        place = permute(place, np.repeat(size, size), keys_for(np.repeat(pack, size), key))
+        place = permute(indices_in_ranges(0, size), np.repeat(size, size), keys_for(np.repeat(pack, size), key))
         segments[first : first + len(place)] = np.repeat(pack_offsets[pack], size) + place
     return segments, offsets, packs
 
@@ -151,7 +143,7 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
     """
     trees, offsets, packs = shuffle_packs(np.searchsorted(tree_offsets, pack_offsets), seed)
     segments = np.diff(tree_offsets)[trees]
-    before = np.concatenate([[0], np.cumsum(segments)])
+    before = offsets_of(segments)
     return indices_in_ranges(tree_offsets[trees], segments), before[offsets], packs
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.describe_plan import describe_plan
-from hf_packing.planning.lengths import INT32_MAX, IntArray, smallest_index_type
+from hf_packing.planning.lengths import IntArray, smallest_index_type
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
-from hf_packing.planning.permutation import check_seed, shuffle_trees
+from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.segment_checks import check_disjoint, check_shared
 from hf_packing.planning.storage import load_arrays, save_arrays
 
@@ -82,13 +83,13 @@ class PackingPlan:
             # unsigned integers have no negative differences, so the checks would not detect offsets that descend
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
-            object.__setattr__(self, name, array)
+            set_fields(self, **{name: array})
         _check_laws(self.arrays())
         types = _stored_types(self.arrays())
         for name, array in self.arrays().items():
             array = array.astype(types[name], copy=False)
             array.flags.writeable = False
-            object.__setattr__(self, name, array)
+            set_fields(self, **{name: array})
 
     @property
     def num_documents(self) -> int:

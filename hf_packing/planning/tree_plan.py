@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import Forest, cut_large_trees
-from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, check_whole_number
+from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.ranges import indices_in_ranges
-from hf_packing.planning.spare_packs import cut_to_fill
 
 FEWEST_SHARED = 16
 """The fewest tokens that documents share, with share_prefixes=True. A smaller number saves hardly any more tokens."""
@@ -48,43 +47,32 @@ class TreeLimits(NamedTuple):
 
 
 def plan_forest(
-    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_trees: Callable[[IntArray], PackingPlan]
+    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
 ) -> PackingPlan:
     """Plan documents that share prefixes, and return a plan with `segment_shared`.
 
-    Trees that are larger than a pack are cut where the fewest tokens are repeated. Further cuts, which fill packs that
-    would stay half empty, are made if the strategy then needs fewer packs.
+    Trees that are larger than a pack are cut where the fewest tokens are repeated.
 
     Args:
         forest: the forest of the pieces; no piece is longer than `capacity`.
         pieces: the pieces of the documents.
         lengths: integers [documents]: length of each document before cutting, in tokens.
         capacity: the most tokens that a tree may have.
-        plan_trees: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
+        plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
 
     Raises:
         PackingError: the strategy has cut or dropped a tree.
     """
-    forest, trees = fit_trees(forest, capacity, plan_trees)
-    return place_pieces(forest, pieces, lengths, trees)
-
-
-def fit_trees(
-    forest: Forest, capacity: int, plan_trees: Callable[[IntArray], PackingPlan]
-) -> tuple[Forest, PackingPlan]:
-    """Cut trees as `plan_forest` does, and return the forest after all cuts, and a plan whose documents are its trees.
-
-    The arguments are those of `plan_forest`.
-    """
     forest = cut_large_trees(forest, capacity)
-    plan = _plan_trees(forest, plan_trees)
-    if (plan.pack_capacity == capacity).all():
-        filled = cut_to_fill(forest, plan, capacity)
-        if filled is not forest:
-            fewer = _plan_trees(filled, plan_trees)
-            if fewer.num_packs < plan.num_packs:
-                return filled, fewer
-    return forest, plan
+    sizes = check_lengths(forest.sizes)
+    plan = plan_lengths(sizes)
+    if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
+        raise PackingError(
+            "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "
+            f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
+            f"{len(sizes)} trees"
+        )
+    return place_pieces(forest, pieces, lengths, plan)
 
 
 def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: PackingPlan) -> PackingPlan:
@@ -105,21 +93,9 @@ def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: 
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=np.concatenate([[0], np.cumsum(sizes)])[trees_plan.pack_offsets],
+        pack_offsets=offsets_of(sizes)[trees_plan.pack_offsets],
         pack_capacity=trees_plan.pack_capacity,
         segment_shared=forest.shared[places],
         proven_lower_bound=trees_plan.proven_lower_bound,
         note=trees_plan.note,
     )
-
-
-def _plan_trees(forest: Forest, plan_trees: Callable[[IntArray], PackingPlan]) -> PackingPlan:
-    sizes = check_lengths(forest.sizes)
-    plan = plan_trees(sizes)
-    if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
-        raise PackingError(
-            "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "
-            f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
-            f"{len(sizes)} trees"
-        )
-    return plan

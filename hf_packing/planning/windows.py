@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
 
@@ -169,8 +169,8 @@ def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:
         packs: int64 [chosen packs]: indices of packs, in the wanted order.
     """
     sizes = np.diff(plan.pack_offsets)[packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    segments = np.repeat(plan.pack_offsets[:-1][packs] - offsets[:-1], sizes) + np.arange(offsets[-1])
+    offsets = offsets_of(sizes)
+    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
     return PackingPlan(
         document_length=plan.document_length,
         segment_document=plan.segment_document[segments],

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.tables import as_html, as_text

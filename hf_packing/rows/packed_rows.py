@@ -23,7 +23,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
@@ -222,7 +222,7 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
         lengths: integers [rows]: the number of values in each row.
         large: True to make a LargeListArray even if 32-bit offsets would do.
     """
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    offsets = offsets_of(lengths)
     flat = pa.array(values)
     if large or offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)

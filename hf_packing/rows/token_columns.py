@@ -21,7 +21,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.rows.packing_trace import refuse_lost_borders
 
 TOKENS_AT_ONCE = 1 << 19
@@ -107,7 +107,7 @@ def column_of_values(name: str, values: npt.NDArray[Any], lengths: IntArray) -> 
         values: numbers [sum of the lengths]: the values of all rows, row by row.
         lengths: integers [rows]: the number of values in each row.
     """
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    offsets = pa.array(offsets_of(lengths))
     return TokenColumn(name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(values))]))
 
 
@@ -323,7 +323,7 @@ def _read_chunk(chunk: pa.Array) -> _Chunk:
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
     offsets, values = chunk.offsets.to_numpy().astype(np.int64), chunk.values
     if values.null_count:
-        nulls_before = np.concatenate([[0], np.cumsum(values.is_null().to_numpy(zero_copy_only=False))])
+        nulls_before = offsets_of(values.is_null().to_numpy(zero_copy_only=False))
         nulls = np.diff(nulls_before[offsets]) > 0
         values = values.fill_null(False if pa.types.is_boolean(values.type) else 0)
     return _Chunk(values.to_numpy(zero_copy_only=False), offsets[:-1], np.diff(offsets), missing, nulls)

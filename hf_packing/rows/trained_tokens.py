@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.ranges import count_ranges, indices_in_ranges
+from hf_packing.planning.lengths import count_ranges, indices_in_ranges
 from hf_packing.trees.segments import Places, TreeSegments
 
 Pieces = npt.NDArray[np.int64]

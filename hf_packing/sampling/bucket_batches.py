@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import check_choice, check_seed, check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.permutation import check_seed, random_order
+from hf_packing.planning.lengths import IntArray, indices_in_ranges
+from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -108,8 +109,7 @@ class BucketBatches(Batching):
         return self.tokens_per_batch
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(BucketOrder):
-            raise PackingError(f"order: expected one of {', '.join(get_args(BucketOrder))}, got {self.order!r}")
+        check_choice("order", self.order, BucketOrder)
         self._set_checked(
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
@@ -208,7 +208,7 @@ class BucketBatches(Batching):
         if self.order == "random":
             return random_order(len(bucket_of_step), seed, "order of steps")
         steps = np.bincount(bucket_of_step)
-        number = np.arange(len(bucket_of_step)) - np.repeat(np.cumsum(steps) - steps, steps)
+        number = indices_in_ranges(0, steps)
         return np.lexsort((bucket_of_step, number * self.cycles // steps[bucket_of_step]))
 
 

@@ -9,15 +9,16 @@ many ranks run them, so that training can go on with the same steps on another n
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, check_whole_number
+from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.tree_counts import TreeCounts
 
@@ -28,8 +29,6 @@ SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
 MicroBatches = list[list[int]]
 """The rows of each micro-batch."""
-Trained = tuple[tuple[int, int], ...]
-"""Pairs of integers (slots, optimizer steps): the runs that trained on a part of an epoch, in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +73,6 @@ class Epoch:
         number: number of the epoch, from 0.
         world_size: number of ranks. All ranks run one micro-batch each at the same time.
         accumulation: number of micro-batches of each rank in one optimizer step.
-        trained: pairs of integers (slots, optimizer steps): earlier runs of this epoch, with other numbers of slots.
-            Their rows are left out.
 
     Raises:
         PackingError: a bad argument, which the message names.
@@ -84,14 +81,11 @@ class Epoch:
     number: int = 0
     world_size: int = 1
     accumulation: int = 1
-    trained: Trained = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", check_whole_number("epoch", self.number, minimum=0))
         object.__setattr__(self, "world_size", check_whole_number("world_size", self.world_size, maximum=MAX_RANKS))
         object.__setattr__(self, "accumulation", check_whole_number("accumulation", self.accumulation))
-        runs = [(check_whole_number("trained", slots), check_whole_number("trained", n)) for slots, n in self.trained]
-        object.__setattr__(self, "trained", tuple(runs))
 
     @property
     def slots(self) -> int:
@@ -148,7 +142,7 @@ class EpochPlan:
             of_row: integers [rows]: the value of each row, such as its number of tokens.
             counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
-        total = np.concatenate([[0], np.cumsum(of_row[self.rows] * counted, dtype=np.int64)])
+        total = offsets_of(of_row[self.rows] * counted)
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
@@ -239,7 +233,7 @@ class Batching(ABC):
 
     @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        """Return the plan of one epoch for all ranks, from rows that `left_in` returned."""
+        """Return the plan of one epoch for all ranks, from rows that `fit` returned."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -250,23 +244,6 @@ class Batching(ABC):
     def fewest_shared(self) -> int | None:
         """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
         return None
-
-    def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:
-        """Return the fitted rows without some of them, whose numbers are `trained`, int64 [rows]."""
-        return replace(rows, kept=np.setdiff1d(rows.kept, trained))
-
-    def left_in(self, rows: FittedRows, epoch: Epoch) -> FittedRows:
-        """Return the fitted rows that earlier runs of the epoch have not trained on: all, or those of the rest."""
-        for run, (slots, steps) in enumerate(epoch.trained):
-            plan = self.plan_fitted(rows, Epoch(epoch.number, 1, slots, epoch.trained[:run]))
-            if steps * slots >= plan.num_micro_batches:
-                raise PackingError(
-                    f"trained: expected fewer than {-(-plan.num_micro_batches // slots)} optimizer steps of {slots} "
-                    f"micro-batches, got {steps}, which leave no rows in the epoch"
-                )
-            trained = slice(int(plan.offsets[steps * slots]))
-            rows = self.without(rows, plan.rows[trained][~plan.is_copy[trained]])
-        return rows
 
     def plan(self, sizes: RowSizes, epoch: Epoch | None = None) -> EpochPlan:
         """Plan the micro-batches of all ranks in one epoch.
@@ -287,7 +264,7 @@ class Batching(ABC):
             raise PackingError(f"epoch: expected Epoch(number, world_size, accumulation), got {epoch!r}")
         rows = self.fit(check_sizes(sizes))
         self.check_enough_rows(rows, epoch)
-        return self.plan_fitted(self.left_in(rows, epoch), epoch)
+        return self.plan_fitted(rows, epoch)
 
     def check_enough_rows(self, rows: FittedRows, epoch: Epoch) -> None:
         """Raise PackingError if there are no rows, or if needs_row_per_rank is True and rows are fewer than ranks."""
@@ -299,9 +276,8 @@ class Batching(ABC):
             )
 
     def epoch_seed(self, epoch: Epoch) -> int:
-        """Return the seed of an epoch, derived from the batching's seed, the epoch's number and its earlier runs."""
-        rest = f" after {epoch.trained}" if epoch.trained else ""
-        return int(derive_key(self.seed, f"epoch {epoch.number}{rest}")) >> 1
+        """Return the seed of an epoch, derived from the batching's seed and the epoch's number."""
+        return int(derive_key(self.seed, f"epoch {epoch.number}")) >> 1
 
     def _set_checked(self, **values: Any) -> None:
         """Set fields of this frozen dataclass to values that have been checked."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
+from hf_packing.checks import check_whole_numbers
 from hf_packing.columns import (
     BUCKET,
     INPUT_IDS,
@@ -24,7 +25,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_numbers
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.rows.lazy.lazy_columns import LazyColumn
 from hf_packing.rows.lazy.packed_tokens import PackedTokens
 from hf_packing.rows.packing_trace import refuse_lost_borders
@@ -70,7 +71,7 @@ def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | 
         bucket: integers [rows], tokens: the capacity of each pack; None if packs have no bucket.
     """
     lengths = seq_lengths.astype(np.int64)
-    tokens, squared = (np.diff(np.concatenate([[0], np.cumsum(values)])[offsets]) for values in (lengths, lengths**2))
+    tokens, squared = (np.diff(offsets_of(values)[offsets]) for values in (lengths, lengths**2))
     return RowSizes(tokens, np.diff(offsets), squared, None if bucket is None else bucket.astype(np.int64), packed=True)
 
 
@@ -156,7 +157,7 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     column = columns[SEQ_LENGTHS]
     rows = np.arange(len(column.length))
     seq_lengths = column.gather(rows, np.zeros_like(rows), column.length)
-    offsets = np.concatenate([[0], np.cumsum(column.length, dtype=np.int64)])
+    offsets = offsets_of(column.length)
     sizes = sizes_of_packs(seq_lengths, offsets, _buckets_in_table(table, numbers))
     _check_seq_lengths(seq_lengths, sizes, columns[INPUT_IDS].length if INPUT_IDS in columns else sizes.tokens)
     return replace(sizes, sample=sample)

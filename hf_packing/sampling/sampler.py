@@ -6,13 +6,13 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
 
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -21,24 +21,19 @@ from hf_packing.sampling.epoch_plan import (
     FittedRows,
     RowSizes,
     SampledRow,
-    Trained,
     check_batching,
     check_sizes,
     keep_rows,
 )
 from hf_packing.sampling.epoch_summary import EpochSummary
-from hf_packing.sampling.steps_of_epochs import StepsOfEpochs
 from hf_packing.sampling.token_budget import TokenBudget
 
-_PLANS_VERSION = 3
+_PLANS_VERSION = 4
 """Version of the plans. Increase this number with every code change that gives different micro-batches for the same
 arguments. Training then refuses to resume from older checkpoints."""
 
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
-
-STEPS = "steps"
-"""Name of the optimizer steps of the run's epochs, in checkpoints of a trainer; see `StepsOfEpochs.to_saved`."""
 
 
 class RankBatchSampler:
@@ -81,71 +76,32 @@ class RankBatchSampler:
         """The epoch whose micro-batches the next iteration yields."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
-        self._planned_rows = self.rows
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
-        self.steps = StepsOfEpochs(self.optimizer_steps, rest=self.optimizer_steps)
-        """The optimizer steps of the epochs of the run."""
-        self.goes_on = False
-        """True after a call of `go_on`."""
 
     def __len__(self) -> int:
-        return self.optimizer_steps * self.accumulation if self.goes_on else self._num_micro_batches
+        return self._num_micro_batches
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps in the current epoch, or in its rest."""
+        """Number of optimizer steps in an epoch."""
         return -(-self._num_micro_batches // self.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
         if number != self.epoch.number:
-            self.plan_rest(number, ())
-
-    def plan_rest(self, number: int, trained: Trained) -> None:
-        """Go to epoch `number`, and plan only the rows that earlier runs of this epoch have not trained on.
-
-        Args:
-            number: number of the epoch, from 0.
-            trained: pairs of integers (slots, optimizer steps) of the earlier runs, as in `Epoch`.
-        """
-        self.first_micro_batch = 0
-        epoch = Epoch(number, self.world_size, self.accumulation, trained)
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._planned_rows = self.batching.left_in(self.rows, self.epoch)
-            self._num_micro_batches = self.batching.num_micro_batches(self._planned_rows, self.epoch)
-
-    def go_on(self, steps: StepsOfEpochs, step: int) -> None:
-        """Go to the place of a run after so many optimizer steps.
-
-        From then on, every optimizer step has `accumulation` micro-batches on each rank, since Trainer takes only whole
-        steps if epochs have different lengths. At the end of an epoch, copies of a row fill the last step.
-
-        Args:
-            steps: the optimizer steps of the epochs of the run.
-            step: number of optimizer steps that are done, those of earlier runs included.
-        """
-        epoch, done, _ = steps.place(step)
-        self.plan_rest(epoch, steps.trained_in(epoch))
-        self.first_micro_batch = done * self.accumulation
-        self.steps, self.goes_on = steps, True
+            self.first_micro_batch = 0
+            self.epoch = Epoch(number, self.world_size, self.accumulation)
 
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, for all ranks."""
         if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, self.batching.plan_fitted(self._planned_rows, self.epoch)
+            self._planned = self.epoch, self.batching.plan_fitted(self.rows, self.epoch)
         return self._planned[1]
 
     def __iter__(self) -> Iterator[list[SampledRow]]:
-        return chain(self.plan.micro_batches(self.rank, self.first_micro_batch), self._copies())
-
-    def _copies(self) -> Iterator[list[SampledRow]]:
-        """Yield micro-batches that fill the last optimizer step, each with a copy of a row; none before `go_on`."""
-        for _ in range(len(self) - self._num_micro_batches):
-            rows = [row for row, _ in self.plan.micro_batch(self._num_micro_batches - 1, self.rank)]
-            yield [(min(rows, key=self.rows.sizes.tokens.__getitem__), True)]
+        return self.plan.micro_batches(self.rank, self.first_micro_batch)
 
     def summary(
         self, unpacked: int | None = None, isolation: object = None, labels: LabelCounts | None = None
@@ -207,18 +163,14 @@ class RankBatchSampler:
             SLOTS: self.epoch.slots,
         }
 
-    def check_can_resume(self, saved: dict[str, Any], any_slots: bool = False) -> None:
-        """Raise PackingError if a checkpoint was saved with different optimizer steps.
+    def check_can_resume(self, saved: dict[str, Any]) -> None:
+        """Raise PackingError if a checkpoint was saved with different optimizer steps; the message says what differs.
 
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
-            any_slots: whether the checkpoint may have another number of micro-batches in an optimizer step.
-
-        Raises:
-            PackingError: a value has changed since the checkpoint was saved; the message names the value.
         """
         for name, value in self.plan_inputs().items():
-            if saved.get(name) == value or (name == SLOTS and (any_slots or self.goes_on)):
+            if saved.get(name) == value:
                 continue
             got, hint = repr(value), ""
             if name == SLOTS:
@@ -228,14 +180,6 @@ class RankBatchSampler:
                 f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {got}; resuming would "
                 f"train on some rows twice and on other rows not at all{hint}"
             )
-        if STEPS in saved and not (any_slots or self.goes_on):
-            before = StepsOfEpochs.from_saved(saved[STEPS])
-            if before != self.steps:
-                raise PackingError(
-                    "resume_from_checkpoint: expected the checkpoint as an argument of the trainer's train(), which "
-                    f"finds its place in the data before training begins. The steps before step {before.began} had "
-                    "another size, so global_step alone does not give the place"
-                )
 
 
 def _same_slots(saved: Any, world_size: int) -> str:

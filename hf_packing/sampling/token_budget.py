@@ -1,15 +1,15 @@
 """TokenBudget, a batching whose micro-batches have at most max_tokens tokens, with about equal work on all ranks."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.checks import check_choice, check_seed, check_whole_number, is_real
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
-from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, is_real
-from hf_packing.planning.permutation import check_seed
+from hf_packing.planning.lengths import IntArray, Overflow
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.best_fit import Limits
 from hf_packing.sampling.epoch_plan import (
@@ -112,14 +112,13 @@ class TokenBudget(Batching):
         return self.max_tokens
 
     def __post_init__(self) -> None:
-        check_overflow(self.overflow)
+        check_choice("overflow", self.overflow, Overflow)
         self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
         if self.max_documents is not None:
             self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
         if self.max_patches is not None:
             self._set_checked(max_patches=check_whole_number("max_patches", self.max_patches))
-        if self.balance not in get_args(Balance):
-            raise PackingError(f"balance: expected one of {', '.join(get_args(Balance))}, got {self.balance!r}")
+        check_choice("balance", self.balance, Balance)
         if self.linear_cost is not None:
             if not is_real(self.linear_cost) or not 0 <= self.linear_cost <= _MOST_LINEAR:
                 raise PackingError(
@@ -155,10 +154,6 @@ class TokenBudget(Batching):
             rows = leave_out_rows(rows, unit, has, most, self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
-    def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:
-        left = super().without(rows, trained)
-        return replace(left, fewest_micro_batches=fewest_micro_batches(self._limits(left)))
-
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         return -(-self._num_filled(rows, epoch) // epoch.world_size)
 
@@ -174,10 +169,7 @@ class TokenBudget(Batching):
                 max_tokens=self.max_tokens,
                 others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
             )
-            if epoch.trained:  # only the whole epoch has to fit exactly
-                optimizer_steps = max(optimizer_steps, -(-schedule.documents // self.match_documents_per_step))
-            else:
-                optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
+            optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
         return min(optimizer_steps * epoch.slots, len(rows.kept))
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:

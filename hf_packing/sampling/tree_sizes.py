@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from hf_packing.columns import ENDS, PARENTS, SEGMENT_LENGTHS, TREE_COLUMNS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.tree_counts import TreeCounts
@@ -74,7 +74,7 @@ def _sizes_of_trees(tokens: IntArray, segments: _Lists, parents: _Lists, ends: _
         ends: the segments in which the documents end, as indices in the row.
     """
     _check_trees(segments, parents, ends)
-    lengths, offsets = segments.values, np.concatenate([[0], np.cumsum(segments.per_row)])
+    lengths, offsets = segments.values, offsets_of(segments.per_row)
     first = np.repeat(offsets[:-1], segments.per_row)
     depths = _depths(lengths, np.where(parents.values < 0, -1, parents.values + first))
     totals = np.concatenate([[[0], [0]], np.cumsum([lengths, attention_costs(lengths, depths)], axis=1)], axis=1)
@@ -99,8 +99,7 @@ def _check_trees(segments: _Lists, parents: _Lists, ends: _Lists) -> None:
             f"column {PARENTS!r}: expected one parent for each of the {segments.per_row[row]} segments of row {row}, "
             f"got {parents.per_row[row]}"
         )
-    begin = np.cumsum(segments.per_row) - segments.per_row
-    segment = np.arange(len(segments.values)) - np.repeat(begin, segments.per_row)
+    segment = indices_in_ranges(0, segments.per_row)
     if (wrong := parents.values >= segment).any():
         place = int(wrong.argmax())
         raise PackingError(

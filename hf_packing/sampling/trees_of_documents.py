@@ -13,7 +13,7 @@ import torch
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import cut_large_trees
-from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.label_counts import LabelCounts, count_labels
 from hf_packing.rows.token_columns import (
@@ -159,7 +159,7 @@ def _columns_of(dataset: datasets.Dataset, unread: Sequence[str], more: Sequence
 
 def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.int64]:
     """Return the sum of a value of documents over each tree, int64 [trees]."""
-    total = np.concatenate([[0], np.cumsum(values)])
+    total = offsets_of(values)
     return np.diff(total[plan.pack_offsets])
 
 

@@ -11,6 +11,13 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 import hf_packing
+from hf_packing.checks import (
+    check_choice,
+    check_optional_number,
+    check_optional_seed,
+    check_whole_number,
+    set_fields,
+)
 from hf_packing.columns import INPUT_IDS, check_has_tokens
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.planning.lengths import (
@@ -20,14 +27,11 @@ from hf_packing.planning.lengths import (
     check_counts,
     check_fitting,
     check_lengths,
-    check_overflow,
-    check_whole_number,
     count_lengths,
     counts_of_histogram,
 )
 from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Patterns, cut_by_overflow
-from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
@@ -84,10 +88,6 @@ class Strategy(ABC):
             f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
         )
 
-    def plan_trees(self, sizes: IntArray) -> PackingPlan:
-        """Return a plan for trees of documents of these sizes. No tree is cut."""
-        return self.plan_lengths(sizes)
-
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
 
@@ -115,11 +115,6 @@ class Strategy(ABC):
                 "with_indices, with_rank, input_columns and fn_kwargs"
             )
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
-
-    def set_fields(self, **values: Any) -> None:
-        """Set fields although the instance is frozen. `__post_init__` uses this method to store checked values."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -163,10 +158,11 @@ class OneCapacity(CountingStrategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_overflow(self.overflow)
-        self.set_fields(
+        check_choice("overflow", self.overflow, Overflow)
+        set_fields(
+            self,
             max_length=check_whole_number("max_length", self.max_length),
-            max_documents=check_max_documents(self.max_documents),
+            max_documents=check_optional_number("max_documents", self.max_documents),
             seed=check_optional_seed(self.seed),
         )
 
@@ -197,22 +193,6 @@ class OneCapacity(CountingStrategy):
 
     def tree_limits(self) -> TreeLimits:
         return limits_of_trees(self.max_length, self.overflow, self.max_documents)
-
-
-def check_optional_seed(seed: Any) -> int | None:
-    """Return `seed` as an int, or None if `seed` is None.
-
-    Raise PackingError if `seed` is neither None nor an integer from 0 to 2**63 - 1.
-    """
-    return None if seed is None else check_seed(seed)
-
-
-def check_max_documents(max_documents: Any) -> int | None:
-    """Return `max_documents`, a limit on documents per pack, as an int, or None if `max_documents` is None.
-
-    Raise PackingError if `max_documents` is neither None nor an integer from 1 to 2**31 - 1.
-    """
-    return None if max_documents is None else check_whole_number("max_documents", max_documents)
 
 
 def limits_of_trees(max_length: int, overflow: Overflow, max_documents: int | None = None) -> TreeLimits:

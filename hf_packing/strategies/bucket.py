@@ -8,22 +8,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import INT32_MAX, check_optional_seed, check_real, check_whole_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import (
-    INT32_MAX,
-    IntArray,
-    LengthCounts,
-    check_num_pieces,
-    check_whole_number,
-    is_real,
-)
+from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces
 from hf_packing.planning.open_packs import Remaining
 from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room
-from hf_packing.strategies.base import CountingStrategy, Strategy, check_optional_seed, register_strategy
+from hf_packing.strategies.base import CountingStrategy, Strategy, register_strategy
 from hf_packing.strategies.sequential import concatenate_and_cut
 
 _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
@@ -67,9 +61,10 @@ class Bucket(CountingStrategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.set_fields(
+        set_fields(
+            self,
             bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
-            padding_threshold=_check_share("padding_threshold", self.padding_threshold),
+            padding_threshold=check_real("padding_threshold", self.padding_threshold, 0, 1, "a number from 0 to 1"),
             seed=check_optional_seed(self.seed),
         )
 
@@ -116,7 +111,8 @@ class BucketByLength(Strategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.set_fields(
+        set_fields(
+            self,
             bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
             seed=check_optional_seed(self.seed),
         )
@@ -145,13 +141,6 @@ def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
                 f"bucket_lengths: expected ascending lengths without repeats, got {', '.join(map(str, lengths))}"
             )
     return lengths
-
-
-def _check_share(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise PackingError if `value` is not a number from 0 to 1."""
-    if not is_real(value) or not 0 <= value <= 1:
-        raise PackingError(f"{name}: expected a number from 0 to 1, got {value!r}")
-    return float(value)
 
 
 _PieceLengths = tuple[int, ...]

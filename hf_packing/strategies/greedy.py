@@ -6,11 +6,9 @@ document fits, and ShortestPackFirst puts each document into the emptiest pack.
 
 from dataclasses import dataclass
 
-from hf_packing.planning.exact_fill import save_packs
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.open_packs import OpenPacks, best_fit_patterns, lengths_descending
 from hf_packing.planning.patterns import Patterns
-from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import OneCapacity, Solution, register_strategy
 
 
@@ -43,10 +41,6 @@ class BestFit(OneCapacity):
 
     def solve(self, counts: IntArray) -> Solution:
         return Solution(best_fit_patterns(counts, self.max_length, self.max_documents))
-
-    def plan_trees(self, sizes: IntArray) -> PackingPlan:
-        """Return a plan for trees of documents. If packs are saved by it, packs are filled as exactly as possible."""
-        return save_packs(self.plan_lengths(sizes))
 
 
 @register_strategy

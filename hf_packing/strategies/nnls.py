@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_packing.checks import check_whole_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.planning.patterns import Patterns
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
@@ -64,7 +65,7 @@ class NonNegativeLeastSquares(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.set_fields(max_documents=check_whole_number("max_documents", self.max_documents))
+        set_fields(self, max_documents=check_whole_number("max_documents", self.max_documents))
 
     def solve(self, counts: IntArray) -> Solution:
         return Solution(_least_squares_patterns(counts, self.max_length, self.max_documents))
@@ -172,7 +173,7 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
             choices = np.where(rest <= largest, 1, 0)
             least = rest
         of = np.repeat(np.arange(len(rest)), choices)
-        length = (least[of] + np.arange(len(of)) - np.repeat(np.cumsum(choices) - choices, choices)).astype(np.int32)
+        length = indices_in_ranges(least, choices).astype(np.int32)
         chosen = np.column_stack([chosen[of], length])
         rest, largest = rest[of] - length, length
     return chosen

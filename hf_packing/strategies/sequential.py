@@ -2,10 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import (
+    check_choice,
+    check_optional_number,
+    check_optional_seed,
+    check_seed,
+    check_whole_number,
+    set_fields,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.assign import Slots
 from hf_packing.planning.lengths import (
@@ -13,24 +21,18 @@ from hf_packing.planning.lengths import (
     Overflow,
     check_fitting,
     check_num_pieces,
-    check_overflow,
-    check_whole_number,
     cut_to_pieces,
+    indices_in_ranges,
+    offsets_of,
     smallest_index_type,
     sort_by_length,
 )
 from hf_packing.planning.open_packs import best_fit_patterns, first_fit_patterns
-from hf_packing.planning.permutation import check_seed, random_order, shuffle_packs
+from hf_packing.planning.permutation import random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room
-from hf_packing.strategies.base import (
-    Strategy,
-    check_max_documents,
-    check_optional_seed,
-    limits_of_trees,
-    register_strategy,
-)
+from hf_packing.strategies.base import Strategy, limits_of_trees, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
 
@@ -61,8 +63,8 @@ class FixedLength(Strategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.set_fields(
-            max_length=check_whole_number("max_length", self.max_length), seed=check_optional_seed(self.seed)
+        set_fields(
+            self, max_length=check_whole_number("max_length", self.max_length), seed=check_optional_seed(self.seed)
         )
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
@@ -106,7 +108,7 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
         buckets.append(segments._replace(document=document[segments.document]))
     document, start, length, pack_sizes = map(np.concatenate, zip(*buckets, strict=True))
     pack_capacity = np.repeat(np.array(capacities, dtype=np.int32), [len(segments.pack_sizes) for segments in buckets])
-    pack_offsets = np.concatenate([[0], np.cumsum(pack_sizes)])
+    pack_offsets = offsets_of(pack_sizes)
     if seed is not None:
         order, pack_offsets, packs = shuffle_packs(pack_offsets, seed)
         document, start, length, pack_capacity = document[order], start[order], length[order], pack_capacity[packs]
@@ -128,8 +130,7 @@ def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
     packs_touched = np.where(lengths > 0, (end - 1) // capacity - first_pack + 1, 0)
     check_num_pieces(float(packs_touched.sum()), capacity)
     document = np.repeat(np.arange(len(lengths)), packs_touched)
-    nth_segment = np.arange(len(document)) - np.repeat(np.cumsum(packs_touched) - packs_touched, packs_touched)
-    pack = first_pack[document] + nth_segment
+    pack = indices_in_ranges(first_pack, packs_touched)
     segment_begin = np.maximum(start[document], pack * capacity)
     segment_end = np.minimum(end[document], (pack + 1) * capacity)
     return _Concatenated(document, segment_begin - start[document], segment_end - segment_begin, np.bincount(pack))
@@ -172,14 +173,14 @@ class FirstCome(Strategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_overflow(self.overflow)
-        if self.order not in get_args(_Order):
-            raise PackingError(f"order: expected one of {', '.join(get_args(_Order))}, got {self.order!r}")
+        check_choice("overflow", self.overflow, Overflow)
+        check_choice("order", self.order, _Order)
         if self.seed is None and self.order == "random":
             raise PackingError("seed: expected an integer with order='random', got None")
-        self.set_fields(
+        set_fields(
+            self,
             max_length=check_whole_number("max_length", self.max_length),
-            max_documents=check_max_documents(self.max_documents),
+            max_documents=check_optional_number("max_documents", self.max_documents),
             seed=check_optional_seed(self.seed),
         )
 
@@ -287,8 +288,9 @@ class Multipack(Strategy):
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_overflow(self.overflow)
-        self.set_fields(
+        check_choice("overflow", self.overflow, Overflow)
+        set_fields(
+            self,
             max_length=check_whole_number("max_length", self.max_length),
             window=check_whole_number("window", self.window),
             seed=check_seed(self.seed),
@@ -307,7 +309,7 @@ class Multipack(Strategy):
             window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
             order.append(begin + window_order)
             sizes.append(window_sizes)
-        pack_offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        pack_offsets = offsets_of(np.concatenate(sizes))
         segments, pack_offsets, _ = shuffle_packs(pack_offsets, self.seed)
         pieces = pieces.take(np.concatenate(order)[segments])
         return PackingPlan(

@@ -7,10 +7,9 @@ from typing import Any, get_args
 
 import datasets
 
+from hf_packing.checks import check_choice, check_seed, is_real
 from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import is_real
-from hf_packing.planning.permutation import check_seed
 from hf_packing.streams import upstream
 from hf_packing.streams.mixed_examples import MixedExamples
 from hf_packing.streams.mixture import Count, Mixture, StoppingStrategy
@@ -68,8 +67,7 @@ def mix(
     if stopping_strategy not in get_args(StoppingStrategy):
         expected = ", ".join(get_args(StoppingStrategy))
         raise PackingError(f"stopping_strategy: expected one of {expected}, got {stopping_strategy!r}")
-    if count not in get_args(Count):
-        raise PackingError(f"count: expected one of {', '.join(get_args(Count))}, got {count!r}")
+    check_choice("count", count, Count)
     opened = {name: _open(name, stream) for name, stream in streams.items()}
     first = next(iter(opened.values()))
     for name, source in opened.items():

@@ -20,6 +20,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import offsets_of
 from hf_packing.streams.document_reader import lengths_of
 
 Count = Literal["tokens", "trainable"]
@@ -74,7 +75,7 @@ class Mixture:
         masks = {name: _values(documents, name) for name in names if name != LABELS}
         labels = _values(documents, LABELS if LABELS in names else INPUT_IDS)
         trained = (apply_loss_masks(labels, masks) if masks else labels) != IGNORED_LABEL
-        before = np.concatenate([[0], np.cumsum(trained)])
+        before = offsets_of(trained)
         end = np.cumsum(lengths)
         counted: npt.NDArray[np.int64] = before[end] - before[end - lengths]
         return counted

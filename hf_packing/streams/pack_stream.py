@@ -6,9 +6,9 @@ from typing import Any
 
 import datasets
 
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.rows.packed_rows import check_bucket_is_free
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_packing.checks import INT32_MAX
 from hf_packing.columns import IGNORED_LABEL, LOSS_MASKS, SEGMENT_COLUMNS, apply_loss_masks
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import INT32_MAX, IntArray
+from hf_packing.planning.lengths import IntArray
 from hf_packing.text.documents import DocumentRow, Documents
 from hf_packing.text.rendering import ROW_KINDS, BadRowError, Rendered, kind_of_row, render
 from hf_packing.text.text_tokenizer import TextTokenizer

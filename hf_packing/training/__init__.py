@@ -9,12 +9,11 @@
 | unpad_models.py | `attach` without a batching: patches the models of a trainer that makes its own padded batches |
 | whole_row_trainer.py | `attach` for heads, pairs and pictures, whose rows stay whole; `WholeRowTrainer` |
 | planned_rows.py, whole_rows.py | the state of such a trainer; reads, measures and loads whole rows |
-| loss_units.py, span_loss.py | says what a loss is a mean of; the loss of question answering without padding |
+| loss_units.py | says what a loss is a mean of |
 | uneven_gather.py | gathers metrics from ranks with different numbers of rows |
 | masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
 | score.py, log_probs.py | `score`; the log-probability of each label, in chunks of tokens |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
-| resumed_steps.py | goes on from a checkpoint whose optimizer steps had another number of micro-batches |
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |

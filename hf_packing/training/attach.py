@@ -34,7 +34,6 @@ from hf_packing.training.ranks import (
     data_rank,
     on_all_ranks,
 )
-from hf_packing.training.resumed_steps import EpochOfSteps
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
@@ -228,6 +227,5 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
     """Set the trainer's planned batches, collator, callback and class; none of these assignments can fail."""
     trainer.planned_batches, trainer.data_collator = planned.batches, planned.batches.collator
     trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
-    trainer.add_callback(EpochOfSteps())
     trainer.__class__ = planned.kind
     planned.batches.remember_settings(trainer)

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import LABELS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.lazy.lazy_columns import copies_labels
 from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.checks import check_accelerator, check_not_dispatched
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
@@ -112,8 +112,6 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.micro_batches_done = 0
         """The number of micro-batches of this epoch that were yielded or skipped."""
         self._begin_at = 0
-        self._steps_before = 0
-        """The number of optimizer steps before those that are planned for this epoch."""
         self._accelerator = accelerator
         self._loader = loader
         self._sampler = sampler
@@ -138,7 +136,8 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def optimizer_steps(self) -> int:
         """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
         steps, of_step = divmod(self.micro_batches_done, self._sampler.accumulation)
-        return self._steps_before + steps + (of_step > 0 and self.micro_batches_done == len(self))
+        ended = of_step > 0 and self.micro_batches_done == len(self)
+        return self.epoch * self._sampler.optimizer_steps + steps + ended
 
     @property
     def plan(self) -> EpochPlan:
@@ -154,11 +153,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
             self._sampler.set_epoch(self.epoch)
-            self._steps_before = self.epoch * self._sampler.optimizer_steps
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:
-        """Make the next iteration begin at a later micro-batch of the epoch, or of its rest that was planned anew.
+        """Make the next iteration begin at a later micro-batch of the epoch.
 
         This call is not needed after `accelerator.load_state`, which restores the saved position.
 
@@ -211,7 +209,6 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                     yield with_share(batch, self._loss, items, self._keep_labels)
         finally:
             if self.micro_batches_done == len(self):
-                self._steps_before = self.optimizer_steps
                 self.epoch, self.micro_batches_done = self.epoch + 1, 0
             self._sampler.first_micro_batch = 0
             self.end()
@@ -241,45 +238,31 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             "epoch": self.epoch + done,
             "step": 0 if done else self.micro_batches_done,
             "accumulation": accumulation,
-            "optimizer_steps": self.optimizer_steps,
-            "trained": () if done else self._sampler.epoch.trained,
             **self._sampler.plan_inputs(),
             LOSS: self._loss,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue from a state that `state_dict` returned.
-
-        If ranks x gradient_accumulation_steps is the same as in the saved run, the optimizer steps are those of that
-        run. Otherwise, the documents that are left in the epoch are planned anew.
+        """Make the next iteration continue from a state that `state_dict` returned, with the same optimizer steps.
 
         Raises:
-            PackingError: the state is incomplete; the state was saved with a different dataset, batching or loss; or
-                the state was saved in the middle of an optimizer step, on another number of ranks or with a different
-                gradient_accumulation_steps.
+            PackingError: the state is incomplete; the state was saved with a different dataset, batching, loss or
+                product of ranks and gradient_accumulation_steps; or the state was saved in the middle of an optimizer
+                step, with a different gradient_accumulation_steps.
         """
-        if missing := {"epoch", "step"} - state.keys():
+        if missing := {"epoch", "step", "accumulation"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
-        self._sampler.check_can_resume(state, any_slots=True)
-        if missing := {"accumulation", "optimizer_steps", "trained", SLOTS} - state.keys():
-            raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
+        self._sampler.check_can_resume(state)
         check_same_loss(state, self._loss)
-        accumulation, slots, trained = self._sampler.accumulation, state[SLOTS], state["trained"]
+        accumulation = self._sampler.accumulation
         steps, of_step = divmod(state["step"], state["accumulation"])
-        same_slots = slots == self._sampler.epoch.slots
-        if of_step and not (same_slots and state["accumulation"] == accumulation):
+        if of_step and state["accumulation"] != accumulation:
             raise PackingError(
-                f"accelerator: expected {slots // state['accumulation']} ranks and gradient_accumulation_steps="
-                f"{state['accumulation']}, as when the checkpoint was saved, {of_step} micro-batches into an optimizer "
-                f"step, got {self._sampler.world_size} ranks and gradient_accumulation_steps={accumulation}"
+                f"gradient_accumulation_steps: expected {state['accumulation']}, as when the checkpoint was saved, "
+                f"{of_step} micro-batches into an optimizer step, got {accumulation}"
             )
-        done = steps * accumulation + of_step if same_slots else 0
-        if steps and not same_slots:
-            trained = (*trained, (slots, steps))
-        self.epoch = state["epoch"]
-        self._sampler.plan_rest(self.epoch, trained)
-        self.micro_batches_done = self._begin_at = done
-        self._steps_before = state["optimizer_steps"] - done // accumulation
+        self.set_epoch(state["epoch"])
+        self.micro_batches_done = self._begin_at = steps * accumulation + of_step
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
         """Check that settings and the number of rows have not changed since `prepare_dataloader` was called.

@@ -51,7 +51,6 @@ _OF_HEADS = {
     "ForMultipleChoice": "labeled rows",
     "ForNextSentencePrediction": "labeled rows",
     "ForTokenClassification": "labeled tokens",
-    "ForQuestionAnswering": "rows",
     "ForCausalLM": "labeled tokens but the first",
     "ForConditionalGeneration": "labeled tokens but the first",
 }
@@ -139,6 +138,11 @@ def _known_unit(trainer: Trainer, kind: type[Trainer], batch: Batch) -> str | No
     model = type(inner_model(trainer.model))
     if of_trl - {"SFTTrainer", "_BaseTrainer"} or not model.forward.__module__.startswith("transformers."):
         return None
+    if any("ForQuestionAnswering" in base.__name__ for base in model.__mro__):
+        raise PackingError(
+            f"batching: expected None for {model.__name__}, whose loss counts the logits of padding, so it depends on "
+            f"which rows share a micro-batch. {_WAY_OUT}"
+        )
     heads = (unit for part, unit in _OF_HEADS.items() for base in model.__mro__ if part in base.__name__)
     unit, labels = next(heads, None), batch.get(LABELS)
     if unit == "labeled rows" and isinstance(labels, Tensor) and labels.is_floating_point():

@@ -8,15 +8,15 @@ depends on the whole global batch. The loss of a batch without trainable tokens 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
+from hf_packing.checks import check_choice
 from hf_packing.columns import ENDS, IGNORED_LABEL
-from hf_packing.errors import PackingError
 from hf_packing.training.tree_batch import labels_key, trained_per_tree_document, tree_weights
 
 Loss = Literal["token", "sequence"]
@@ -29,8 +29,7 @@ TARGETS, WEIGHTS = "targets", "target_weights"
 
 
 def check_loss(loss: Any) -> Loss:
-    if loss not in get_args(Loss):
-        raise PackingError(f"loss: expected one of {', '.join(get_args(Loss))}, got {loss!r}")
+    check_choice("loss", loss, Loss)
     return loss  # type: ignore[no-any-return]
 
 

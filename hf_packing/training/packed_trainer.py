@@ -29,7 +29,6 @@ from hf_packing.training.ranks import (
     items_counted,
     own_tokens,
 )
-from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
 
@@ -42,25 +41,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         planned = self.planned_batches
-        planned.resumed = ResumedSteps(kwargs.get("resume_from_checkpoint", args[0] if args else None))
         planned.step_counts = StepCounts()
-        try:
-            with planned.on_all_ranks(self, planned.check_training):
-                return super().train(*args, **kwargs)
-        finally:
-            planned.resumed = None
-
-    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> tuple[Any, ...]:
-        values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
-        resumed = self.planned_batches.resumed
-        return values if resumed is None else resumed.initial_values(args, values)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the epoch in which training begins, and the number of its micro-batches that Trainer skips."""
-        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        resumed = self.planned_batches.resumed
-        epoch = None if resumed is None else resumed.begin()
-        return found if epoch is None else (epoch, 0)
+        with planned.on_all_ranks(self, planned.check_training):
+            return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.planned_batches.on_all_ranks(self, self.planned_batches.check):

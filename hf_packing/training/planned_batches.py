@@ -49,7 +49,6 @@ from hf_packing.training.ranks import (
     micro_batch_counts,
     on_all_ranks,
 )
-from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as, trees_to_train
@@ -89,7 +88,6 @@ class PlannedBatches:
         """What was predicted in the evaluation that is running, or was the last."""
         self.accumulation = 1
         """The value of gradient_accumulation_steps for which the training batches were planned."""
-        self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs
         self._loss_settings: dict[str, Any] = {}
         """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
         self._trees: TreesOfDocuments | None = None
@@ -233,10 +231,7 @@ class PlannedBatches:
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check_training(trainer)
-            sampler = self.sampler(trainer, planned_from)
-            if self.resumed is not None:
-                self.resumed.plan(trainer, sampler, planned_from)
-            return sampler
+            return self.sampler(trainer, planned_from)
 
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)

@@ -1,14 +1,13 @@
 """The state that `attach` gives a trainer of whole rows: what its loss is a mean of, the plan, and the data loader."""
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -18,16 +17,14 @@ from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, check_not_dispatched
-from hf_packing.training.loss_units import count_units, find_loss_unit, loss_of_batch
+from hf_packing.training.loss_units import count_units, find_loss_unit
 from hf_packing.training.ranks import PlannedFrom, StepCounts, data_rank, on_all_ranks
-from hf_packing.training.span_loss import POSITIONS, span_loss_without_padding
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import loss_settings, refuse_changed_settings
 from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 from hf_packing.training.whole_rows import (
     REAL_ROWS,
     Collate,
-    collate_rows,
     lengths_in,
     pixels_per_patch_of,
     read_rows,
@@ -35,9 +32,6 @@ from hf_packing.training.whole_rows import (
     sizes_of_rows,
     whole_rows_loader,
 )
-
-_CLOSE = 1e-3
-"""Largest relative difference between a model's own loss of question answering and ours, on a row without padding."""
 
 
 class _MeasuredRows(NamedTuple):
@@ -60,8 +54,6 @@ class PlannedRows:
         self.prove = prove
         self.unit = "rows"
         """What the loss is a mean of, a key of UNITS."""
-        self.masks_padding = False
-        """True if the loss of question answering is computed without padding."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running; None if there is none, or if the loss is a mean of rows."""
         self.step_counts = StepCounts()
@@ -130,19 +122,7 @@ class PlannedRows:
         self.models = unpad_models(trainer, self.prove, {}, self.batching.fewest_shared)
         numbers = _rows_to_check(self._sizes(trainer, dataset, collate), self.batching.max_tokens)
         short, long = (read_rows(dataset, part) for part in numbers)
-        alone = dict(collate_rows(collate, short[:1]))
-        self.masks_padding = False
-        if all(name in alone for name in POSITIONS):
-            own = loss_of_batch(trainer, self.kind, alone)
-            with span_loss_without_padding(trainer.model):
-                ours = loss_of_batch(trainer, self.kind, alone)
-            self.masks_padding = abs(own - ours) <= _CLOSE * abs(own)
-        with self.loss_without_padding(trainer.model):
-            self.unit = find_loss_unit(trainer, self.kind, (short, long), collate, self._loss_unit)
-
-    def loss_without_padding(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager, in which a model's loss of question answering leaves out the padding."""
-        return span_loss_without_padding(model) if self.masks_padding else nullcontext()
+        self.unit = find_loss_unit(trainer, self.kind, (short, long), collate, self._loss_unit)
 
     def units_in(self, batch: dict[str, Any], real_rows: Tensor | None = None) -> Tensor:
         """Return the number of units in a batch over which the loss is averaged, 0 for copies of rows.

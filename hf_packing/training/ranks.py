@@ -25,7 +25,7 @@ from hf_packing.batch.collate import is_tree_batch
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.sampler import STEPS, RankBatchSampler
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.losses import Loss, documents_in, items_in
 from hf_packing.training.tree_batch import trees_of
 
@@ -230,7 +230,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             return
         steps_ahead = 0
         if state.global_step and args.ignore_data_skip:
-            steps_ahead = state.global_step % rows.sampler.steps.steps
+            steps_ahead = state.global_step % rows.sampler.optimizer_steps
         elif state.global_step:
             saved = self.saved_in(state)
             if saved is None:
@@ -247,8 +247,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "epoch. So global_step does not give the position in the epoch: the resumed run would train on "
                     "some rows twice and on other rows not at all"
                 )
-        how = {LOSS: self.loss, STEPS_AHEAD: steps_ahead, STEPS: rows.sampler.steps.to_saved()}
-        self.batches = {**rows.plan_inputs(), **how}
+        self.batches = {**rows.plan_inputs(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
 
 

@@ -11,8 +11,7 @@ import torch
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
 from hf_packing.planning.forest import Forest, cut_large_trees
-from hf_packing.planning.lengths import IntArray, Pieces
-from hf_packing.planning.ranges import indices_in_ranges
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges
 from hf_packing.planning.tree_plan import plan_forest
 from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.base import plan_packing
@@ -91,7 +90,7 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
         *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
     )
     if len(trees.order):
-        plan = plan_forest(trees, Pieces.whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_trees)
+        plan = plan_forest(trees, Pieces.whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_lengths)
         assert plan.segment_shared is not None
         rows += _rows(plan.segment_document, plan.segment_length, plan.segment_shared, plan.pack_offsets)
     return forest.order[np.repeat(sizes == 1, sizes)], rows

@@ -25,9 +25,9 @@ from hf_packing.attention import (
     sees_labels,
 )
 from hf_packing.batch.collate import read_integers
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.training.log_probs import log_probs_and_hidden

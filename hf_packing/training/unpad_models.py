@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from hf_packing.attention import (
     shares_prefixes,
     unpatched_on_error,
 )
+from hf_packing.checks import check_choice
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import check_no_noise
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
@@ -72,8 +73,7 @@ def unpad_models(
             f"{given[0]}: expected no such argument if batching is None, since the trainer then makes its own batches; "
             f"got {options[given[0]]!r}"
         )
-    if prove not in get_args(ProveInTraining):
-        raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
+    check_choice("prove", prove, ProveInTraining)
     check_no_noise(trainer)
     with models_unpatched_on_error(trainer) as found:
         on_all_ranks(partial(_patch_and_prove, trainer, found, prove, fewest_shared))

@@ -144,7 +144,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
                 f"changed a batch in training_step: {counted if counted is None else int(counted)} {planned.unit} were "
                 f"planned, got {units if units is None else int(units)}. attach(trainer, None) keeps its batches"
             )
-        with planned.loss_without_padding(model), gathering_uneven_tensors(self.accelerator):
+        with gathering_uneven_tensors(self.accelerator):
             loss = super().compute_loss(model, inputs, return_outputs, **others)
         loss, outputs = loss if return_outputs else (loss, None)
         if weighted:

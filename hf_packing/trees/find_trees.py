@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.planning.forest import Forest
-from hf_packing.planning.lengths import IntArray, Pieces
-from hf_packing.planning.ranges import indices_in_ranges
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows
 from hf_packing.trees.sort_pieces import SORTED_AT_ONCE, sort_pieces
 from hf_packing.trees.token_keys import read_beginnings
@@ -77,9 +76,9 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     several = np.flatnonzero(sizes > 1)
     several = several[np.argsort(by_hash[begins[several]])]  # in the order of first pieces
     sizes = sizes[several]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     pieces_of_groups = long_enough[by_hash[indices_in_ranges(begins[several], sizes)]]
-    before = np.concatenate([[0], np.cumsum(pieces.length[pieces_of_groups], dtype=np.int64)])
+    before = offsets_of(pieces.length[pieces_of_groups])
     tokens = np.diff(before[offsets])
     blocks = blocks_of_rows(tokens, SORTED_AT_ONCE)
     return [pieces_of_groups[offsets[first] : offsets[end]] for first, end in blocks]

@@ -23,7 +23,7 @@ class PlansTrees(Protocol):
         """
         ...
 
-    def plan_trees(self, sizes: IntArray) -> PackingPlan:
+    def plan_lengths(self, sizes: IntArray) -> PackingPlan:
         """Return the plan for trees of these sizes. No tree is cut."""
         ...
 
@@ -70,4 +70,4 @@ def plan_trees(columns: TokenColumns, strategy: PlansTrees, fewest: int) -> Tree
     lengths = check_lengths(columns[INPUT_IDS].length)
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
-    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_trees), found.splits)
+    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits)

@@ -19,8 +19,8 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import count_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.ranges import count_ranges
 from hf_packing.rows.packed_rows import check_num_rows, list_array, token_column_of
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.trees.tree_paths import TreePaths, segments_of
@@ -46,7 +46,7 @@ def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArra
     length = plan.segment_length[order].astype(np.int64)
     ranges = paths.find(order, np.zeros_like(length), length).in_order()
     pack = plan.pack_of_segment()[order[ranges.part]]
-    before = np.concatenate([[0], np.cumsum(plan.pack_tokens())])
+    before = offsets_of(plan.pack_tokens())
     start = ranges.begin - before[pack]
     document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)

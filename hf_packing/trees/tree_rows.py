@@ -21,9 +21,8 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces
+from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.ranges import count_ranges, indices_in_ranges
 from hf_packing.rows.packed_rows import as_int32, list_array
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.trees.token_keys import read_labels
@@ -82,7 +81,7 @@ def tree_rows(
 def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> TreeRows:
     """Build some of a plan's packs, in any order, as `tree_rows` does; `packs` are their numbers, integers [packs]."""
     sizes = np.diff(plan.pack_offsets)[packs]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
     whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))
     assert plan.segment_shared is not None
@@ -104,7 +103,7 @@ def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, buc
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
-    row_tokens = np.diff(np.concatenate([[0], np.cumsum(paths.own)])[offsets])
+    row_tokens = np.diff(offsets_of(paths.own)[offsets])
     run_offsets = np.searchsorted(runs.document, offsets)
     in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
@@ -159,7 +158,7 @@ def _merge_labels(
         merged[paths.begin[paths.shared == 0]] = IGNORED_LABEL
         return merged
     # a label other than the token is compared with the tokens, so it is the label of the document that adds the token
-    place = np.arange(len(labels)) - np.repeat(np.cumsum(paths.length) - paths.length, paths.length)
+    place = indices_in_ranges(0, paths.length)
     of_adding = labels[place >= np.repeat(paths.shared, paths.length)]
     merged = np.where(of_adding == IGNORED_LABEL, merged, of_adding)
     ranges = paths.find(runs.document, runs.start, runs.start + runs.length)

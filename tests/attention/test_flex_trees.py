@@ -7,10 +7,10 @@ separately; and in one slow test together, where torch compiles it for the CPU.
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
+from forests import forests
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import half
-from test_tree_segments import forests
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex

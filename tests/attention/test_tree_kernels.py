@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 from compare_trees import CHAT, check_documents, inputs_of
+from forests import forests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
 from patched_models import patched
-from test_tree_segments import forests
 from tiny_models import build
 
 import hf_packing as hfp

@@ -10,11 +10,11 @@ import peft
 import pytest
 import torch
 from compare_trees import CHAT, check_documents, inputs_of
+from forests import forests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_models import SEQUENCE
 from patched_models import patched, patched_tiny
-from test_tree_segments import forests
 from tiers import fast_only
 from tiny_models import build
 

@@ -11,7 +11,6 @@ import hf_packing as hfp
 from hf_packing.planning.forest import Forest, cheapest_cuts, cut_large_trees
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 from hf_packing.planning.sibling_order import smallest_first
-from hf_packing.planning.spare_packs import cut_to_fill
 from hf_packing.planning.tree_plan import plan_forest
 
 
@@ -81,8 +80,8 @@ def test_turns_of_a_chat_come_before_what_follows_them():
     assert (forest.order[order].tolist(), shared) == ([0, 1, 2], [0, 4, 8])
 
 
-@given(forests(), st.integers(0, 6), st.integers(0, 2**20))
-def test_every_document_is_in_one_tree_that_fits(documents, above, seed):
+@given(forests(), st.integers(0, 6))
+def test_every_document_is_in_one_tree_that_fits(documents, above):
     forest = forest_of(documents)
     assume(len(forest.order))
     capacity = int(forest.length.max()) + above
@@ -93,33 +92,6 @@ def test_every_document_is_in_one_tree_that_fits(documents, above, seed):
     assert cut.sizes.max() <= capacity
     if forest.sizes.max() <= capacity:
         assert (cut.order == forest.order).all()
-    plan = hfp.plan_packing(cut.sizes, hfp.BestFit(capacity, seed=seed))
-    filled = cut_to_fill(cut, plan, capacity)
-    assert sorted(filled.order) == sorted(forest.order)
-    assert is_depth_first(filled, documents)
-    assert filled.sizes.max() <= capacity
-
-
-def chats(number, turns, history, answer):
-    """Chats with one document for each turn."""
-    return [
-        [1000 + chat] * history * turn + [2000 + turn] * answer
-        for chat in range(number)
-        for turn in range(1, turns + 1)
-    ]
-
-
-def test_a_few_cuts_save_packs():
-    documents = chats(number=20, turns=4, history=2, answer=40)  # trees of 168 tokens, two of which do not fit in 320
-    lengths = check_lengths([len(each) for each in documents])
-    forest, pieces = forest_of(documents), cut_to_pieces(lengths, 320, "error")
-    assert forest.sizes.tolist() == [168] * 20
-    plan = plan_forest(forest, pieces, lengths, 320, hfp.BestFit(320).plan_trees)
-    without_cuts = hfp.plan_packing(forest.sizes, hfp.BestFit(320))
-    assert without_cuts.num_packs == 20
-    assert plan.num_packs < 15
-    repeated = plan.pack_tokens().sum() - forest.sizes.sum()
-    assert 0 < repeated <= (20 - plan.num_packs) * 320 / 32
 
 
 def test_a_strategy_that_cuts_is_noticed():

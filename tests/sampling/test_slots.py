@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -134,57 +134,6 @@ def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng)
     assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
 
 
-@settings(max_examples=200)
-@given(
-    BATCHINGS,
-    st.lists(st.integers(20, 40), min_size=60, max_size=150),
-    st.lists(
-        st.tuples(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]), st.integers(1, 3)), min_size=1, max_size=3
-    ),
-)
-def test_the_rest_of_an_epoch_is_planned_with_another_number_of_slots(batching, lengths, runs):
-    sizes = sizes_for(batching, lengths)
-    seen, trained = Counter(), ()
-    for (ranks, accumulation), steps in runs:
-        of_run = steps_of(batching.plan(sizes, Epoch(2, ranks, accumulation, trained)), accumulation)
-        if steps >= len(of_run):
-            break
-        seen += sum(of_run[:steps], Counter())
-        trained += ((ranks * accumulation, steps),)
-    assume(trained)
-    rest = batching.plan(sizes, Epoch(2, 2, 2, trained))
-    seen += sum(steps_of(rest, 2), Counter())
-    assert seen == Counter(range(len(lengths)))
-    most = batching.max_tokens if isinstance(batching, hfp.TokenBudget) else batching.tokens_per_batch
-    assert rest.largest_micro_batch(sizes) <= most
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 9), min_size=60, max_size=90), st.integers(8, 20), st.integers(1, 4))
-def test_documents_per_step_hold_for_the_rest_of_an_epoch(lengths, documents, steps):
-    sizes = sizes_of_documents(np.array(lengths))
-    budget = hfp.TokenBudget(100, match_documents_per_step=documents)
-    assume(steps < -(-len(lengths) // documents))
-    rest = budget.plan(sizes, Epoch(0, 2, 1, ((4, steps),)))
-    left = int(np.count_nonzero(~rest.is_copy))
-    assert -(-left // documents) <= rest.num_micro_batches <= -(-left // documents) + 1
-
-
-def test_a_sampler_plans_the_rest_of_one_epoch_only():
-    sizes = sizes_of_documents(np.arange(1, 60))
-    sampler, whole = (RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0, accumulation=2) for _ in range(2))
-    sampler.plan_rest(3, ((8, 1),))
-    rest = hfp.TokenBudget(100).plan(sizes, Epoch(3, 2, 2, ((8, 1),)))
-    assert list(sampler) == [rest.micro_batch(number, 0) for number in range(len(sampler))]
-    assert len(sampler) == rest.num_micro_batches < len(whole)
-    sampler.set_epoch(3)
-    assert len(sampler) == rest.num_micro_batches
-    sampler.set_epoch(4)
-    whole.set_epoch(4)
-    assert list(sampler) == list(whole)
-    assert len(sampler) == len(whole)
-
-
 def test_a_checkpoint_of_other_steps_says_how_to_make_the_same_ones():
     sizes = sizes_of_documents(np.arange(1, 60))
     saved = RankBatchSampler(hfp.TokenBudget(100), sizes, 4, 0, accumulation=2).plan_inputs()
@@ -194,15 +143,3 @@ def test_a_checkpoint_of_other_steps_says_how_to_make_the_same_ones():
         RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)
     with pytest.raises(PackingError, match="use a number of ranks that divides 8"):
         RankBatchSampler(hfp.TokenBudget(100), sizes, 3, 0).check_can_resume(saved)
-
-
-@pytest.mark.parametrize("trained", [((4, 5),), ((4, 99),)])
-def test_runs_that_have_trained_on_the_whole_epoch(trained):
-    with pytest.raises(PackingError, match="trained: expected fewer than 5 optimizer steps of 4 micro-batches, got"):
-        hfp.TokenBudget(3).plan(sizes_of_documents(np.full(20, 3)), Epoch(0, 2, 1, trained))
-
-
-def test_earlier_runs_are_equal_in_any_form():
-    assert Epoch(0, 2, 1, [[4, 1]]) == Epoch(0, 2, 1, ((np.int64(4), 1),))
-    with pytest.raises(PackingError, match="trained: expected an integer from 1"):
-        Epoch(0, 2, 1, ((0, 1),))

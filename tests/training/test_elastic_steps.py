@@ -1,17 +1,13 @@
 """A data set is trained on with the same optimizer steps on 1, 2 and 4 ranks, also by a run that changes them.
 
-If a run changes the number of micro-batches in a step, the rest of the epoch is planned anew. test_resumed_steps.py has
-the numbers of steps.
 test_elastic_streams.py has the same for streams; test_slots.py has the laws of the plans.
 """
-
-from collections import Counter
 
 import pytest
 import transformers
 from packaging.version import Version
-from processes import epochs_seen, logged, losses, read, run
-from training_process import documents, train
+from processes import epochs_seen, losses, read, run
+from training_process import train
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,44 +72,3 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(on_one_rank, tmp_path):
     for through, settings in runs(1, resume=True).items():
         train(tmp_path / through, **settings)
         assert_same_steps(tmp_path / through, on_one_rank / through)
-
-
-def test_the_rest_of_an_epoch_is_planned_for_other_steps(on_one_rank, tmp_path):
-    """4, then 2, then 3 micro-batches in a step, and then 4 again. The steps of 2 begin on 2 ranks, and go on on 1."""
-    first, second, third, fourth = 2, 4, 5, 7 + len(losses(on_one_rank / "trainer")) // 2
-
-    def stopped(order=THROUGH, **settings):
-        return {name: of_run | {"kill": False} for name, of_run in runs(order=order, **settings).items()}
-
-    alone = [{"slots": 4, "stop_at": first}, {"slots": 2, "stop_at": third, "resume": True}]
-    alone += [{"slots": 3, "stop_at": fourth, "resume": True}, {"slots": 4, "resume": True}]
-    for number, settings in enumerate(alone):
-        for through, of_run in stopped(ranks=1, **settings).items():
-            train(tmp_path / through, **of_run)
-        if number == 0:
-            run(tmp_path, stopped(ranks=2, slots=2, stop_at=second, resume=True), ranks=2)
-    rows = documents(SETTINGS["documents"])
-    expected = Counter(
-        tuple(ids) for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True) if set(labels[1:]) != {-100}
-    )
-    for through in THROUGH:
-        folder = tmp_path / through
-        counts, _ = epochs_seen(folder, ranks=2)
-        assert counts == {0: expected, 1: expected}, through
-        assert documents_of_steps(folder) == documents_of_steps(tmp_path / "loop")
-        steps = sorted(losses(folder))
-        assert steps == list(range(1, len(steps) + 1))
-        assert len(steps) > fourth + 1
-        slots = [4] * first + [2] * (third - first) + [3] * (fourth - third) + [4] * (len(steps) - fourth)
-        found = Counter(line["step"] + 1 for rank in range(2) for line in read(folder, "seen", rank))
-        assert len(slots) - 2 <= sum(found[step] == slots[step - 1] for step in steps) <= len(slots)
-        if through != "loop":  # whose last step of an epoch may have fewer
-            assert [found[step] for step in steps] == slots
-    for through in ("trainer", "sft"):
-        entries = logged(tmp_path / through, rank=0)
-        last = read(tmp_path / through, "ended", rank=0)[-1]
-        assert last == {"step": len(steps), "max_steps": len(steps), "epoch": 2.0, "rate": 0.0}
-        epochs = [entries[step]["epoch"] for step in steps]
-        assert epochs == sorted(set(epochs))
-        of_first = [line["step"] + 1 for line in read(tmp_path / through, "seen", rank=0) if line["epoch"] == 0]
-        assert entries[max(of_first)]["epoch"] == 1

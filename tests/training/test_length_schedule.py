@@ -119,31 +119,24 @@ def test_the_gradient_is_that_of_the_pieces(through, tmp_path):
 
 
 def test_a_resumed_loop_goes_on_with_its_length():
-    def loader_at(accumulation):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    def loader():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         return hfp.prepare_dataloader(accelerator, documents(), BUDGET)
 
-    def longest(loader):
-        return [batch["max_length_q"] for batch in loader]
+    def longest(batches):
+        return [batch["max_length_q"] for batch in batches]
 
-    whole = loader_at(2)
+    whole = loader()
     expected = longest(whole) + longest(whole)
-    stopped = loader_at(2)
+    stopped = loader()
     batches = iter(stopped)
     for _ in range(4):
         next(batches)
-    state = stopped.state_dict()
-    assert state["optimizer_steps"] == 2
-    resumed = loader_at(2)
-    resumed.load_state_dict(state)
+    resumed = loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert resumed.optimizer_steps == 2
     assert longest(resumed) + longest(resumed) == expected[4:]
-    others = loader_at(1)  # steps of another size: the schedule counts the steps that were made
-    others.load_state_dict(state)
-    found = longest(others)
-    limits = [SCHEDULE.length_at(2 + step, LONGEST) or LONGEST for step in range(len(found))]
-    assert all(length <= limit for length, limit in zip(found, limits, strict=True))
-    assert found[0] == limits[0] == 13
-    jumped = loader_at(2)
+    jumped = loader()
     jumped.set_epoch(1)
     assert longest(jumped) == expected[len(whole) :]
 

@@ -27,7 +27,6 @@ from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.training import loss_units
 from hf_packing.training.loss_units import count_units, find_loss_unit
-from hf_packing.training.span_loss import span_loss
 from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -35,7 +34,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.f
 KINDS = {
     "classifier": "labeled rows",
     "tokens": "labeled tokens",
-    "answers": "rows",
     "reward": "rows",
     "dpo": "rows",
 }
@@ -80,7 +78,7 @@ def test_samples_per_second_count_rows(tmp_path):
     assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(rows, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["classifier", "tokens", "answers"])
+@pytest.mark.parametrize("kind", ["classifier", "tokens"])
 def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
     stock, ours = trainer_of(kind, tmp_path), attached(kind, tmp_path)
     expected, found = (each.predict(each.train_dataset) for each in (stock, ours))
@@ -90,7 +88,7 @@ def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
     )  # on padding, predictions mean nothing
     for theirs, own in parts:
         assert len(own) == ROWS
-        real = mask[:, : own.shape[1]] if own.ndim > 2 or kind == "answers" else np.ones(len(own), dtype=bool)
+        real = mask[:, : own.shape[1]] if own.ndim > 2 else np.ones(len(own), dtype=bool)
         assert np.abs(theirs - own)[real].max() < 1e-12
 
 
@@ -332,12 +330,13 @@ def test_units_that_a_batch_lacks():
         count_units("labeled tokens", {"input_ids": torch.ones(1, 2)}, 1)
 
 
-def test_an_answer_on_padding_is_refused():
-    logits = torch.zeros(2, 4)
-    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "end_positions": torch.tensor([3, 1])}
-    assert span_loss(logits, logits, batch | {"start_positions": torch.tensor([0, 1])}).isfinite()
-    with pytest.raises(hfp.PackingError, match="start_positions: expected the number of a token in its row, but row 1"):
-        span_loss(logits, logits, batch | {"start_positions": torch.tensor([0, 2])})
+def test_answers_are_trained_on_in_the_trainers_own_batches(tmp_path):
+    """Their loss counts the logits of padding."""
+    trainer = trainer_of("answers", tmp_path, max_steps=1)
+    with pytest.raises(hfp.PackingError, match="batching: expected None for BertForQuestionAnswering, .*trainer, None"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+    hfp.attach(trainer, None)
+    assert trainer.train().global_step == 1
 
 
 def test_match_documents_per_step(tmp_path):

@@ -1,24 +1,11 @@
 """TreeSegments beside a literal walk from each segment up to its root."""
 
 import pytest
+from forests import forests
 from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
-
-
-@st.composite
-def forests(draw, most=12):
-    """Lengths and parents of random trees in depth-first order."""
-    lengths, parents, path = [], [], []
-    for segment in range(draw(st.integers(1, most))):
-        depth = draw(st.integers(0, len(path)))
-        path = path[:depth]
-        parents.append(path[-1] if path else -1)
-        path.append(segment)
-        lengths.append(draw(st.integers(1, 5)))
-    return tuple(lengths), tuple(parents)
 
 
 @given(forests())

@@ -19,7 +19,7 @@ from datasets.table import MemoryMappedTable
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_LENGTHS, apply_loss_masks
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.storage import put_in_place
 from hf_packing.rows.cache import work_folder
 from hf_packing.rows.lazy.token_files import SourceFile, StoredColumn, TokenFiles, TokenReader
@@ -133,7 +133,7 @@ class LazyPacks:
     @cached_property
     def pack_tokens(self) -> IntArray:
         """int64 [packs]: the number of tokens in each pack."""
-        before = np.concatenate([[0], np.cumsum(self.segment_length, dtype=np.int64)])
+        before = offsets_of(self.segment_length)
         return np.diff(before[self.pack_offsets])
 
     def row(self, column: str, pack: int, check_after: float = 0) -> npt.NDArray[Any]:

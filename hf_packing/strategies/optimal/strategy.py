@@ -1,5 +1,6 @@
 """The strategy Optimal, which searches for the fewest packs within a time limit and proves a lower bound on packs."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, is_real
+from hf_packing.checks import check_real, set_fields
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import pack_lower_bound
 from hf_packing.planning.open_packs import best_fit_patterns
 from hf_packing.planning.patterns import Patterns
@@ -71,7 +72,9 @@ class Optimal(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.set_fields(time_limit=_check_seconds("time_limit", self.time_limit))
+        set_fields(
+            self, time_limit=check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
+        )
 
     def solve(self, counts: IntArray) -> Solution:
         with tqdm(
@@ -81,13 +84,6 @@ class Optimal(OneCapacity):
         if found.gave_up:
             warnings.warn(f"{self!r} used the packs of a simpler strategy: {found.note}", stacklevel=2)
         return found
-
-
-def _check_seconds(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise PackingError if `value` is not a number or is below 0."""
-    if not is_real(value) or not value >= 0:
-        raise PackingError(f"{name}: expected a number of seconds, at least 0, got {value!r}")
-    return float(value)
 
 
 def _optimal_packs(

@@ -12,6 +12,7 @@ from accelerate.state import GradientState
 from accelerate.utils import gather_object, send_to_device
 
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
     COPIED_SEGMENT,
     ENDS,
@@ -26,7 +27,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.lengths import IntArray
 from hf_packing.streams.logical_streams import Position
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.streams.dispatch import Dispatched

@@ -5,8 +5,6 @@ import json
 import torch
 from whole_rows_process import LEARNING_RATE, key, trainer_of
 
-from hf_packing.training.span_loss import span_loss
-
 
 def by_hand(kind, folder, steps):
     """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
@@ -19,11 +17,7 @@ def by_hand(kind, folder, steps):
     model = trainer.model.train()
     for step in steps:
         batch = trainer.data_collator([rows[json.dumps(each)] for each in step])
-        if kind == "answers":
-            outputs = model(**{name: value for name, value in batch.items() if "positions" not in name})
-            loss = span_loss(outputs.start_logits, outputs.end_logits, batch)
-        else:
-            loss = trainer.compute_loss(model, batch)
+        loss = trainer.compute_loss(model, batch)
         model.zero_grad()
         loss.backward()
         with torch.no_grad():

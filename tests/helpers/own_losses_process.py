@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 from process_group import end_process_group
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
 from training.test_own_losses import CASES, train
 
 

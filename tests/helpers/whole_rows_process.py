@@ -28,7 +28,7 @@ import hf_packing as hfp
 
 WORDS = 128
 ROWS = 66
-BUDGET = {"classifier": 64, "tokens": 64, "answers": 64, "dpo": 140, "reward": 140}
+BUDGET = {"classifier": 64, "tokens": 64, "dpo": 140, "reward": 140}
 LEARNING_RATE = 1e-2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-sys.path.insert(1, str(Path(__file__).parent.parent / "recipes"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "recipes"))
 from evaluate_packed import PackedHFLM
 
 

@@ -7,7 +7,7 @@ import transformers
 
 from tools.survey.measure import EXACT
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "SUPPORTED_MODELS.md").read_text()
 IS_CURRENT = f"transformers {transformers.__version__} " in PAGE
 

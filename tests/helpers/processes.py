@@ -25,7 +25,7 @@ HANGS = 600
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
-RECIPES = IN_THE_FAMILY.parent / "recipes"
+RECIPES = IN_THE_FAMILY.parents[1] / "recipes"
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -109,7 +109,9 @@ def _run_here(script, arguments, environment, prints, folder):
 
 def is_of_tests(path):
     """Whether a script that is started alone would not find this path: it is one of pytest's."""
-    return Path(path or ".").resolve() in {IN_THE_FAMILY.parent / name for name in ("tests", "recipes", "benchmarks")}
+    return Path(path or ".").resolve() in {
+        IN_THE_FAMILY.parents[1] / name for name in ("tests/helpers", "recipes", "benchmarks")
+    }
 
 
 def run(folder, runs, ranks, fails=False):

@@ -1,0 +1,78 @@
+"""Checks of arguments, and the one way to set fields of frozen dataclasses.
+
+Each check returns the checked value, or raises PackingError with the argument, the value and what is accepted.
+"""
+
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_packing.errors import PackingError
+
+INT32_MAX = 2**31 - 1
+_SEED_MAX = 2**63 - 1
+
+
+def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
+    """Return `value` as an int, if it is an integer from `minimum` to `maximum`; `name` is the argument's name."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
+        raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
+    return int(value)
+
+
+def check_seed(seed: Any) -> int:
+    """Return `seed` as an int, if it is an integer from 0 to 2**63 - 1."""
+    return check_whole_number("seed", seed, minimum=0, maximum=_SEED_MAX)
+
+
+def check_optional_seed(seed: Any) -> int | None:
+    """Return `seed` as an int, or None if it is None."""
+    return None if seed is None else check_seed(seed)
+
+
+def check_optional_number(name: str, value: Any) -> int | None:
+    """Return `value` as an int, if it is an integer of at least 1, or None if it is None."""
+    return None if value is None else check_whole_number(name, value)
+
+
+def check_real(name: str, value: Any, minimum: float, maximum: float, what: str = "a number") -> float:
+    """Return `value` as a float, if it is a number from `minimum` to `maximum`; `what` says so in the message."""
+    if not is_real(value) or not minimum <= value <= maximum:
+        raise PackingError(f"{name}: expected {what}, got {value!r}")
+    return float(value)
+
+
+def is_real(value: Any) -> bool:
+    """Return whether `value` is an int, a float, or a NumPy integer or float. A bool does not count as a number."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise PackingError unless `value` is one of the strings of a Literal type."""
+    if value not in get_args(choices):
+        raise PackingError(f"{name}: expected one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+def check_whole_numbers(name: str, values: Any) -> npt.NDArray[Any]:
+    """Return `values` as a 1-d NumPy array of integers. An empty array may have any dtype, as that of [] is float."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise PackingError(f"{name}: expected an array without a mask, got a masked array")
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise PackingError(
+            f"{name}: expected 1-d integers, got {type(values).__name__}; conversion to a NumPy array failed: {error}"
+        ) from error
+    if array.ndim != 1:
+        got = f"an array of shape {array.shape}" if array.ndim else type(values).__name__
+        raise PackingError(f"{name}: expected a 1-d array, got {got}")
+    if array.size and array.dtype.kind not in "iu":
+        raise PackingError(f"{name}: expected integers, got {array.dtype} values such as {array[0]!r}")
+    return array
+
+
+def set_fields(instance: Any, **values: Any) -> None:
+    """Set fields of a frozen dataclass, as its `__post_init__` does to store checked values."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
