@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,7 @@ class Folder:
         if found is None:
             if others:
                 raise PackingError(f"output: expected a new folder, but {self.url!r} has the file {others[0]!r}")
-            with suppress(PackingError):  # another process was faster
-                self.put_json(RUN, run, "this run")
+            self.put_json(RUN, run, "this run")
             found = self.read(RUN)
         for name, value in run.items():
             if (before := found.get(name)) == value:

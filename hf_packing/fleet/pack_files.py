@@ -44,13 +44,13 @@ class Packing(NamedTuple):  # TEMPORARY
     fewest_shared: int | None
 
     @classmethod
-    def of(cls, strategy, position_ids, share_prefixes):
+    def of(cls, strategy: Any, position_ids: bool, share_prefixes: Any) -> "Packing":
         from hf_packing.trees.plan_trees import check_share_prefixes
 
         shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
         return cls(check_strategy(strategy), position_ids, shared)
 
-    def check_names(self, names):
+    def check_names(self, names: Any) -> None:
         from hf_packing.rows.packed_rows import check_bucket_is_free
         from hf_packing.trees.tree_rows import check_tree_columns_are_free
 
@@ -59,7 +59,7 @@ class Packing(NamedTuple):  # TEMPORARY
         if self.fewest_shared is not None:
             check_tree_columns_are_free(names)
 
-    def plan(self, columns):
+    def plan(self, columns: Any) -> Any:
         from hf_packing.planning.lengths import check_lengths
         from hf_packing.trees.plan_trees import plan_trees
 
@@ -67,7 +67,7 @@ class Packing(NamedTuple):  # TEMPORARY
             return plan_trees(columns, self.strategy, self.fewest_shared)
         return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {}
 
-    def rows(self, columns, plan, packs):
+    def rows(self, columns: Any, plan: Any, packs: Any) -> Any:
         from hf_packing.rows.packed_rows import pack_rows
         from hf_packing.trees.tree_rows import tree_rows
 
@@ -77,7 +77,7 @@ class Packing(NamedTuple):  # TEMPORARY
         return pack_rows(columns, plan, first, end, self.position_ids, self.strategy.has_buckets)
 
 
-def blocks_of_packs(plan, tokens):  # TEMPORARY
+def blocks_of_packs(plan: Any, tokens: int) -> Any:  # TEMPORARY
     from hf_packing.rows.packed_rows import blocks_of_packs
 
     return (np.arange(*block) for block in blocks_of_packs(plan, tokens))
@@ -483,20 +483,19 @@ class _Documents(NamedTuple):
 
 def _documents(how: How, file: InputFile) -> _Documents:
     """Read a file, and tokenize its rows if they are texts. Errors name the file."""
-    options = how.folder.options
-    system, path = file_system(file.name, options)
-    try:
-        if how.texts is None:
-            return _read_tokens(how.packing, file, system, path)
-        if is_local(system):
+    system, path = file_system(file.name, how.folder.options)
+    with tempfile.TemporaryDirectory() as copies:
+        try:
+            if how.texts is None:
+                return _read_tokens(how.packing, file, system, path)
+            if not is_local(system):
+                copy = f"{copies}/{Path(path).name}"
+                system.get_file(path, copy)
+                path = copy
             return _read_texts(how.texts, file, path)
-        with tempfile.TemporaryDirectory() as copies:
-            copy = f"{copies}/{Path(path).name}"
-            system.get_file(path, copy)
-            return _read_texts(how.texts, file, copy)
-    except (PackingError, OSError, pa.ArrowException) as error:
-        text = str(error).replace(path, file.name)
-        raise PackingError(text if file.name in text else f"{file.name}: {text}") from None
+        except (PackingError, OSError, pa.ArrowException) as error:
+            text = str(error).replace(path, file.name)
+            raise PackingError(text if file.name in text else f"{file.name}: {text}") from None
 
 
 def _is_table(file: InputFile) -> bool:

@@ -2,7 +2,8 @@
 
 python fleet_driver.py FILES OUTPUT [SETTINGS AS JSON]
 
-"kill" among the settings is [number of a task, point]; the worker that reaches this point kills itself, once:
+"kill" among the settings is [number of a task, point, file]; the worker that reaches this point of the task kills
+itself, unless the file is there, which it makes before:
 
     begin     before the task
     read      the files are read
@@ -21,6 +22,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import hf_packing as hfp
@@ -30,11 +32,12 @@ do_task = pack_files.do_task
 
 
 def dying_task(task, point, mark, how, number, *others):
-    """Do a task, in a process that dies at a point of this task unless there is a file `mark`."""
+    """Do a task, in a process that dies at a point of one task unless there is a file `mark`."""
 
     def reach(here):
         if here == point and number == task and not Path(mark).exists():
-            Path(mark).touch()
+            with suppress(OSError):
+                Path(mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(home, name, before=None, after=None):
@@ -63,7 +66,7 @@ def main(files, output, settings="{}"):
     known = {"tasks": 3, "workers": 2, **json.loads(settings)}
     warnings.simplefilter("ignore", UserWarning)
     if kill := known.pop("kill", None):
-        pack_files.do_task = functools.partial(dying_task, *kill, f"{output}.killed")
+        pack_files.do_task = functools.partial(dying_task, *kill)
     start = known.pop("start", None)
     while start and not Path(start).exists():
         time.sleep(0.001)

@@ -1,0 +1,317 @@
+"""Whatever dies, fills up or is damaged: the same call leaves the files of an undisturbed run, or refuses by name."""
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import fleet_driver
+import pytest
+from fleet_files import check_complete, contents, pack_here, write_files
+
+import hf_packing as hfp
+from hf_packing.fleet import manifest, pack_files
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
+
+HANGS = 240
+"""Seconds after which processes are taken to hang, also on a busy machine."""
+
+
+class Killed(BaseException):
+    """Ends a run in this process, as a signal would."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("fleet") / "files")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    """What an undisturbed run leaves."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    with pytest.warns(UserWarning, match="pack "):
+        pack_here(files, output)
+    check_complete(output)
+    return contents(output)
+
+
+OPERATIONS = {
+    "write_table": pack_files.pq.ParquetWriter,
+    "write_text": Path,
+    "link": os,
+    "makedirs": os,
+    "unlink": Path,
+}
+"""What changes files, and where it is."""
+
+
+def dying_at(monkeypatch, number, error, names=tuple(OPERATIONS)):
+    """Let the operation with this number raise an error, and return a list of the names of operations."""
+    done = []
+
+    def dying(name, function, *arguments, **options):
+        done.append(name)
+        if len(done) == number:
+            raise error
+        return function(*arguments, **options)
+
+    for name in names:
+        function = getattr(OPERATIONS[name], name)
+        monkeypatch.setattr(OPERATIONS[name], name, lambda *a, _n=name, _f=function, **k: dying(_n, _f, *a, **k))
+    return done
+
+
+def test_a_run_that_dies_at_any_operation_goes_on(files, tmp_path, undisturbed, monkeypatch):
+    number, operations = 0, []
+    while number <= len(operations):
+        number += 1
+        output = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            operations = dying_at(patch, number, Killed())
+            try:
+                pack_here(files, output)
+            except Killed:
+                assert contents(output).items() <= undisturbed.items()
+        before = {name: (output / name).stat() for name in contents(output)}
+        pack_here(files, output)
+        assert contents(output) == undisturbed
+        for name, stat in before.items():  # what was there is neither made again nor replaced
+            assert ((output / name).stat().st_ino, (output / name).stat().st_mtime_ns) == (
+                stat.st_ino,
+                stat.st_mtime_ns,
+            )
+    assert set(operations) == set(OPERATIONS)
+    assert number > 30
+
+
+def test_a_full_disk(files, tmp_path, undisturbed, monkeypatch):
+    for number in range(1, 9):
+        output = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            error = OSError(errno.ENOSPC, "No space left on device")
+            operations = dying_at(patch, number, error, ("write_table", "write_text"))
+            with pytest.raises(hfp.PackingError, match=f"output: expected to write to '{output}', .*No space left"):
+                pack_here(files, output)
+            assert len(operations) >= number
+        assert contents(output).items() <= undisturbed.items()
+        pack_here(files, output)
+        assert contents(output) == undisturbed
+
+
+DAMAGES = {
+    "a flipped byte": lambda file: file.write_bytes(file.read_bytes()[:-20] + b"\xff" + file.read_bytes()[-19:]),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+NAMES = ["run.json", "packed-00002-of-00003.parquet", "tasks/00002.json", "manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("complete", each) for each in NAMES]
+    + [("without a manifest", each) for each in NAMES[:3]]
+    + [("without a note of the task", each) for each in NAMES[:2]],
+)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_files_are_refused_by_name(files, tmp_path, undisturbed, name, how, stage):
+    output = tmp_path / "out"
+    pack_here(files, output)
+    if stage != "complete":
+        (output / "manifest.json").unlink()
+    if stage == "without a note of the task":
+        (output / "tasks" / "00002.json").unlink()
+    file = output / name
+    DAMAGES[how](file)
+    damaged = file.read_bytes()
+    with pytest.raises(hfp.PackingError, match=f"output: .*{name}"):
+        pack_here(files, output)
+    assert file.read_bytes() == damaged  # nothing is replaced
+    file.unlink()
+    if name == "run.json":  # nothing says any more what the rows are
+        with pytest.raises(hfp.PackingError, match="output: expected a new folder"):
+            pack_here(files, output)
+    else:
+        pack_here(files, output)
+        assert contents(output) == undisturbed
+
+
+def test_a_changed_file_is_refused(files, tmp_path):
+    files = [shutil.copy(file, tmp_path) for file in files]
+    output = tmp_path / "out"
+    pack_here(files, output)
+    before = contents(output)
+    os.utime(files[2], ns=(0, 0))
+    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was .* into a new folder"):
+        pack_here(files, output)
+    os.remove(files[2])
+    with pytest.raises(hfp.PackingError, match=f"files: expected a file that exists, got '{files[2]}'"):
+        pack_here(files, output)
+    assert contents(output) == before
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(files, tmp_path, monkeypatch):
+    files = [shutil.copy(file, tmp_path) for file in files]
+    read = pack_files._read_tokens
+
+    def changing(packing, file, *others):
+        found = read(packing, file, *others)
+        if file.name == files[2]:
+            os.utime(file.name, ns=(0, 0))
+        return found
+
+    monkeypatch.setattr(pack_files, "_read_tokens", changing)
+    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was"):
+        pack_here(files, tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_two_drivers_at_once(files, tmp_path, undisturbed, monkeypatch):
+    """They do each task at the same time, and begin and end together."""
+    both = threading.Barrier(2)
+    task = pack_files.do_task
+
+    def together(*arguments):
+        both.wait(HANGS)
+        return task(*arguments)
+
+    monkeypatch.setattr(pack_files, "do_task", together)
+    errors = []
+
+    def drive():
+        try:
+            pack_here(files, tmp_path / "out")
+        except Exception as error:
+            errors.append(error)
+
+    drivers = [threading.Thread(target=drive) for _ in range(2)]
+    for each in drivers:
+        each.start()
+    for each in drivers:
+        each.join(HANGS)
+    assert errors == []
+    assert contents(tmp_path / "out") == undisturbed
+
+
+def test_abandoned_files_are_removed(files, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    for name, age in (("old", 2 * manifest._ABANDONED), ("new", 0)):
+        (output / f".unfinished-{name}").touch()
+        os.utime(output / f".unfinished-{name}", (time.time() - age,) * 2)
+    pack_here(files, output)
+    assert [path.name for path in output.glob(".*")] == [".unfinished-new"]
+
+
+def start_driver(files, output, limit=None, **settings):
+    """Start a driver in a session of its own; its workers are in the same session."""
+    command = [sys.executable, fleet_driver.__file__, f"{Path(files[0]).parent}/*.parquet", str(output)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [*command, json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=limit,
+    )
+
+
+def run_driver(*arguments, **settings):
+    """Run a driver to its end, and return its exit code and what it printed."""
+    process = start_driver(*arguments, **settings)
+    _, errors = process.communicate(timeout=HANGS)
+    return process.returncode, errors
+
+
+def has_ended(leader):
+    """Return whether no process of a session lives."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            if int(session) == leader and state != "Z":
+                return False
+    return True
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + HANGS
+    while not condition():
+        assert time.monotonic() < deadline, "processes hang"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["begin", "read", "half", "unplaced", "placed", "done"])
+@pytest.mark.parametrize("engine", ["processes", "ray"])
+def test_a_worker_is_killed(files, tmp_path, undisturbed, engine, point):
+    settings = {"executor": "ray"} if engine == "ray" else {}
+    code, errors = run_driver(files, tmp_path / "out", kill=[2, point, str(tmp_path / "killed")], **settings)
+    assert code == 0, errors
+    assert (tmp_path / "killed").exists()
+    assert contents(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_task_that_always_kills_its_process(files, tmp_path):
+    code, errors = run_driver(files, tmp_path / "out", kill=[2, "half", str(tmp_path / "no folder" / "killed")])
+    assert code == 1
+    assert "PackingError: executor: a process died 3 times" in errors
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_the_driver_is_killed_ten_times(tmp_path):
+    files = write_files(tmp_path / "files", (60,) * 24)
+    settings = {"tasks": 24}
+    pack_here(files, tmp_path / "undisturbed", **settings)
+    began = time.monotonic()
+    assert run_driver(files, tmp_path / "timed", **settings)[0] == 0
+    took = time.monotonic() - began
+    chance = random.Random(0)
+    for _ in range(10):
+        process = start_driver(files, tmp_path / "out", **settings)
+        time.sleep(chance.uniform(0.1, 0.9 * took))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        wait_until(partial(has_ended, process.pid))  # its workers, too
+        assert contents(tmp_path / "out").items() <= contents(tmp_path / "undisturbed").items()
+    assert run_driver(files, tmp_path / "out", **settings)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_no_room_for_a_worker(files, tmp_path, undisturbed):
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    code, errors = run_driver(files, tmp_path / "out", limit)
+    assert code == 1
+    assert "PackingError: output: expected to write to" in errors
+    assert not list((tmp_path / "out").glob("*.parquet"))
+    assert run_driver(files, tmp_path / "out")[0] == 0
+    assert contents(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.slow
+def test_two_driver_processes_at_once(files, tmp_path, undisturbed):
+    start = tmp_path / "start"
+    drivers = [start_driver(files, tmp_path / "out", start=str(start)) for _ in range(2)]
+    time.sleep(5)
+    start.touch()
+    for each in drivers:
+        _, errors = each.communicate(timeout=HANGS)
+        assert each.returncode == 0, errors
+    assert contents(tmp_path / "out") == undisturbed
