@@ -66,7 +66,8 @@ def main(files, output, settings="{}"):
     known = {"tasks": 3, "workers": 2, **json.loads(settings)}
     warnings.simplefilter("ignore", UserWarning)
     if kill := known.pop("kill", None):
-        pack_files.do_task = functools.partial(dying_task, *kill)
+        dying = functools.partial(dying_task, *kill)  # as a function for Ray, and importable for processes
+        pack_files.do_task = (lambda *task: dying(*task)) if known.get("executor") == "ray" else dying
     start = known.pop("start", None)
     while start and not Path(start).exists():
         time.sleep(0.001)
