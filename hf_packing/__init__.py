@@ -16,7 +16,7 @@ _HOME_OF = {
     "BucketByLength": "strategies.bucket",
     "ComparedStrategy": "strategies.compare",
     "Comparison": "strategies.compare",
-    "DealtShard": "planning.assign",
+    "DealtShard": "planning.table",
     "EpochPlan": "sampling.epoch_plan",
     "EpochSummary": "sampling.epoch_summary",
     "FirstCome": "strategies.sequential",
@@ -35,7 +35,7 @@ _HOME_OF = {
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
     "PackingReport": "report.report",
-    "PatternTable": "planning.pattern_table",
+    "PatternTable": "planning.table",
     "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
@@ -66,11 +66,10 @@ if TYPE_CHECKING:
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.batch.collate import PackingCollator
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
-    from hf_packing.planning.assign import DealtShard
     from hf_packing.planning.length_schedule import LengthSchedule
     from hf_packing.planning.metrics import PackingMetrics
-    from hf_packing.planning.pattern_table import PatternTable
     from hf_packing.planning.plan import PackingPlan
+    from hf_packing.planning.table import DealtShard, PatternTable
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.rows.lazy.packed_tokens import PackedTokens
     from hf_packing.rows.pack import pack

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_packing.attention.token_axes import Path, map_leaves
 from hf_packing.attention.tree_row import TreeRow
-from hf_packing.trees.find_in_batch import find_in_batch
+from hf_packing.trees.find import find_in_batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ from typing import Any
 
 from hf_packing.cli.screen import out, say, say_warning
 from hf_packing.errors import PackingError
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 from hf_packing.text.corpus import Corpus
 from hf_packing.text.documents import Documents
 from hf_packing.text.text_tokenizer import load_tokenizer
+from hf_packing.trees.forest import check_fewest_shared
 
 STRATEGIES = tuple(registered_strategies())
 

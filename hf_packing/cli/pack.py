@@ -37,7 +37,7 @@ from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.strategies.base import Strategy, plan_packing
 from hf_packing.strategies.compare import name_of
 from hf_packing.text.corpus import Corpus, Seen
-from hf_packing.trees.plan_trees import TreesPlan, plan_trees
+from hf_packing.trees.rows import TreesPlan, plan_trees
 
 _JOB = "job.json"
 _PLAN = "plan"

@@ -45,14 +45,14 @@ class Packing(NamedTuple):  # TEMPORARY
 
     @classmethod
     def of(cls, strategy: Any, position_ids: bool, share_prefixes: Any) -> "Packing":
-        from hf_packing.trees.plan_trees import check_share_prefixes
+        from hf_packing.trees.rows import check_share_prefixes
 
         shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
         return cls(check_strategy(strategy), position_ids, shared)
 
     def check_names(self, names: Any) -> None:
         from hf_packing.rows.packed_rows import check_bucket_is_free
-        from hf_packing.trees.tree_rows import check_tree_columns_are_free
+        from hf_packing.trees.rows import check_tree_columns_are_free
 
         if self.strategy.has_buckets:
             check_bucket_is_free(names)
@@ -61,7 +61,7 @@ class Packing(NamedTuple):  # TEMPORARY
 
     def plan(self, columns: Any) -> Any:
         from hf_packing.planning.lengths import check_lengths
-        from hf_packing.trees.plan_trees import plan_trees
+        from hf_packing.trees.rows import plan_trees
 
         if self.fewest_shared is not None:
             return plan_trees(columns, self.strategy, self.fewest_shared)
@@ -69,7 +69,7 @@ class Packing(NamedTuple):  # TEMPORARY
 
     def rows(self, columns: Any, plan: Any, packs: Any) -> Any:
         from hf_packing.rows.packed_rows import pack_rows
-        from hf_packing.trees.tree_rows import tree_rows
+        from hf_packing.trees.rows import tree_rows
 
         first, end = (int(packs[0]), int(packs[-1]) + 1) if len(packs) else (0, 0)
         if self.fewest_shared is not None:

@@ -5,16 +5,10 @@ The modules, with the input and the output of each module:
 
     lengths.py         lengths -> LengthCounts             check and count lengths; cut long documents into pieces
     patterns.py        LengthCounts -> Cuts                cut documents into pieces, given only counts of lengths
-    open_packs.py      counts of pieces -> Patterns        pack pieces by best-fit or first-fit decreasing
-    pattern_table.py   Cuts and Patterns -> PatternTable   plan from counts alone, for any number of workers
-    assign.py          PatternTable -> PackingPlan         assign documents to packs
+    best_fit.py        counts of pieces -> Patterns        pack pieces by best-fit or first-fit decreasing
+    table.py           Cuts and Patterns -> PatternTable   plan from counts alone; assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
-    plan.py            arrays -> PackingPlan               check and store a plan
-    segment_checks.py  arrays -> errors                    check segments that share a prefix or a document
-    describe_plan.py   PackingMetrics -> text              describe a plan
-    forest.py          Forest -> Forest                    cut trees of documents that share prefixes
-    sibling_order.py   tree -> tree                        put small branches of a tree first, for cheap cuts
-    tree_plan.py       Forest -> PackingPlan               plan trees of documents with any strategy
+    plan.py            arrays -> PackingPlan               check, edit and describe a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
     length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
@@ -25,8 +19,8 @@ dataset order make the plan directly, without a PatternTable. Planning depends o
 
 Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by array:
     >>> from hf_packing.planning.lengths import check_lengths, count_lengths
-    >>> from hf_packing.planning.open_packs import best_fit_patterns
-    >>> from hf_packing.planning.pattern_table import PatternTable
+    >>> from hf_packing.planning.best_fit import best_fit_patterns
+    >>> from hf_packing.planning.table import PatternTable
     >>> from hf_packing.planning.patterns import cut_by_overflow
 
     Check the lengths of six documents. One document is empty, and one document is longer than a pack of 8 tokens:

@@ -37,6 +37,11 @@ def derive_key(seed: int, purpose: str) -> np.uint64:
     return np.uint64(words[0])
 
 
+def derive_seed(seed: int, purpose: str) -> int:
+    """Return a seed that depends on another seed and on the name of a purpose, from 0 to 2**63 - 1."""
+    return int(derive_key(seed, purpose) >> np.uint64(1))
+
+
 def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
     """Return one key for each number in an array. Each new key is a hash of the number and of `key`."""
     mixed = (numbers.astype(np.uint64) + key) * _GAMMA

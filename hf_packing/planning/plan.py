@@ -14,11 +14,9 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.describe_plan import describe_plan
 from hf_packing.planning.lengths import IntArray, smallest_index_type
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
 from hf_packing.planning.permutation import shuffle_trees
-from hf_packing.planning.segment_checks import check_disjoint, check_shared
 from hf_packing.planning.storage import load_arrays, save_arrays
 
 ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
@@ -346,3 +344,77 @@ def _stored_types(arrays: Mapping[str, IntArray]) -> dict[str, Any]:
         "pack_capacity": np.int32,
         SEGMENT_SHARED: np.int32,
     }
+
+
+def check_shared(shared: IntArray, length: IntArray, offsets: IntArray) -> None:
+    """Raise PackingError if a segment shares more tokens with the segment before it than both have.
+
+    The first segment of a pack shares nothing.
+    """
+    most = np.minimum(length, np.concatenate([[0], length[:-1]]))
+    most[offsets[:-1]] = 0
+    if (wrong := (shared < 0) | (shared > most)).any():
+        segment = int(wrong.argmax())
+        if shared[segment] < 0:
+            reason = "no negative number"
+        elif not most[segment]:
+            reason = "0 at the first segment of a pack"
+        else:
+            reason = (
+                f"at most {most[segment]}, since segment {segment} has {length[segment]} tokens and the segment before "
+                f"it has {length[segment - 1]}"
+            )
+        raise PackingError(f"segment_shared: expected {reason}, got {shared[segment]} at index {segment}")
+
+
+def check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> None:
+    """Raise PackingError if two segments have the same token of a document.
+
+    Documents with a single segment are skipped. The segments of all other documents are sorted and compared.
+    """
+    segments_of = np.bincount(document)
+    several = np.flatnonzero(segments_of[document] > 1)
+    several = several[np.lexsort((start[several], document[several]))]
+    left, right = several[:-1], several[1:]
+    end = start[left].astype(np.int64) + length[left]
+    if (twice := (document[left] == document[right]) & (start[right] < end)).any():
+        first = int(twice.argmax())
+        raise PackingError(
+            f"segment_start: expected segments that share no token, but segments {left[first]} and {right[first]} of "
+            f"document {document[left[first]]} overlap: segment {left[first]} ends before token {end[first]}, and "
+            f"segment {right[first]} starts at token {start[right[first]]}"
+        )
+
+
+def describe_plan(
+    metrics: PackingMetrics, segments_per_pack: IntArray, pack_capacity: IntArray, trees: int | None, note: str
+) -> str:
+    """Return a description of a plan in a few lines of text.
+
+    Args:
+        metrics: the metrics of the plan.
+        segments_per_pack: integers [packs]: number of segments in each pack.
+        pack_capacity: integers [packs]: capacity of each pack, in tokens.
+        trees: number of trees of segments that share tokens; None if no segments share tokens.
+        note: remark of the strategy; an empty string if there is none.
+    """
+    capacities, packs = np.unique(pack_capacity, return_counts=True)
+    each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
+    holding = f" of {capacities[0]:,} tokens" if len(each) == 1 else f": {', '.join(each) or 'none'}"
+    fewest, most = segments_per_pack.min(initial=metrics.num_segments), segments_per_pack.max(initial=0)
+    lines = [
+        f"{metrics.num_documents:,} documents, {metrics.num_tokens:,} tokens, in {metrics.num_packs:,} packs{holding}",
+        f"padding {metrics.padding_ratio:.2%}, {metrics.concatenation_ratio:.2f} documents per pack, "
+        f"{fewest:,} to {most:,} segments in a pack",
+        f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
+        f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
+    ]
+    if trees is not None:
+        lines.append(f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs, in {trees:,} trees")
+    if len(capacities) == 1:
+        same = "segments" if trees is None else "trees"
+        lines.append(
+            f"no plan for the same {same} has fewer than {metrics.lower_bound:,} packs of this size; "
+            f"this plan has {metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} more"
+        )
+    return "\n".join(lines + ([note] if note else []))

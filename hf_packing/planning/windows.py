@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
-from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
 
 MOST_WINDOWS = 4
@@ -34,14 +33,6 @@ class WindowPlan(NamedTuple):
     """True if all open packs wait for the next window, since the strategy fills one pack after the other."""
     splits: int = 0
     """How many shared prefixes end early, since values of tokens other than input_ids differ."""
-
-
-def seed_of_window(seed: int | None, number: int) -> int | None:
-    """Return the seed of a window, given the seed of the strategy and the number of the window.
-
-    The seeds of different windows are independent. None, which stands for no shuffling, stays None.
-    """
-    return None if seed is None else int(derive_key(seed, f"window {number}") >> np.uint64(1))
 
 
 def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,6 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
 from hf_packing.sampling.fill import LINEAR_COST
-from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
 
@@ -126,7 +125,7 @@ class ReportRow:
     @property
     def max_length(self) -> int:
         """The largest number of tokens that a pack may hold."""
-        return longest_row(self.compared.strategy)
+        return self.compared.strategy.largest_capacity
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,12 +178,6 @@ class Figures:
         return next(row for row in self.rows if row.name == self.recommendation.strategy)
 
 
-def longest_row(strategy: Strategy) -> int:
-    """Return the largest number of tokens that a pack of a strategy may hold."""
-    longest: int = getattr(strategy, "max_length", None) or strategy.bucket_lengths[-1]  # type: ignore[attr-defined]
-    return longest
-
-
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
     """Return the result of padding without packing, for documents that are cut to at most max_length tokens.
 
@@ -211,7 +204,7 @@ def row_of_strategy(
     """
     work = packed_work(plan, setup.ranks, setup.linear_cost)
     leveled = packed_work(plan, setup.ranks, setup.linear_cost, leveled=True)
-    before = padded[longest_row(compared.strategy)].work.time_per_token
+    before = padded[compared.strategy.largest_capacity].work.time_per_token
     speed_up = before / leveled.time_per_token if leveled.tokens else 0.0
     return ReportRow(compared, work, leveled, speed_up, _sample_of(plan, setup.ranks))
 

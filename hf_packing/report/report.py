@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
+from hf_packing.report.figures import Figures, Setup, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.tables import as_html, as_text
 from hf_packing.sampling.fill import LINEAR_COST
@@ -143,7 +143,7 @@ def packing_report(
     setup = Setup(check_whole_number("ranks", ranks), check_whole_number("padded_rows", padded_rows), linear_cost)
     chosen = _usual_strategies(row_lengths) if strategies is None else [check_strategy(each) for each in strategies]
     if strategies is not None:
-        row_lengths = tuple(sorted({*map(longest_row, chosen)}))
+        row_lengths = tuple(sorted({each.largest_capacity for each in chosen}))
     padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
     summary = summary_of_lengths(lengths)
     lengths = lengths[lengths > 0]  # empty documents are in no pack, and are left out of all shares

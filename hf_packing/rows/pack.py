@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -14,7 +14,7 @@ from datasets.utils import tqdm
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
-from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.lengths import check_lengths
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
 from hf_packing.rows.label_counts import LabelCounts, labels_left
@@ -31,8 +31,15 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.trees.plan_trees import PlansTrees, TreesPlan, check_share_prefixes, plan_trees
-from hf_packing.trees.tree_rows import TreeRows, check_tree_columns_are_free, tree_rows
+from hf_packing.strategies.base import Strategy, check_strategy
+from hf_packing.trees.rows import (
+    TreeRows,
+    TreesPlan,
+    check_share_prefixes,
+    check_tree_columns_are_free,
+    plan_trees,
+    tree_rows,
+)
 
 DatasetOrDict = TypeVar(
     "DatasetOrDict",
@@ -43,21 +50,9 @@ DatasetOrDict = TypeVar(
 )
 
 
-@runtime_checkable
-class PlansLengths(Protocol):
-    """The interface that `pack` requires of a strategy."""
-
-    has_buckets: ClassVar[bool]
-    """True if packs have several capacities. Packed rows then have the capacity of their pack in a column `bucket`."""
-
-    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for documents with these lengths, int32 or int64 [documents]. The caller has checked them."""
-        ...
-
-
 def pack(
     dataset: DatasetOrDict,
-    strategy: PlansLengths,
+    strategy: Strategy,
     *,
     position_ids: bool = True,
     load_from_cache_file: bool = True,
@@ -130,7 +125,7 @@ def pack(
         >>> hfp.pack(documents, hfp.BestFit(4, seed=None))["seq_lengths"][:]
         [[3, 1], [2]]
     """
-    _check_strategy(strategy)
+    check_strategy(strategy)
     given = (length_schedule, rows_per_step)
     schedule = None if given == (None, None) else scheduled_rows(*given)
     fewest_shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
@@ -179,7 +174,7 @@ def pack(
 
 def pack_split(
     dataset: datasets.Dataset,
-    strategy: PlansLengths,
+    strategy: Strategy,
     *,
     position_ids: bool,
     load_from_cache_file: bool,
@@ -216,7 +211,7 @@ def pack_split(
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
         documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
-        if plan is None and fewest_shared is not None and isinstance(strategy, PlansTrees):
+        if plan is None and fewest_shared is not None:
             plan = plan_trees(columns, strategy, fewest_shared)
         elif plan is None:
             plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
@@ -242,12 +237,6 @@ def pack_split(
     info = info_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
-
-
-def _check_strategy(strategy: Any) -> None:
-    if isinstance(strategy, type) or not isinstance(strategy, PlansLengths):
-        hint = f"; call the class with arguments, as in {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
-        raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
 
 
 def _check_can_share(lazy: bool, schedule: ScheduledRows | None) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.open_packs import OpenPacks, fill_best_fit
 from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.best_fit import GRAINS, Limits, best_fit
 from hf_packing.sampling.epoch_plan import MicroBatches, flatten, sum_rows

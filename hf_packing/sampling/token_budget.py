@@ -10,7 +10,6 @@ from hf_packing.checks import check_choice, check_seed, check_whole_number, is_r
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.best_fit import Limits
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -33,6 +32,7 @@ from hf_packing.sampling.fill import (
     rounds_of_steps,
 )
 from hf_packing.sampling.large_rows import cut_long_rows, leave_out_rows
+from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
 

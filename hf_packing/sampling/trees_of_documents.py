@@ -12,7 +12,6 @@ import torch
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.forest import cut_large_trees
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.label_counts import LabelCounts, count_labels
@@ -26,9 +25,10 @@ from hf_packing.rows.token_columns import (
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.tree_counts import TreeCounts
-from hf_packing.trees.find_trees import find_trees
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import cut_large_trees
+from hf_packing.trees.rows import rows_of_packs
 from hf_packing.trees.segments import attention_costs
-from hf_packing.trees.tree_rows import rows_of_packs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 """The columns that are read, beside those that are passed on."""

@@ -2,7 +2,7 @@
 
 A counting strategy needs only the number of documents of each length. The other strategies need the length of each
 document, in the order of the documents. The algorithm of a strategy is in the same file or folder as the strategy; only
-best fit and first fit are in planning/open_packs.py.
+best fit and first fit are in planning/best_fit.py.
 
     base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
     greedy.py       BestFit and ShortestPackFirst, which are counting strategies

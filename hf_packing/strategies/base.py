@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,12 +30,11 @@ from hf_packing.planning.lengths import (
     count_lengths,
     counts_of_histogram,
 )
-from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Patterns, cut_by_overflow
+from hf_packing.planning.permutation import derive_seed
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import TreeLimits
-from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
-from hf_packing.rows.map_batch import pack_batch
+from hf_packing.planning.table import PatternTable
+from hf_packing.planning.windows import WindowPlan, packs_with_room
 
 _S = TypeVar("_S", bound="Strategy")
 _ROWS_AT_ONCE = 10_000
@@ -44,6 +43,15 @@ _ROWS_AT_ONCE = 10_000
 
 def _package_version() -> str:
     return hf_packing.__version__
+
+
+class TreeLimits(NamedTuple):
+    """Limits of a strategy for the trees that it can pack."""
+
+    capacity: int
+    """The most tokens that a tree may have, which is the largest capacity of a pack."""
+    overflow: Overflow
+    """Treatment of documents that are longer than a pack, before trees are made."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,12 @@ class Strategy(ABC):
     @property
     def largest_capacity(self) -> int:
         """The largest capacity of a pack, in tokens."""
-        return int(max(getattr(self, "bucket_lengths", None) or [getattr(self, "max_length", 1)]))
+        return int(self.bucket_lengths[-1] if self.has_buckets else self.max_length)  # type: ignore[attr-defined]
+
+    @property
+    def most_documents(self) -> int | None:
+        """The most segments in a pack; None for no limit."""
+        return getattr(self, "max_documents", None)
 
     def tree_limits(self) -> TreeLimits:
         """Return the size of the largest tree of documents that the strategy can pack, and its treatment of long ones.
@@ -99,13 +112,13 @@ class Strategy(ABC):
         Returns:
             WindowPlan: the plan, and the packs that documents of the next window could fill.
         """
-        plan = self.with_seed_of_window(number).plan_lengths(lengths)
-        return WindowPlan(plan, packs_with_room(plan, getattr(self, "max_documents", None)))
+        plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
+        return WindowPlan(plan, packs_with_room(plan, self.most_documents))
 
-    def with_seed_of_window(self: _S, number: int) -> _S:
-        """Return the strategy with the seed of a window of a stream; the same strategy if it has no seed."""
-        seed = seed_of_window(getattr(self, "seed", None), number)
-        return self if seed is None else replace(self, seed=seed)  # type: ignore[call-arg]
+    def with_seed_for(self: _S, purpose: str) -> _S:
+        """Return the strategy with a seed of its own for a purpose, such as a window of a stream, if it has a seed."""
+        seed = getattr(self, "seed", None)
+        return self if seed is None else replace(self, seed=derive_seed(seed, purpose))  # type: ignore[call-arg]
 
     def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
         if others or options:
@@ -114,6 +127,8 @@ class Strategy(ABC):
                 f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
                 "with_indices, with_rank, input_columns and fn_kwargs"
             )
+        from hf_packing.rows.map_batch import pack_batch  # rows are above strategies, and load pyarrow and datasets
+
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
 
 

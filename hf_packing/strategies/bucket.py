@@ -10,14 +10,13 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_optional_seed, check_real, check_whole_number, set_fields
 from hf_packing.errors import PackingError
+from hf_packing.planning.best_fit import Remaining
 from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces
-from hf_packing.planning.open_packs import Remaining
-from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import TreeLimits
+from hf_packing.planning.table import PatternTable
 from hf_packing.planning.windows import WindowPlan, packs_with_room
-from hf_packing.strategies.base import CountingStrategy, Strategy, register_strategy
+from hf_packing.strategies.base import CountingStrategy, Strategy, TreeLimits, register_strategy
 from hf_packing.strategies.sequential import concatenate_and_cut
 
 _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
@@ -121,7 +120,7 @@ class BucketByLength(Strategy):
         return concatenate_and_cut(lengths, tuple(self.bucket_lengths), self.seed)
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        plan = self.with_seed_of_window(number).plan_lengths(lengths)
+        plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
         return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
 
 

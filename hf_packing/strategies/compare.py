@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 from tqdm import tqdm
@@ -15,7 +15,9 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy, plan_packing, read_lengths
-from hf_packing.trees.measure import SharedPrefixes, measure_shared_prefixes
+
+if TYPE_CHECKING:
+    from hf_packing.trees.measure import SharedPrefixes
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,12 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
     found = [(measured, workload_of(plan, measured.strategy)) for measured, plan in each_planned(lengths, chosen)]
+    if documents is None:
+        return Comparison(with_best_bounds(found))
+    from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
+
     longest = max(strategy.largest_capacity for strategy in chosen)
-    shared = None if documents is None else measure_shared_prefixes(documents, longest)
-    return Comparison(with_best_bounds(found), shared)
+    return Comparison(with_best_bounds(found), measure_shared_prefixes(documents, longest))
 
 
 def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
@@ -194,7 +199,7 @@ class _Workload(NamedTuple):
 
 def workload_of(plan: PackingPlan, strategy: Strategy) -> _Workload:
     """Return the workload of a strategy: the segments of the strategy's plan, and the limits on each pack."""
-    limit = getattr(strategy, "max_documents", None)
+    limit = strategy.most_documents
     counts = np.bincount(plan.segment_length, minlength=1)
     return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
 

@@ -6,8 +6,8 @@ longer than the document. Documents that get no slot are packed best-fit.
 
 import numpy as np
 
+from hf_packing.planning.best_fit import Interval, OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.open_packs import Interval, OpenPacks, fill_best_fit
 from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 

@@ -6,8 +6,8 @@ document fits, and ShortestPackFirst puts each document into the emptiest pack.
 
 from dataclasses import dataclass
 
+from hf_packing.planning.best_fit import OpenPacks, best_fit_patterns, lengths_descending
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.open_packs import OpenPacks, best_fit_patterns, lengths_descending
 from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, register_strategy
 

@@ -18,8 +18,7 @@ from hf_packing.checks import check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.planning.patterns import Patterns
-from hf_packing.planning.tree_plan import TreeLimits
-from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
+from hf_packing.strategies.base import OneCapacity, Solution, TreeLimits, load_scipy_optimize, register_strategy
 from hf_packing.strategies.fill_columns import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09

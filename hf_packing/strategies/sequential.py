@@ -15,7 +15,7 @@ from hf_packing.checks import (
     set_fields,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.assign import Slots
+from hf_packing.planning.best_fit import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.lengths import (
     IntArray,
     Overflow,
@@ -27,12 +27,11 @@ from hf_packing.planning.lengths import (
     smallest_index_type,
     sort_by_length,
 )
-from hf_packing.planning.open_packs import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.permutation import random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import TreeLimits
+from hf_packing.planning.table import Slots
 from hf_packing.planning.windows import WindowPlan, packs_with_room
-from hf_packing.strategies.base import Strategy, limits_of_trees, register_strategy
+from hf_packing.strategies.base import Strategy, TreeLimits, limits_of_trees, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
 
@@ -71,7 +70,7 @@ class FixedLength(Strategy):
         return concatenate_and_cut(lengths, (self.max_length,), self.seed)
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        plan = self.with_seed_of_window(number).plan_lengths(lengths)
+        plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
         return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
 
 
@@ -188,7 +187,7 @@ class FirstCome(Strategy):
         return self._plan(lengths)[0]
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        plan, order = self.with_seed_of_window(number)._plan(lengths)
+        plan, order = self.with_seed_for(f"window {number}")._plan(lengths)
         return WindowPlan(plan, order == plan.num_packs - 1, all_wait=True)
 
     def tree_limits(self) -> TreeLimits:

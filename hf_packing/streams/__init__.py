@@ -19,8 +19,6 @@ sources.py          check a stream of documents, and find its token columns
 wrapped.py          read a stream as one shard after `take`; check the columns of documents without features
 document_reader.py  read about as many tokens as wanted, and know the place in the stream
 shares.py           divide the shards into shares of equal size, and read one share
-shared_reading.py   read the shares of the logical streams of a process together
-shared_shard.py     read a shard once, and deal its documents to those that want them
 shard_sizes.py      find the sizes of shards; notice changed files
 
 These files save the state:

@@ -5,7 +5,6 @@ logical streams in turn. Ranks and workers own logical streams, not files: `data
 So a state that was saved on one number of ranks can be loaded on another.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
@@ -19,16 +18,12 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.streams import upstream
-from hf_packing.streams.mixtures_in import divided_mixture, fixed_shares, warn_of_reading
+from hf_packing.streams.mixtures_in import divided_mixture, fixed_shares
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking, warn_of_losses
 from hf_packing.streams.saved_state import STATE, MadeFrom, load, new_state, save
 from hf_packing.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.shared_reading import SharedReading
-from hf_packing.streams.shares import equal_shares, read_for_each_kept
+from hf_packing.streams.shares import ShareOfShards, equal_shares
 from hf_packing.streams.window_start import Counts
-
-_WORTH_A_WARNING = 1.5
-"""A process warns if it reads so many documents for each one that it keeps."""
 
 
 class Position(NamedTuple):
@@ -171,21 +166,13 @@ class LogicalStreams(upstream.TypedExamples):
         """Return the packed rows of each owned logical stream."""
         packings = {stream: replace(self.packing, stream=stream, turns=self.streams) for stream in self.owned}
         if self._is_divided_mixture:
-            warn_of_reading(self.ex_iterable, self.streams)
-            pieces = {stream: self.ex_iterable.shard_data_sources(self.streams, stream) for stream in self.owned}
-            return {stream: PackedExamples(pieces[stream], packings[stream], files) for stream in self.owned}
-        sizes = sizes_of_shards(self.ex_iterable)
-        shares = equal_shares(sizes, self.streams)
-        times = read_for_each_kept(sizes, [shares[stream] for stream in self.owned])
-        if self.streams > len(sizes) and times >= _WORTH_A_WARNING:
-            warnings.warn(
-                f"pack reads about {times:.0f} documents for each one that this process keeps: {self.streams} logical "
-                f"streams share {len(sizes)} shards, and other ranks or workers have the rest of them; call reshard() "
-                "on a stream of parquet files, or write more files",
-                stacklevel=2,
-            )
-        reading = SharedReading(self.ex_iterable, self.packing.schema, self.packing.window_size)
-        return {stream: PackedExamples(reading.share(shares[stream]), packings[stream], files) for stream in self.owned}
+            read = [self.ex_iterable.shard_data_sources(self.streams, stream) for stream in self.owned]
+        else:
+            shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
+            read = [ShareOfShards(self.ex_iterable, shares[stream]) for stream in self.owned]
+        return {
+            stream: PackedExamples(each, packings[stream], files) for stream, each in zip(self.owned, read, strict=True)
+        }
 
     def _load(
         self, saved: dict[int, dict[str, Any]], parts: dict[int, PackedExamples], live: dict[int, dict[str, Any]]

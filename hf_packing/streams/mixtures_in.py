@@ -10,9 +10,6 @@ from hf_packing.streams import upstream
 from hf_packing.streams.mixed_examples import MixedExamples
 from hf_packing.streams.mixture_progress import Given
 
-_WORTH_A_WARNING = 1.5
-"""`pack` warns if a source is read so many times."""
-
 
 def mixtures_in(examples: upstream.Examples) -> list[MixedExamples]:
     """Return the mixtures that an object reads."""
@@ -59,17 +56,19 @@ def divided_mixture(examples: upstream.Examples, streams: int) -> upstream.Examp
 
 
 def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
-    """Warn of sources of a divided mixture whose shards are read for several logical streams."""
-    for mixture in mixtures_in(examples):
-        for name, source in zip(mixture.mixture.shares, mixture.ex_iterables, strict=True):
-            shards = int(source.num_shards)
-            if upstream.rows_of_shards(source) is None and streams >= _WORTH_A_WARNING * shards:
-                warnings.warn(
-                    f"pack reads streams[{name!r}] of the mixture about {streams / shards:.0f} times, since {streams} "
-                    f"logical streams share its {shards} shards; call reshard() on a stream of parquet files, write "
-                    "more files, or pass a smaller number of streams",
-                    stacklevel=2,
-                )
+    """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
+    read = [("the stream", examples)]
+    if mixtures := mixtures_in(examples):
+        named = [zip(each.mixture.shares, each.ex_iterables, strict=True) for each in mixtures]
+        read = [(f"streams[{name!r}] of the mixture", source) for each in named for name, source in each]
+    for name, source in read:
+        if streams > (shards := int(source.num_shards)):
+            warnings.warn(
+                f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "
+                f"shards: each reads a shard to its end, and keeps its share of the documents. Call reshard() on a "
+                "stream of parquet files, write more files, or pass a smaller number of streams",
+                stacklevel=2,
+            )
 
 
 def fixed_shares(examples: upstream.Examples) -> str:

@@ -12,9 +12,10 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.packed_rows import check_bucket_is_free
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
+from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.sources import open_source
-from hf_packing.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.trees.rows import check_tree_columns_are_free
 
 
 def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int | None, **how: Any) -> Any:
@@ -27,11 +28,6 @@ def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int |
         streams: number of logical streams; None for none.
         how: further fields of StreamPacking.
     """
-    if how["fewest_shared"] is not None and not hasattr(strategy, "with_seed_of_window"):
-        raise PackingError(
-            "strategy: expected a strategy with a method with_seed_of_window, such as BestFit(8192), with "
-            f"share_prefixes and a stream, got {strategy!r}"
-        )
     window_packs = check_whole_number("window_packs", window_packs)
     streams = None if streams is None else check_whole_number("streams", streams)
     pack_each: Any = partial(_pack_one, strategy=strategy, streams=streams, window_packs=window_packs, **how)
@@ -47,11 +43,6 @@ def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int |
 
 
 def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> Any:
-    if not hasattr(strategy, "plan_window"):
-        raise PackingError(
-            f"strategy: expected a strategy that plans windows of a stream, such as BestFit(2048), got {strategy!r}; "
-            "define plan_window(lengths, number), or subclass hf_packing.strategies.base.Strategy"
-        )
     source = open_source("dataset", stream)
     if how["fewest_shared"] is not None:
         check_tree_columns_are_free(source.names)
@@ -65,5 +56,6 @@ def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> An
     packing = StreamPacking(strategy, schema=source.schema, **how)
     packed: Any = PackedExamples(source.examples, packing)
     if streams is not None:
+        warn_of_reading(source.examples, streams)
         packed = LogicalStreams(source.examples, packing, streams)
     return upstream.stream_of(packed, packing.features, like=stream)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -34,14 +34,14 @@ from hf_packing.planning.windows import (
 from hf_packing.rows.label_counts import labels_left
 from hf_packing.rows.packed_rows import pack_rows
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
 from hf_packing.streams.document_reader import DocumentReader
 from hf_packing.streams.mixtures_in import begin_with, given_by_mixtures
 from hf_packing.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
-from hf_packing.trees.plan_trees import plan_trees
-from hf_packing.trees.tree_rows import tree_rows
+from hf_packing.trees.rows import plan_trees, tree_rows
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -50,26 +50,11 @@ _LEVEL_TOGETHER = 8
 """So many logical streams in a row yield packs of about the same cost in each turn, if packs are ordered by cost."""
 
 
-class PlansWindows(Protocol):
-    """The interface that a packed stream requires of a strategy."""
-
-    has_buckets: ClassVar[bool]
-
-    @property
-    def largest_capacity(self) -> int:
-        """The largest capacity of a pack, in tokens."""
-        ...
-
-    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        """Return the plan of a window of a stream."""
-        ...
-
-
 @dataclass(frozen=True)
 class StreamPacking:
     """The way in which the rows of a packed stream are made."""
 
-    strategy: PlansWindows
+    strategy: Strategy
     window_packs: int
     position_ids: bool
     schema: pa.Schema
@@ -110,16 +95,13 @@ class StreamPacking:
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
         """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
-        strategy: Any = self.strategy
-        seed = getattr(strategy, "seed", None)
-        if seed is not None and (self.epoch is not None or self.stream is not None):
-            key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
-            strategy = replace(strategy, seed=int(key >> np.uint64(1)))
+        strategy = self.strategy
+        if self.epoch is not None or self.stream is not None:
+            strategy = strategy.with_seed_for(f"epoch {self.epoch}, logical stream {self.stream}")
         if self.fewest_shared is not None:
-            found = plan_trees(columns, strategy.with_seed_of_window(number), self.fewest_shared)
+            found = plan_trees(columns, strategy.with_seed_for(f"window {number}"), self.fewest_shared)
             return WindowPlan(found.plan, packs_with_room(found.plan), splits=sum(found.splits.values()))
-        window: WindowPlan = strategy.plan_window(lengths, number)
-        return window
+        return strategy.plan_window(lengths, number)
 
     def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
         """Return the order in which packs of a window come out.
@@ -305,7 +287,7 @@ class PackedExamples(upstream.TypedExamples):
         return columns, chosen, following
 
 
-def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
+def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
     """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
     if counts.dropped_tokens:
         warnings.warn(

@@ -5,7 +5,7 @@ the documents of a shard whose number, modulo a fixed number, is in a range. So 
 be divided into any number of shares, and nobody has to know how many documents a shard has.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,18 +68,6 @@ def equal_shares(sizes: Sequence[float], shares: int) -> list[Share]:
         )
         for begin, stop in pairwise(borders.tolist())
     ]
-
-
-def read_for_each_kept(sizes: Sequence[float], shares: Iterable[Share]) -> float:
-    """Return how much of the shards is read for each unit that is kept, if every shard of the shares is read once.
-
-    Args:
-        sizes: the size of every shard.
-        shares: some of the shares into which the shards are divided.
-    """
-    parts = [part for share in shares for part in share]
-    kept = sum(sizes[part.shard] * (part.end - part.first) / part.of for part in parts)
-    return sum(sizes[shard] for shard in {part.shard for part in parts}) / kept if kept else 1.0
 
 
 class ShareOfShards(upstream.ExamplesAround):

@@ -10,14 +10,13 @@ import torch
 
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.planning.forest import Forest, cut_large_trees
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges
-from hf_packing.planning.tree_plan import plan_forest
 from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.base import plan_packing
 from hf_packing.strategies.greedy import BestFit
-from hf_packing.trees.find_trees import find_trees
-from hf_packing.trees.tree_paths import TreePaths, segments_of
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import Forest, cut_large_trees, plan_forest
+from hf_packing.trees.segments import TreePaths, segments_of
 
 Tokens = npt.NDArray[np.int64]
 

@@ -28,12 +28,12 @@ from hf_packing.batch.collate import read_integers
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.training.log_probs import log_probs_and_hidden
 from hf_packing.training.model_loss import predicts_next
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.rows_to_score import RowToScore, rows_to_score
+from hf_packing.trees.forest import check_fewest_shared
 
 Pooling = Literal["mean", "last", "first"]
 """How the hidden states of a document's tokens become one vector: their mean, or the state of one token."""

@@ -10,11 +10,10 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.forest import cut_large_trees
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
-from hf_packing.planning.tree_plan import FEWEST_SHARED
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, find_token_columns, row_numbers
-from hf_packing.trees.find_trees import find_trees
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import FEWEST_SHARED, cut_large_trees
 
 MEASURED_TOKENS = 1 << 23
 """Prefixes are looked for in the first documents that have about this many tokens together."""

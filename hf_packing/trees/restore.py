@@ -23,7 +23,7 @@ from hf_packing.planning.lengths import count_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import check_num_rows, list_array, token_column_of
 from hf_packing.rows.token_columns import is_token_type
-from hf_packing.trees.tree_paths import TreePaths, segments_of
+from hf_packing.trees.segments import TreePaths, segments_of
 
 
 def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from literal_trie import common_prefix, forests, tokens_of_trie
 
 import hf_packing as hfp
-from hf_packing.planning.forest import Forest, cheapest_cuts, cut_large_trees
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
-from hf_packing.planning.sibling_order import smallest_first
-from hf_packing.planning.tree_plan import plan_forest
+from hf_packing.trees.forest import Forest, cheapest_cuts, cut_large_trees, plan_forest, smallest_first
 
 
 def forest_of(documents):

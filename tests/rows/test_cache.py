@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -78,24 +77,6 @@ def test_misses(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(hfp, "__version__", "999")
     others.append(cache_file(source, hfp.BestFit(4)))
     assert len({first, *others}) == len(others) + 1
-
-
-@dataclass(frozen=True)
-class OwnStrategy:
-    """Has no field with the version of hf_packing, unlike subclasses of Strategy."""
-
-    has_buckets = False
-
-    def plan_lengths(self, lengths):
-        return hfp.plan_packing(lengths, hfp.BestFit(64))
-
-
-def test_rows_of_a_users_strategy_are_of_one_version(folder, monkeypatch):
-    documents = load_from_disk(folder)
-    first, again = (hfp.pack(documents, OwnStrategy()) for _ in range(2))
-    assert first.cache_files == again.cache_files
-    monkeypatch.setattr(hfp, "__version__", "999")
-    assert hfp.pack(documents, OwnStrategy()).cache_files != first.cache_files
 
 
 def test_caching_disabled(folder):

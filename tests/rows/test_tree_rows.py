@@ -241,17 +241,6 @@ def test_share_prefixes_is_a_bool_or_a_number(share_prefixes):
         hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=share_prefixes)
 
 
-def test_a_strategy_of_ones_own_needs_limits():
-    class Own:
-        has_buckets = False
-
-        def plan_lengths(self, lengths):
-            return hfp.plan_packing(lengths, hfp.BestFit(8))
-
-    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy with a method tree_limits"):
-        hfp.pack(on_trees(), Own(), share_prefixes=2)
-
-
 def test_what_cannot_be_combined():
     with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with lazy=True"):
         hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, lazy=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from lengths import refinedweb_like
 
 import hf_packing as hfp
-from hf_packing.planning.open_packs import first_fit_patterns
-from hf_packing.planning.pattern_table import PatternTable
+from hf_packing.planning.best_fit import first_fit_patterns
+from hf_packing.planning.table import PatternTable
 
 PAPER = (2048, 4096, 8192, 16384)
 

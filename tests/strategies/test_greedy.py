@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengths import refinedweb_like
 
 import hf_packing as hfp
-from hf_packing.planning.open_packs import best_fit_patterns
+from hf_packing.planning.best_fit import best_fit_patterns
 
 
 def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:

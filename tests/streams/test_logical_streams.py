@@ -100,7 +100,8 @@ def test_a_state_of_all_streams_serves_any_rank(tmp_path):
 
 
 def test_more_streams_than_documents():
-    packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
+    with pytest.warns(UserWarning, match="pack reads the stream about 16 times, since 16 logical streams share 1 sh"):
+        packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
     assert sorted(names_in(packed)) == list(range(5))
 
 

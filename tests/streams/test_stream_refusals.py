@@ -29,17 +29,6 @@ def test_arguments(options, message):
         hfp.pack(stream_of(make_documents(3)), strategy, **options)
 
 
-def test_a_strategy_without_windows():
-    class Own:
-        has_buckets = False
-
-        def plan_lengths(self, lengths):
-            return hfp.BestFit(4).plan_lengths(lengths)
-
-    with pytest.raises(hfp.PackingError, match=r"a strategy that plans windows of a stream.*define plan_window"):
-        hfp.pack(stream_of(make_documents(3)), Own())
-
-
 @pytest.mark.parametrize("later", [lambda stream: stream, lambda stream: stream.map(lambda row: row)])
 def test_a_shuffle_buffer(later):
     stream = later(stream_of(make_documents(30)).shuffle(seed=0, buffer_size=10))

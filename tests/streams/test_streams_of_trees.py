@@ -14,7 +14,7 @@ from literal_trie import forests
 import hf_packing as hfp
 from hf_packing.trees.segments import TreeSegments
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack skips:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|reads):UserWarning")
 
 STRATEGIES = [hfp.BestFit(9), hfp.FirstCome(9), hfp.Multipack(9, window=5), hfp.Bucket((5, 9), padding_threshold=1)]
 
@@ -52,7 +52,7 @@ def test_a_single_window_is_packed_like_a_dataset():
     rows = list(hfp.pack(stream_of(documents), strategy, window_packs=1000, share_prefixes=True))
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int64"))})
     dataset = Dataset.from_dict({"input_ids": documents}, features=features)
-    whole = hfp.pack(dataset, strategy.with_seed_of_window(0), share_prefixes=True)
+    whole = hfp.pack(dataset, strategy.with_seed_for("window 0"), share_prefixes=True)
     assert rows == list(whole)
     assert sum(len(row["tree_input_ids"]) for row in rows) == sum(map(len, documents)) - 20 * 3 * 30
 

@@ -16,7 +16,7 @@ import hf_packing as hfp
 from hf_packing.attention import inner_model, share_prefixes
 from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.trees.find_in_batch import find_in_batch
+from hf_packing.trees.find import find_in_batch
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 

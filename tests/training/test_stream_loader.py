@@ -146,6 +146,7 @@ def test_a_resumed_loader_does_not_read_what_was_read(files, tmp_path):
     assert len(reads) <= 4 * 2 * len(DOCUMENTS) / 4 + 4 * 2 * window
 
 
+@pytest.mark.filterwarnings("ignore:pack reads:UserWarning")
 def test_masked_batches_when_the_streams_of_a_rank_have_ended():
     few = [{"input_ids": [5, 6, 7]}] * 3
     stream = datasets.IterableDataset.from_generator(lambda: iter(few))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from literal_trie import forests, tokens_of_trie
 
-import hf_packing.trees.find_trees as find_module
-import hf_packing.trees.sort_pieces as sort_module
+import hf_packing.trees.find as find_module
+import hf_packing.trees.find as sort_module
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.trees.find_trees import find_trees
+from hf_packing.trees.find import find_trees
 
 
 def columns_of(types=(), **columns):

@@ -9,9 +9,7 @@ from rows.test_tree_rows import tables
 import hf_packing as hfp
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumn, find_token_columns
-from hf_packing.trees.join_rows import join_rows
-from hf_packing.trees.plan_trees import plan_trees
-from hf_packing.trees.tree_rows import tree_rows
+from hf_packing.trees.rows import join_rows, plan_trees, tree_rows
 
 
 def one_tree_in_each_pack(plan):

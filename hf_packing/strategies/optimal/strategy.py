@@ -12,9 +12,9 @@ import numpy as np
 from tqdm import tqdm
 
 from hf_packing.checks import check_real, set_fields
+from hf_packing.planning.best_fit import best_fit_patterns
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import pack_lower_bound
-from hf_packing.planning.open_packs import best_fit_patterns
 from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.fill_columns import fill_columns

@@ -20,10 +20,11 @@ from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
 from hf_packing.streams.mixed_examples import MixedExamples
+from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.sources import open_source
-from hf_packing.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.trees.rows import check_tree_columns_are_free
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
@@ -229,6 +230,7 @@ def _pack_documents(
     streams = 1
     while 2 * streams <= min(shards, _MOST_STREAMS):
         streams *= 2
+    warn_of_reading(source.examples, streams)
     return LogicalStreams(source.examples, packing, streams)
 
 

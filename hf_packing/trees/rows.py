@@ -1,4 +1,9 @@
-"""Build rows of trees from the token columns of documents, according to a plan."""
+"""Plan documents that share prefixes, and build their rows of trees.
+
+A document takes its first tokens from the document before it, and that one may have taken some of them from an earlier
+one. Only the rest, its own tokens, is added to the row. So the tokens of a document are a few ranges of the row, one
+for each of these documents.
+"""
 
 from typing import Any, NamedTuple
 
@@ -21,12 +26,62 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import (
+    IntArray,
+    Pieces,
+    check_lengths,
+    count_ranges,
+    cut_to_pieces,
+    indices_in_ranges,
+    offsets_of,
+)
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import as_int32, list_array
 from hf_packing.rows.token_columns import TokenColumns
-from hf_packing.trees.token_keys import read_labels
-from hf_packing.trees.tree_paths import TreePaths, segments_of
+from hf_packing.strategies.base import Strategy, check_strategy
+from hf_packing.trees.find import find_trees, read_labels
+from hf_packing.trees.forest import check_fewest_shared, plan_forest
+from hf_packing.trees.segments import TreePaths, segments_of
+
+
+class TreesPlan(NamedTuple):
+    """The plan of documents that share prefixes."""
+
+    plan: PackingPlan
+    splits: dict[str, int]
+    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
+
+
+def check_share_prefixes(share_prefixes: Any, strategy: Any) -> int | None:
+    """Return the fewest tokens that documents share, or None if no prefixes are shared.
+
+    Args:
+        share_prefixes: the argument of `pack`.
+        strategy: the strategy, which must be able to pack trees.
+
+    Raises:
+        PackingError: share_prefixes is neither a bool nor an integer of at least 1, or the strategy cannot pack trees.
+    """
+    fewest = check_fewest_shared(share_prefixes)
+    if fewest is None:
+        return None
+    check_strategy(strategy).tree_limits()
+    return fewest
+
+
+def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> TreesPlan:
+    """Find the prefixes that documents share, and plan the documents.
+
+    Args:
+        columns: the token columns of the documents.
+        strategy: the strategy.
+        fewest: the fewest tokens that documents share.
+    """
+    capacity, overflow = strategy.tree_limits()
+    lengths = check_lengths(columns[INPUT_IDS].length)
+    pieces = cut_to_pieces(lengths, capacity, overflow)
+    found = find_trees(columns, pieces, fewest)
+    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits)
 
 
 class TreeRows(NamedTuple):
@@ -164,3 +219,40 @@ def _merge_labels(
     ranges = paths.find(runs.document, runs.start, runs.start + runs.length)
     merged[count_ranges(ranges.begin, ranges.length, len(input_ids)) == 0] = IGNORED_LABEL
     return merged
+
+
+def join_rows(columns: TokenColumns, some: IntArray, per_row: IntArray) -> pa.Table:
+    """Return rows of trees, each joined from some of the given rows.
+
+    Args:
+        columns: all columns of the given rows of trees, by name.
+        some: integers [joined]: indices of the given rows, in the order in which they are joined.
+        per_row: integers [rows]: number of given rows that make each new row, at least 1; their sum is `joined`.
+    """
+    begin = np.cumsum(per_row, dtype=np.int64) - per_row
+    segments, documents = columns[SEGMENT_LENGTHS].length[some], columns[ENDS].length[some]
+    segments_before, documents_before = (_before_in_row(each, begin, per_row) for each in (segments, documents))
+    arrays = {}
+    for name, column in columns.items():
+        length = column.length[some]
+        values = column.gather(some, np.zeros_like(some), length)
+        if name in (PARENTS, ENDS):
+            values += np.where(values < 0, 0, np.repeat(segments_before, length)).astype(values.dtype)
+        elif name == TRAINED:
+            values[::3] += np.repeat(documents_before, length // 3).astype(values.dtype)
+        of_row = np.add.reduceat(length, begin, dtype=np.int64) if len(begin) else begin
+        arrays[name] = list_array(values, of_row, pa.types.is_large_list(column.type))
+    return pa.table(arrays)
+
+
+def _before_in_row(numbers: IntArray, begin: IntArray, per_row: IntArray) -> IntArray:
+    """Return the sum of the numbers before each one in its row, int64 [joined].
+
+    Args:
+        numbers: integers [joined].
+        begin: integers [rows]: index of the first number of each row.
+        per_row: integers [rows]: how many numbers belong to each row.
+    """
+    before = np.cumsum(numbers, dtype=np.int64) - numbers
+    in_row: IntArray = before - np.repeat(before[begin], per_row)
+    return in_row

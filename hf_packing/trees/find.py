@@ -1,0 +1,438 @@
+"""Find the prefixes that documents share, by sorting documents.
+
+Documents that begin with the same tokens are neighbors when all documents are sorted as strings of bytes, and what a
+document has in common with its neighbor is what it shares with any document before it. So the sorted documents, with
+the number of tokens that each shares with the one before it, describe all shared prefixes. Documents whose first tokens
+no other document has are found by hashing, and are never sorted.
+
+Documents share a token only if everything that belongs to the token is equal, since a row has each value of a shared
+token once. Labels are the exception: a row says for each document which tokens it trains on. So labels are compared
+only where they are neither -100 nor the token itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, apply_loss_masks
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.rows.packed_rows import as_int32
+from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, column_of_values
+from hf_packing.trees.forest import Forest
+from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
+
+_HASHED_AT_ONCE = 1 << 22
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True)
+class FoundTrees:
+    """The forest of a dataset, and the prefixes that were split although their tokens are equal."""
+
+    forest: Forest
+    splits: dict[str, int] = field(default_factory=dict)
+    """By the name of a column: how many neighbors share fewer tokens, because their values in this column differ."""
+
+
+def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundTrees:
+    """Find the prefixes that pieces of documents share.
+
+    Where documents branch off fewer than `min_shared` tokens after an earlier branching, they branch off there instead,
+    and repeat the tokens in between. So all shared segments have at least `min_shared` tokens, except those that end
+    with a document or below a branching that was moved.
+
+    Args:
+        columns: the token columns of the documents.
+        pieces: the pieces of documents; no piece is empty.
+        min_shared: the fewest tokens that documents share, at least 1.
+
+    Returns:
+        The forest, with trees in the order of their first pieces, and the number of splits by column.
+    """
+    length = pieces.length.astype(np.int64)
+    splits: dict[str, int] = {}
+    order, shared = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for block in _blocks_of_candidates(columns, pieces, min_shared):
+        by_content = sort_pieces(columns, pieces, block, splits)
+        order.append(by_content.order)
+        shared.append(_move_up(by_content.common, min_shared))
+    return FoundTrees(_in_order(np.concatenate(order), np.concatenate(shared), length), splits)
+
+
+def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int) -> list[IntArray]:
+    """Return blocks of pieces, int64 [pieces of the block] each, whose first tokens other pieces of the block have too.
+
+    Pieces that begin with the same `min_shared` tokens are in the same block. A few others may be in a block as well,
+    since beginnings are compared by their hash.
+    """
+    long_enough = np.flatnonzero(pieces.length >= min_shared)
+    hashes = np.empty(len(long_enough), dtype=np.uint64)
+    step = max(1, _HASHED_AT_ONCE // min_shared)
+    for first in range(0, len(long_enough), step):
+        some = long_enough[first : first + step]
+        hashes[first : first + step] = _hash(read_beginnings(columns[INPUT_IDS], pieces.take(some), min_shared))
+    by_hash = np.argsort(hashes, kind="stable")
+    hashes = hashes[by_hash]
+    begins = np.append(np.flatnonzero(np.diff(hashes, prepend=hashes[:1] + np.uint64(1))), len(hashes))
+    sizes = np.diff(begins)
+    several = np.flatnonzero(sizes > 1)
+    several = several[np.argsort(by_hash[begins[several]])]  # in the order of first pieces
+    sizes = sizes[several]
+    offsets = offsets_of(sizes)
+    pieces_of_groups = long_enough[by_hash[indices_in_ranges(begins[several], sizes)]]
+    before = offsets_of(pieces.length[pieces_of_groups])
+    tokens = np.diff(before[offsets])
+    blocks = blocks_of_rows(tokens, SORTED_AT_ONCE)
+    return [pieces_of_groups[offsets[first] : offsets[end]] for first, end in blocks]
+
+
+def _hash(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each row of integers, uint64 [rows]. The hash is the same in every process."""
+    hashes = np.full(len(rows), len(rows[0]) if len(rows) else 0, dtype=np.uint64)
+    for column in rows.T.astype(np.uint64):
+        hashes = (hashes ^ column) * _GAMMA
+        hashes ^= hashes >> _HALF
+    return hashes
+
+
+def _move_up(common: IntArray, min_shared: int) -> IntArray:
+    """Return the number of tokens that each piece shares with the one before it, after branchings have moved up.
+
+    A branching that is fewer than `min_shared` tokens below the branching above it moves up to it. The root of all
+    branchings is at 0 tokens.
+
+    Args:
+        common: int64 [pieces]: number of tokens that each piece has in common with the one before it.
+        min_shared: the fewest tokens between two branchings.
+    """
+    depths, parents, path, branching = [0], [0], [0], []
+    for depth in common.tolist():
+        below = 0
+        while depths[path[-1]] > depth:
+            below = path.pop()
+        if depths[path[-1]] < depth:
+            new = len(depths)
+            depths.append(depth)
+            parents.append(path[-1])
+            if below:
+                parents[below] = new
+            path.append(new)
+        branching.append(path[-1])
+    kept = [0] * len(depths)
+    for number in np.argsort(np.array(depths), kind="stable").tolist():
+        above = kept[parents[number]]
+        kept[number] = depths[number] if depths[number] - above >= min_shared else above
+    return np.array(kept, dtype=np.int64)[branching]
+
+
+def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
+    """Return the forest of all pieces, with trees in the order of their first pieces.
+
+    Args:
+        order: int64 [candidates]: pieces in depth-first order; other pieces share nothing.
+        shared: int64 [candidates]: tokens that each of them shares with the one before it.
+        length: int64 [pieces]: length of all pieces.
+    """
+    alone = np.ones(len(length), dtype=bool)
+    alone[order] = False
+    order = np.concatenate([order, np.flatnonzero(alone)])
+    shared = np.concatenate([shared, np.zeros(len(order) - len(shared), dtype=np.int64)])
+    begins = np.flatnonzero(shared == 0)
+    if len(begins):
+        sizes = np.diff(np.append(begins, len(shared)))
+        by_first = np.argsort(np.minimum.reduceat(order, begins))
+        begins, sizes = begins[by_first], sizes[by_first]
+        places = indices_in_ranges(begins, sizes)
+        order, shared = order[places], shared[places]
+    return Forest(order, length[order], shared)
+
+
+SORTED_AT_ONCE = 1 << 21
+"""Pieces are sorted as a whole if they have at most this many tokens together. More are sorted by a few tokens first,
+to use little memory even if all documents begin alike."""
+_FEWEST_AT_ONCE, _MOST_AT_ONCE = 64, 1024
+"""The fewest and the most tokens by which pieces are then sorted at a time."""
+_COMPARED_AT_ONCE = 1 << 20
+_LONG = 512
+"""Pairs of pieces of at least this many tokens are compared one by one, and shorter ones many at a time."""
+
+
+class TokenKeys(NamedTuple):
+    """The values to compare, as 32-bit words."""
+
+    words: npt.NDArray[np.int32]
+    """int32 [tokens, words]: the token, followed by the words of the other columns."""
+    columns: tuple[str, ...]
+    """For each word, the name of its column."""
+
+
+class SortedPieces(NamedTuple):
+    """Pieces in the order of their content, in which those that begin with the same values are neighbors."""
+
+    order: IntArray
+    """int64 [pieces]: indices of the pieces."""
+    common: IntArray
+    """int64 [pieces]: number of tokens that each piece has in common with the one before it; 0 for the first."""
+
+
+class _Group(NamedTuple):
+    """Pieces that begin with the same values, not sorted yet, or neighbors that are sorted."""
+
+    pieces: IntArray
+    """int64 [pieces]: indices of the pieces."""
+    depth: int
+    """The number of tokens that all of them have in common; the rest of them is to be sorted. -1 if they are sorted."""
+    common: IntArray
+    """int64 [1 or pieces]: tokens that the first piece, or each sorted piece, has in common with the one before it."""
+
+
+def sort_pieces(columns: TokenColumns, pieces: Pieces, some: IntArray, splits: dict[str, int]) -> SortedPieces:
+    """Sort some pieces by their tokens and by the other values of their tokens.
+
+    Args:
+        columns: the token columns of the documents.
+        pieces: the pieces of all documents.
+        some: int64 [pieces to sort]: indices of the pieces to sort.
+        splits: by the name of a column, the number of neighbors that have fewer tokens in common because their values
+            in this column differ; changed in place.
+    """
+    done: list[_Group] = []
+    waiting = [_Group(some, 0, np.zeros(1, dtype=np.int64))]
+    while waiting:
+        group = waiting.pop()
+        if group.depth < 0:
+            done.append(group)
+            continue
+        left = Pieces(
+            pieces.document[group.pieces],
+            pieces.start[group.pieces] + group.depth,
+            pieces.length[group.pieces] - group.depth,
+        )
+        if int(left.length.sum(dtype=np.int64)) <= SORTED_AT_ONCE or len(group.pieces) == 1:
+            order, common = _sort_by(columns, left, group.depth, splits)
+            common[1:] += group.depth
+            common[0] = group.common[0]
+            done.append(_Group(group.pieces[order], -1, common))
+            continue
+        tokens = min(max(SORTED_AT_ONCE // len(group.pieces), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
+        window = Pieces(left.document, left.start, np.minimum(left.length, tokens))
+        order, common = _sort_by(columns, window, group.depth, splits)
+        waiting += _groups_of(group, order, common, window.length[order], tokens)[::-1]
+    return SortedPieces(
+        np.concatenate([group.pieces for group in done]), np.concatenate([group.common for group in done])
+    )
+
+
+def _groups_of(group: _Group, order: IntArray, common: IntArray, length: IntArray, tokens: int) -> list[_Group]:
+    """Return the groups of pieces whose next `tokens` tokens are equal, and the sorted pieces between them.
+
+    Args:
+        group: the group that was sorted by the next tokens.
+        order: int64 [pieces]: the order of its pieces.
+        common: int64 [pieces]: how many of the next tokens each piece has in common with the one before it.
+        length: integers [pieces]: how many of the next tokens each piece has, at most `tokens`.
+        tokens: number of tokens by which the pieces were sorted.
+    """
+    equal = (common == tokens) & (length == tokens)  # to the piece before
+    common = common + group.depth
+    common[0] = group.common[0]
+    begins = np.append(np.flatnonzero(~equal), len(order))
+    sizes = np.diff(begins)
+    groups: list[_Group] = []
+    first = 0  # of the runs that are not in a group yet
+    for run in [*np.flatnonzero(sizes > 1).tolist(), len(sizes)]:
+        if run > first:
+            alone = begins[first:run]
+            groups.append(_Group(group.pieces[order[alone]], -1, common[alone]))
+        if run < len(sizes):
+            members = slice(begins[run], begins[run + 1])
+            groups.append(_Group(group.pieces[order[members]], group.depth + tokens, common[begins[run] :][:1]))
+        first = run + 1
+    return groups
+
+
+def _sort_by(columns: TokenColumns, pieces: Pieces, depth: int, splits: dict[str, int]) -> tuple[IntArray, IntArray]:
+    """Return the order of pieces by their content, and what neighbors have in common; both int64 [pieces].
+
+    Args:
+        columns: the token columns of the documents.
+        pieces: the pieces, from the token number `depth` on.
+        depth: the number of tokens that pieces have before.
+        splits: as in `sort_pieces`.
+    """
+    keys = read_keys(columns, pieces, are_beginnings=depth == 0)
+    ends = np.cumsum(pieces.length, dtype=np.int64)
+    order = _sort(keys.words, ends)
+    length = pieces.length[order].astype(np.int64)
+    begin = ends[order] - length
+    common = _common_prefixes(keys.words, begin, length)
+    _count_splits(keys, begin, length, common, splits)
+    return order, common
+
+
+def _sort(words: npt.NDArray[np.int32], ends: IntArray) -> IntArray:
+    """Return the order in which pieces that begin with the same words are neighbors, int64 [pieces].
+
+    Args:
+        words: int32 [tokens, words].
+        ends: int64 [pieces]: index of each piece's last token, plus 1.
+    """
+    data = np.ascontiguousarray(words).tobytes()
+    borders = [0, *(ends * 4 * words.shape[1]).tolist()]
+    texts = [data[begin:end] for begin, end in pairwise(borders)]
+    return np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
+
+
+def _common_prefixes(words: npt.NDArray[np.int32], begin: IntArray, length: IntArray) -> IntArray:
+    """Return the number of tokens that each piece has in common with the one before it, int64 [pieces]; first 0.
+
+    Args:
+        words: int32 [tokens, words].
+        begin: int64 [pieces]: index of each piece's first token.
+        length: int64 [pieces]: number of tokens in each piece.
+    """
+    common = np.zeros(len(begin), dtype=np.int64)
+    most = np.minimum(length[:-1], length[1:])
+    for right in (np.flatnonzero(most >= _LONG) + 1).tolist():
+        a, b, n = begin[right - 1], begin[right], most[right - 1]
+        differ = words[a : a + n] != words[b : b + n]
+        differ = differ[:, 0] if differ.shape[1] == 1 else differ.any(axis=1)
+        first = int(differ.argmax())
+        common[right] = first if differ[first] else n
+    short = np.flatnonzero(most < _LONG)
+    for first, end in blocks_of_rows(most[short], _COMPARED_AT_ONCE):
+        left = short[first:end]
+        n = most[left]
+        offset = np.cumsum(n) - n
+        ramp = np.arange(int(n.sum()), dtype=np.int64)
+        to_left = np.repeat(begin[left] - offset, n)
+        to_left += ramp
+        differ = words[to_left]
+        to_left += np.repeat(begin[left + 1] - begin[left], n)
+        unequal = (differ != words[to_left]).any(axis=1)
+        places = np.append(np.flatnonzero(unequal), len(ramp))
+        common[left + 1] = np.minimum(places[np.searchsorted(places, offset)] - offset, n)
+    return common
+
+
+def _count_splits(keys: TokenKeys, begin: IntArray, length: IntArray, common: IntArray, splits: dict[str, int]) -> None:
+    """Add to `splits` the neighbors whose tokens are equal after their common prefix, while other values differ."""
+    if len(keys.columns) == 1 or len(begin) < 2:
+        return
+    place = common[1:]
+    both = np.flatnonzero(place < np.minimum(length[:-1], length[1:]))
+    unequal = keys.words[begin[:-1][both] + place[both]] != keys.words[begin[1:][both] + place[both]]
+    unequal = unequal[~unequal[:, 0]]
+    for name in dict.fromkeys(keys.columns[1:]):
+        mine = [number for number, of in enumerate(keys.columns) if of == name]
+        if number := int(unequal[:, mine].any(axis=1).sum()):
+            splits[name] = splits.get(name, 0) + number
+
+
+def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool = True) -> TokenKeys:
+    """Return the values by which pieces are compared, piece by piece.
+
+    Args:
+        columns: the token columns of the documents.
+        pieces: the pieces of documents to read; they may be empty.
+        are_beginnings: whether the first token of each piece is one that it would have in a row, so that it is not
+            trained on.
+
+    Raises:
+        PackingError: a loss mask has a value other than 0 and 1, or input_ids or labels do not fit in 32 bits.
+    """
+    where = (pieces.document, pieces.start, pieces.length)
+    input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(*where))
+    words, names = [input_ids[:, None]], [INPUT_IDS]
+    labels = read_labels(columns, pieces)
+    if labels is not None:
+        labels[(labels == input_ids)] = IGNORED_LABEL
+        if are_beginnings:
+            labels[np.cumsum(pieces.length, dtype=np.int64) - pieces.length] = IGNORED_LABEL
+        if (labels != IGNORED_LABEL).any():
+            words.append(labels[:, None])
+            names.append(LABELS)
+    for name, column in columns.items():
+        if name not in (INPUT_IDS, LABELS, *LOSS_MASKS):
+            words.append(_as_words(column.gather(*where)))
+            names += [name] * words[-1].shape[1]
+    return TokenKeys(np.concatenate(words, axis=1) if len(words) > 1 else words[0], tuple(names))
+
+
+def read_labels(columns: TokenColumns, pieces: Pieces) -> npt.NDArray[np.int32] | None:
+    """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
+
+    The label of a piece's first token is included, although no earlier token can predict it.
+
+    Args:
+        columns: the token columns of the documents.
+        pieces: the pieces of documents to read.
+    """
+    where = (pieces.document, pieces.start, pieces.length)
+    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
+    if LABELS not in columns and not masks:
+        return None
+    source = LABELS if LABELS in columns else INPUT_IDS
+    labels = as_int32(source, columns[source].gather(*where))
+    return apply_loss_masks(labels, masks) if masks else labels
+
+
+def read_beginnings(column: TokenColumn, pieces: Pieces, tokens: int) -> npt.NDArray[np.int64]:
+    """Return the first tokens of each piece, int64 [pieces, tokens]. No piece may be shorter than `tokens`."""
+    length: IntArray = np.full(len(pieces.document), tokens)
+    return column.gather(pieces.document, pieces.start, length).astype(np.int64).reshape(-1, tokens)
+
+
+def _as_words(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the bits of numbers as int32 [values, words]; numbers of at most 32 bits have one word."""
+    if values.dtype.itemsize < 4:
+        values = values.view(f"i{values.dtype.itemsize}").astype(np.int32)
+    return values.view(np.int32).reshape(len(values), values.dtype.itemsize // 4)
+
+
+class BatchTrees(NamedTuple):
+    """The trees of the documents of a batch."""
+
+    trees: TreeSegments
+    taken: Places
+    """int64 [tokens of the trees]: for each token, its index among the tokens of all documents, laid end to end."""
+    given: Places
+    """int64 [tokens of all documents]: for each token, its index in the trees."""
+
+
+def find_in_batch(
+    input_ids: IntArray, others: Mapping[str, IntArray], lengths: Sequence[int], min_shared: int
+) -> BatchTrees:
+    """Find the trees of documents that are laid end to end.
+
+    Args:
+        input_ids: integers [tokens of all documents].
+        others: other integers of the tokens, by name, [tokens of all documents] each. Documents share a token only if
+            they are equal, too.
+        lengths: number of tokens in each document, at least 1.
+        min_shared: the fewest tokens that documents share.
+
+    Example:
+        >>> found = find_in_batch(np.array([5, 6, 7, 5, 6, 8, 9]), {}, [3, 4], 2)
+        >>> found.trees.lengths, found.trees.parents, found.taken.tolist(), found.given.tolist()
+        ((2, 1, 2), (-1, 0, 0), [0, 1, 2, 5, 6], [0, 1, 2, 0, 1, 3, 4])
+    """
+    length = np.array(lengths, dtype=np.int64)
+    begin = np.cumsum(length) - length
+    of_tokens = {INPUT_IDS: input_ids, **others}
+    columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
+    forest = find_trees(columns, Pieces.whole(length), min_shared).forest
+    paths = TreePaths(forest.length, forest.shared)
+    segments = segments_of(paths, np.array([0, len(length)]))
+    trees = TreeSegments.from_arrays(segments.lengths, segments.parents)
+    first = begin[forest.order] + forest.shared
+    taken = np.repeat(first - paths.begin, paths.own) + np.arange(trees.tokens)
+    given = np.empty(len(input_ids), dtype=np.int64)
+    for document, end in zip(forest.order.tolist(), segments.ends.tolist(), strict=True):
+        given[begin[document] : begin[document] + length[document]] = trees.path_of(end)
+    return BatchTrees(trees, taken, given)

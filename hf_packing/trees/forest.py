@@ -1,0 +1,257 @@
+"""A forest of documents that share prefixes, and the cuts that let its trees fit in packs.
+
+A tree is made of documents that begin with the same tokens, in depth-first order: documents that share more tokens are
+closer together. So each document takes its shared tokens from the document before it. A tree can be cut before any
+document. That document then stands in its row as a whole, which repeats the tokens that it would have shared.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_packing.checks import check_whole_number
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_ranges, offsets_of
+from hf_packing.planning.plan import PackingPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Pieces of documents, tree by tree, and the tokens that each piece shares with the one before it.
+
+    Args:
+        order: int64 [pieces]: indices of the pieces, in depth-first order.
+        length: int64 [pieces]: length of each piece in tokens, in this order.
+        shared: int64 [pieces]: number of tokens that each piece has in common with the one before it; 0 begins a tree.
+    """
+
+    order: IntArray
+    length: IntArray
+    shared: IntArray
+
+    @property
+    def offsets(self) -> IntArray:
+        """int64 [trees + 1]: the pieces of tree t are offsets[t]:offsets[t + 1] in depth-first order."""
+        return np.append(np.flatnonzero(self.shared == 0), len(self.shared))
+
+    @property
+    def sizes(self) -> IntArray:
+        """int64 [trees]: the number of tokens of each tree; tokens that its pieces share are counted once."""
+        before = offsets_of(self.length - self.shared)
+        return np.diff(before[self.offsets])
+
+    def select(self, trees: npt.NDArray[np.bool_]) -> "Forest":
+        """Return the forest of some of the trees; `trees` is bool [trees]."""
+        chosen = np.repeat(trees, np.diff(self.offsets))
+        return Forest(self.order[chosen], self.length[chosen], self.shared[chosen])
+
+
+def cut_large_trees(forest: Forest, capacity: int) -> Forest:
+    """Cut the trees that are larger than a pack, so that the fewest tokens are repeated.
+
+    Among cuts that repeat equally many tokens, those into the fewest parts are chosen.
+
+    Args:
+        forest: the forest; no piece is longer than a pack.
+        capacity: capacity of a pack, in tokens.
+    """
+    offsets = forest.offsets
+    order, shared = np.arange(len(forest.order)), forest.shared.copy()
+    for tree in np.flatnonzero(forest.sizes > capacity).tolist():
+        pieces = slice(offsets[tree], offsets[tree + 1])
+        places, taken = smallest_first(forest.length[pieces], forest.shared[pieces])
+        order[pieces] = offsets[tree] + np.array(places)
+        shared[pieces] = taken
+        shared[offsets[tree] + cheapest_cuts(forest.length[order[pieces]], shared[pieces], capacity)] = 0
+    return Forest(forest.order[order], forest.length[order], shared)
+
+
+def cheapest_cuts(length: IntArray, shared: IntArray, capacity: int) -> IntArray:
+    """Return the places before which to cut one tree, so that no part is larger than a pack, int64 [cuts].
+
+    The cheapest way to cut the first j pieces ends with a part i:j, for some i, after the cheapest way to cut the first
+    i pieces. The part repeats shared[i] tokens. As j grows, parts only grow, so a part that has become too large stays
+    too large, and a heap gives the cheapest of the others.
+
+    Args:
+        length: integers [pieces]: length of each piece in tokens, at most `capacity`.
+        shared: integers [pieces]: number of tokens that each piece shares with the one before it; the first shares 0.
+        capacity: capacity of a pack, in tokens.
+    """
+    total, own_tokens = 0, (length - shared).tolist()
+    previous = [0] * (len(own_tokens) + 1)
+    best = (0, 0)  # repeated tokens, and number of parts, of the pieces so far
+    parts: list[tuple[int, int, int, int]] = []  # repeated tokens, parts, first piece, tokens of the part without end
+    for number, (own, repeated) in enumerate(zip(own_tokens, shared.tolist(), strict=True)):
+        heapq.heappush(parts, (best[0] + repeated, best[1] + 1, number, repeated - total))
+        total += own
+        while parts[0][3] + total > capacity:
+            heapq.heappop(parts)
+        best, previous[number + 1] = parts[0][:2], parts[0][2]
+    cuts, place = [], len(own_tokens)
+    while place := previous[place]:
+        cuts.append(place)
+    return np.array(cuts[::-1], dtype=np.int64)
+
+
+@dataclass(eq=False)
+class _Branching:
+    """A place at which documents branch off."""
+
+    depth: int
+    """Number of tokens above the branching."""
+    branches: list["_Branching | int"] = field(default_factory=list)
+    """What is below: further branchings, and single documents by their place in the tree."""
+    size: int = 0
+    """Number of tokens below the branching; shared tokens count once."""
+
+
+def smallest_first(length: IntArray, shared: IntArray) -> tuple[list[int], list[int]]:
+    """Return the documents of a tree in an order that visits small branches before large ones.
+
+    In a chat, each turn is a small branch, and all later turns are a large one. With small branches first, a cut after
+    the first turns repeats only the few tokens above them.
+
+    Args:
+        length: integers [documents]: length of each document of the tree, in tokens.
+        shared: integers [documents]: number of tokens that each document shares with the one before it.
+
+    Returns:
+        The places of the documents in the new order, and the number of tokens that each then shares with the one before
+        it. The order is depth-first, too.
+    """
+    lengths = length.tolist()
+    root = _branchings(lengths, shared.tolist())
+    order, taken = [], []
+    waiting: list[tuple[_Branching | int, int]] = [(root, 0)]
+    while waiting:
+        branch, above = waiting.pop()
+        if isinstance(branch, int):
+            order.append(branch)
+            taken.append(above)
+            continue
+        sizes = [_end_of(each, lengths) for each in branch.branches]
+        ranked = sorted(range(len(sizes)), key=sizes.__getitem__)
+        waiting += [(branch.branches[number], branch.depth) for number in ranked[:0:-1]]
+        waiting.append((branch.branches[ranked[0]], above))
+    return order, taken
+
+
+def _branchings(lengths: list[int], shared: list[int]) -> _Branching:
+    """Return the root of the branchings of a tree, with the sizes of all branchings."""
+    path = [_Branching(0)]
+    last: _Branching | int = 0
+    for document in range(1, len(lengths)):
+        depth = shared[document]
+        last = _close(path, depth, last, lengths)
+        if path[-1].depth < depth:
+            path.append(_Branching(depth))
+        _add(path[-1], last, lengths)
+        last = document
+    root = path[0]
+    last = _close(path, 0, last, lengths)
+    _add(root, last, lengths)
+    return root
+
+
+def _close(path: list[_Branching], depth: int, last: _Branching | int, lengths: list[int]) -> _Branching | int:
+    """Complete the branchings that are deeper than `depth`, with `last` as their last branch; return the topmost."""
+    while path[-1].depth > depth:
+        _add(path[-1], last, lengths)
+        last = path.pop()
+    return last
+
+
+def _end_of(branch: _Branching | int, lengths: list[int]) -> int:
+    """Return the number of tokens of a branch, with those above it."""
+    return lengths[branch] if isinstance(branch, int) else branch.depth + branch.size
+
+
+def _add(branching: _Branching, branch: _Branching | int, lengths: list[int]) -> None:
+    branching.branches.append(branch)
+    branching.size += _end_of(branch, lengths) - branching.depth
+
+
+FEWEST_SHARED = 16
+"""The fewest tokens that documents share, with share_prefixes=True. A smaller number saves hardly any more tokens."""
+
+
+def check_fewest_shared(share_prefixes: Any) -> int | None:
+    """Return the fewest tokens that documents share, or None if no prefixes are shared.
+
+    Args:
+        share_prefixes: the argument of `pack` and `TokenBudget`: False, True or an integer of at least 1.
+
+    Raises:
+        PackingError: it is none of these.
+    """
+    if share_prefixes is False:
+        return None
+    if share_prefixes is True:
+        return FEWEST_SHARED
+    try:
+        return check_whole_number("share_prefixes", share_prefixes)
+    except PackingError:
+        raise PackingError(
+            "share_prefixes: expected False, True, or the fewest tokens to share as an integer of at least 1, got "
+            f"{share_prefixes!r}"
+        ) from None
+
+
+def plan_forest(
+    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
+) -> PackingPlan:
+    """Plan documents that share prefixes, and return a plan with `segment_shared`.
+
+    Trees that are larger than a pack are cut where the fewest tokens are repeated.
+
+    Args:
+        forest: the forest of the pieces; no piece is longer than `capacity`.
+        pieces: the pieces of the documents.
+        lengths: integers [documents]: length of each document before cutting, in tokens.
+        capacity: the most tokens that a tree may have.
+        plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
+
+    Raises:
+        PackingError: the strategy has cut or dropped a tree.
+    """
+    forest = cut_large_trees(forest, capacity)
+    sizes = check_lengths(forest.sizes)
+    plan = plan_lengths(sizes)
+    if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
+        raise PackingError(
+            "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "
+            f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
+            f"{len(sizes)} trees"
+        )
+    return place_pieces(forest, pieces, lengths, plan)
+
+
+def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: PackingPlan) -> PackingPlan:
+    """Return the plan of the documents whose trees are packed by another plan.
+
+    Args:
+        forest: the forest of the pieces.
+        pieces: the pieces of the documents.
+        lengths: integers [documents]: length of each document before cutting, in tokens.
+        trees_plan: a plan whose documents are the trees of the forest, none of them cut.
+    """
+    trees = trees_plan.segment_document
+    sizes = np.diff(forest.offsets)[trees]
+    places = indices_in_ranges(forest.offsets[trees], sizes)
+    segments = pieces.take(forest.order[places])
+    return PackingPlan(
+        document_length=lengths,
+        segment_document=segments.document,
+        segment_start=segments.start,
+        segment_length=segments.length,
+        pack_offsets=offsets_of(sizes)[trees_plan.pack_offsets],
+        pack_capacity=trees_plan.pack_capacity,
+        segment_shared=forest.shared[places],
+        proven_lower_bound=trees_plan.proven_lower_bound,
+        note=trees_plan.note,
+    )
