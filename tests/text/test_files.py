@@ -190,7 +190,7 @@ def test_names_of_files_are_not_looked_up_on_the_hub(name):
 
 @pytest.mark.parametrize("url", ["s3://bucket/a.jsonl", "hf://datasets/org/name", "https://example.com/a.jsonl"])
 def test_urls_are_for_the_fleet(url):
-    with pytest.raises(PackingError, match=f"got the URL '{url}'; hf-packing fleet"):
+    with pytest.raises(PackingError, match=f"got the URL '{url}'; hf_packing.fleet.pack"):
         Documents(url)
 
 
