@@ -87,8 +87,8 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
 
 
 def build(columns: TokenColumns, plan: hfp.PackingPlan) -> None:
-    for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE):
-        tree_rows(columns, plan, first, end)
+    for packs in blocks_of_packs(plan, TOKENS_AT_ONCE):
+        tree_rows(columns, plan, packs)
 
 
 if __name__ == "__main__":

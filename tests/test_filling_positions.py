@@ -26,10 +26,10 @@ from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.row_readers import into_rows
 from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
-from hf_packing.batch.cut_batch import with_segments_cut
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.batch.segments import with_segments_cut
+from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import training_stream
 

@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.sizes import sizes_of_documents
 
 
 def note(axes: Axes, x: float, y: float, text: str, **options) -> None:

@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
-from hf_packing.batch.collate_trees import check_tree_row, collate_trees, is_tree_row
-from hf_packing.batch.fixed_shapes import check_shapes, fill_to_shape
-from hf_packing.batch.segment_columns import check_length, check_mask, lengths_in_column
+from hf_packing.batch.segments import check_length, check_mask, check_shapes, fill_to_shape, lengths_in_column
+from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.batch.worker_batch import WorkerBatch
 from hf_packing.columns import (
     ATTENTION_MASK,

@@ -1,9 +1,7 @@
 """`hf-packing pack` with many files, which are packed by many processes, or one task at a time in array jobs."""
 
 import argparse
-import json
 import warnings
-from typing import Any
 
 from hf_packing.cli.flags import positive
 from hf_packing.cli.given import strategy_named
@@ -23,17 +21,10 @@ def add_fleet(command: argparse.ArgumentParser) -> None:
     many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
     many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
     many.add_argument("--task", type=_task, metavar="K/N", help="do task K of N, as in array jobs")
-    many.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="argument for file systems that are not local, such as endpoint_url=...; can be given several times",
-    )
 
 
 def is_fleet(given: argparse.Namespace) -> bool:
-    """Return whether a flag for many files is given. Raise PackingError for flags that do not fit.
+    """Return whether a flag for many files is given.
 
     Raises:
         PackingError: a flag has no effect.
@@ -42,9 +33,8 @@ def is_fleet(given: argparse.Namespace) -> bool:
         for flag in ("split", "glob", "overwrite"):
             if getattr(given, flag):
                 raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
-    elif len(given.data) > 1 or given.storage_option:
-        name = "--storage-option" if given.storage_option else "DATA"
-        raise PackingError(f"{name}: expected one file, folder or dataset, or --workers, --ray or --task")
+    elif len(given.data) > 1:
+        raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
     return fleet
 
 
@@ -54,7 +44,7 @@ def run_fleet(given: argparse.Namespace) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "pack ", UserWarning)  # they are printed below
         packed = pack(
-            given.data[0] if len(given.data) == 1 else given.data,
+            given.data,
             strategy_named(given.strategy, given.max_length),
             str(given.output),
             tokenizer=given.tokenizer,
@@ -69,7 +59,6 @@ def run_fleet(given: argparse.Namespace) -> None:
             train_on=given.train_on,
             skip_bad=given.skip_bad,
             trust_remote_code=given.trust_remote_code,
-            storage_options=_storage_options(given.storage_option),
         )
     say_packed(packed, given.json)
 
@@ -77,11 +66,11 @@ def run_fleet(given: argparse.Namespace) -> None:
 def say_packed(packed: PackedCorpus, as_json: bool) -> None:
     """Print what was packed: as text, or as JSON."""
     if as_json:
-        facts = {"output": packed.output, "strategy": packed.strategy, "rows": packed.num_rows}
-        print_json(facts | packed.counts | {"changes": packed.changes(), "data_files": packed.data_files})
+        facts = {"rows": packed.num_rows, "strategy": packed.strategy, "changes": packed.changes()}
+        print_json(facts | packed.counts | {"data_files": packed.data_files})
         return
     say(out, str(packed))
-    say(out, f"written: {packed.output}")
+    say(out, f"written: {packed.folder.url}")
 
 
 def _task(text: str) -> tuple[int, int]:
@@ -89,17 +78,3 @@ def _task(text: str) -> tuple[int, int]:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
     return int(number), int(of)
-
-
-def _storage_options(given: list[str]) -> dict[str, Any]:
-    """Return the values of --storage-option, which are JSON or else text, by name."""
-    options: dict[str, Any] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals or not name:
-            raise PackingError(f"--storage-option: expected NAME=VALUE, got {each!r}")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options

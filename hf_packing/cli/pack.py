@@ -33,11 +33,11 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
 from hf_packing.rows.label_counts import count_labels
 from hf_packing.rows.pack import pack_split
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.strategies.base import Strategy, plan_packing
+from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import name_of
 from hf_packing.text.corpus import Corpus, Seen
-from hf_packing.trees.rows import TreesPlan, plan_trees
 
 _JOB = "job.json"
 _PLAN = "plan"
@@ -191,16 +191,10 @@ def _make_while_locked(
         raise PackingError(f"DATA: expected documents with tokens, but all {len(lengths)} documents are empty")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
-    columns = find_token_columns(tokens.data.table)
-    made: PackingPlan | TreesPlan
-    if fewest_shared is None:
-        made = plan = plan_packing(lengths, strategy)
-    else:
-        made = plan_trees(columns, strategy, fewest_shared)
-        plan = made.plan
-    packed = pack_split(
-        tokens, strategy, position_ids=True, load_from_cache_file=False, plan=made, fewest_shared=fewest_shared
-    )
+    columns, packing = find_token_columns(tokens.data.table), Packing(strategy, fewest_shared=fewest_shared)
+    made = packing.plan(columns)
+    plan = made.plan
+    packed = pack_split(tokens, packing, load_from_cache_file=False, planned=made)
     packed.save_to_disk(fresh)
     rows = len(packed)
     trained = count_labels(columns, Pieces(plan.segment_document, plan.segment_start, plan.segment_length))

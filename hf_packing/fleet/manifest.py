@@ -6,7 +6,7 @@
     manifest.json                   written last: all of this together
 
 No file is ever replaced. A process that wants to write a file that exists must have made the same content, or it raises
-an error: so processes may die at any time and may do the same task at the same time. A file of an object store is
+an error: so processes may die at any time, and may do the same task at the same time. A file of an object store is
 uploaded in one piece, and a local file is written under another name and then linked.
 """
 
@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.packed_rows import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
+Identity = list[Any]
+"""What differs between two versions of a file: the size, and the time of the last change or the etag."""
 _UNFINISHED, _ABANDONED = ".unfinished-", 600.0
 """How names of unfinished local files begin, and the seconds without a write after which their process has died."""
 _CHANGES = ("ETag", "etag", "blob_id", "sha256", "md5Hash", "content_md5", "LastModified", "updated", "mtime")
@@ -50,63 +52,51 @@ def is_local(system: Any) -> bool:
     return isinstance(system, LocalFileSystem)
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A file to pack, as it was when it was found."""
+def identity_of(name: str, options: Mapping[str, Any]) -> Identity:
+    """Return what differs between two versions of a file to pack."""
+    system, path = file_system(name, options)
+    system.invalidate_cache(path)  # of the time when files were listed
+    info = system.info(path)
+    return [info["size"], next((str(info[each]) for each in _CHANGES if info.get(each)), "")]
 
-    name: str
-    size: int
-    changed: str
-    """The time of the last change, or the etag of an object store."""
 
-    @classmethod
-    def find(cls, name: str, options: Mapping[str, Any]) -> "InputFile":
-        """Return the file with this path or URL. Raise PackingError if there is none."""
-        system, path = file_system(name, options)
-        try:
-            if is_local(system):
-                stat = os.stat(path)
-                return cls(path, stat.st_size, str(stat.st_mtime_ns))
-            system.invalidate_cache(path)  # of the time when files were listed
-            info = system.info(path)
-        except FileNotFoundError:
-            raise PackingError(f"files: expected a file that exists, got {name!r}") from None
-        changed = next((str(info[each]) for each in _CHANGES if info.get(each)), "")
-        return cls(system.unstrip_protocol(path), info["size"], changed)
-
-    def check_unchanged(self, now: "InputFile") -> None:
-        """Raise PackingError if the file is not what it was."""
-        if now != self:
-            raise PackingError(
-                f"{self.name}: expected the file as it was when packing began, with the size {self.size} and the last "
-                f"change {self.changed}, got the size {now.size} and the last change {now.changed}; pack changed files "
-                "into a new folder"
-            )
+def check_unchanged(name: str, before: Identity, now: Identity) -> None:
+    """Raise PackingError if a file is not what it was when packing began."""
+    if now != before:
+        raise PackingError(
+            f"{name}: expected the file as it was when packing began, with size and last change {before}, got {now}; "
+            "pack changed files into a new folder"
+        )
 
 
 @dataclass(frozen=True)
 class Folder:
-    """An output folder. Args: a path or URL, and arguments for its file system if that is not local."""
+    """An output folder: a path or URL, and arguments for its file system if that is not local."""
 
     url: str
     options: Mapping[str, Any]
 
-    def place(self, name: str) -> tuple[Any, str]:
+    def at(self, name: str) -> tuple[Any, str]:
         """Return the file system of the folder, and the path of a file within it."""
         system, root = file_system(self.url, self.options)
         return system, f"{root}/{name}"
 
     def path(self, name: str) -> str:
         """Return the path or URL of a file, for other programs."""
-        system, path = self.place(name)
+        system, path = self.at(name)
         return path if is_local(system) else str(system.unstrip_protocol(path))
+
+    def names(self) -> list[str]:
+        """Return the names of the files in the folder."""
+        system, root = file_system(self.url, self.options)
+        system.invalidate_cache(root)
+        return [Path(each).name for each in system.ls(root, detail=False)] if system.isdir(root) else []
 
     def read(self, name: str) -> Any:
         """Return the content of a JSON file; None if there is no such file."""
-        system, path = self.place(name)
+        system, path = self.at(name)
         try:
-            with system.open(path, "rb") as file:
-                return json.loads(file.read())
+            return json.loads(system.cat_file(path))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -114,12 +104,11 @@ class Folder:
 
     def digest(self, name: str) -> str | None:
         """Return the sha256 of a file; None if there is no such file."""
-        system, path = self.place(name)
-        if not is_local(system):
-            system.invalidate_cache(path)
+        system, path = self.at(name)
+        system.invalidate_cache(path)
         try:
             with system.open(path, "rb") as file:
-                return digest_of(file)
+                return hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             return None
 
@@ -130,53 +119,46 @@ class Folder:
         Raises:
             PackingError: the block cannot write a file, as when the disk is full.
         """
-        system, parent = self.place("")
-        if is_local(system):
-            os.makedirs(parent, exist_ok=True)
+        system, parent = self.at("")
         path = Path(parent if is_local(system) else tempfile.gettempdir(), f"{_UNFINISHED}{uuid4().hex}")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield path
         except OSError as error:
             raise PackingError(f"output: expected to write to {self.url!r}, got the error: {error}") from error
         finally:
             path.unlink(missing_ok=True)
 
-    def put(self, fresh: Path, name: str, expected: str) -> str:
+    def put(self, fresh: Path, name: str) -> str:
         """Put a finished file in place, unless there is one of this content; return the sha256.
-
-        Args:
-            fresh: the finished file, in this machine.
-            name: its name in the folder.
-            expected: what the file is expected to be, for the error.
 
         Raises:
             PackingError: there is a file of this name with another content.
         """
-        system, path = self.place(name)
+        system, path = self.at(name)
         with open(fresh, "rb") as file:
-            digest = digest_of(file)
-        if not (_link if is_local(system) else _upload)(system, fresh, path) and self.digest(name) != digest:
-            raise PackingError(
-                f"output: expected {expected} in {self.path(name)!r}, but the file has another content: it is damaged, "
-                "or of another run; remove it, and start this run again"
-            )
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            if is_local(system):
+                Path(path).parent.mkdir(exist_ok=True)
+                _link(fresh, path)
+            else:
+                system.put_file(str(fresh), path, mode="create")
+        except OSError as error:
+            if (found := self.digest(name)) is None:
+                raise
+            if found != digest:
+                raise PackingError(
+                    f"output: expected {self.path(name)!r} as this run writes it, but the file has another content: it "
+                    "is damaged, or of another run; remove it, and start this run again"
+                ) from error
         return digest
 
-    def put_json(self, name: str, content: Any, expected: str) -> None:
+    def put_json(self, name: str, content: Any) -> None:
         """Put a JSON file in place, as `put` does."""
         with self.unfinished() as fresh:
             fresh.write_text(json.dumps(content, indent=1))
-            self.put(fresh, name, expected)
-
-    def names(self) -> list[str]:
-        """Return the names of the files in the folder."""
-        system, root = file_system(self.url, self.options)
-        if not is_local(system):
-            system.invalidate_cache(root)
-        try:
-            return [Path(each).name for each in system.ls(root, detail=False)]
-        except FileNotFoundError:
-            return []
+            self.put(fresh, name)
 
     def claim(self, run: Mapping[str, Any]) -> None:
         """Write what is packed, and how, into a new folder; or check that this run has begun in the folder.
@@ -185,32 +167,41 @@ class Folder:
             PackingError: the folder has rows of another run, or a file to pack has changed.
         """
         others = [name for name in self.names() if name.endswith(".parquet")]
-        found = self.read(RUN)
-        if found is None:
+        if (found := self.read(RUN)) is None:
             if others:
                 raise PackingError(f"output: expected a new folder, but {self.url!r} has the file {others[0]!r}")
-            self.put_json(RUN, run, "this run")
-            found = self.read(RUN)
+            self.put_json(RUN, run)
+            found = run
         for name, value in run.items():
-            if (before := found.get(name)) == value:
-                continue
-            if name == "inputs" and [each["name"] for each in before] == [each["name"] for each in value]:
-                for each, now in zip(before, value, strict=True):
-                    InputFile(**each).check_unchanged(InputFile(**now))
-            other = "other files to pack" if name == "inputs" else f"{name} {before!r}, not {value!r}"
-            raise PackingError(
-                f"output: expected a new folder, or the folder of this run, but the run in {self.url!r} has {other}; "
-                "choose another folder"
-            )
+            before = found.get(name)
+            if name == "inputs" and before.keys() == value.keys():
+                for file, now in value.items():
+                    check_unchanged(file, before[file], now)
+            elif before != value:
+                other = "other files to pack" if name == "inputs" else f"{name} {before!r}, not {value!r}"
+                raise PackingError(
+                    f"output: expected a new folder, or the folder of this run, but the run in {self.url!r} has "
+                    f"{other}; choose another folder"
+                )
 
     def finish(self, run: Mapping[str, Any], files: Sequence["PackedFile"]) -> "PackedCorpus":
         """Write the manifest, remove what killed processes have left of unfinished files, and return what is packed."""
-        self.put_json(MANIFEST, {**run, "files": [asdict(file) for file in files]}, "the manifest of this run")
+        self.put_json(MANIFEST, {**run, "files": [asdict(file) for file in files]})
         for name in self.names():
-            system, path = self.place(name)
+            system, path = self.at(name)
             if name.startswith(_UNFINISHED) and time.time() - os.stat(path).st_mtime > _ABANDONED:
                 system.rm_file(path)
         return PackedCorpus(self, run["strategy"], files)
+
+
+def _link(fresh: Path, path: str) -> None:
+    """Give a file its name, which raises OSError if the name is taken."""
+    try:
+        os.link(fresh, path)
+    except OSError:
+        if os.path.exists(path):
+            raise
+        os.rename(fresh, path)  # on a file system without hard links
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +212,13 @@ class PackedFile:
     inputs: Sequence[str]
     """Names of the files whose documents were packed."""
     rows: int
+    sha256: str
     size: int
     """Bytes of the file of rows."""
-    sha256: str
     columns: Mapping[str, str]
-    """Names and types of the columns of the documents; of texts, what they were made of."""
+    """Types of the columns of the documents by name."""
     counts: Mapping[str, int]
-    """What was packed and what was not: the numbers that `PackedCorpus.count` adds up."""
+    """What was packed and what was not; see `PackedCorpus.counts`."""
     splits: Mapping[str, int]
     """By the name of a column: how many shared prefixes ended early because values in this column differ."""
     loss_masks: Sequence[str]
@@ -235,7 +226,7 @@ class PackedFile:
     left_out: Sequence[str]
     """Columns that are not packed."""
     skipped: Sequence[str]
-    """The first row that was left out since it cannot be used, with the reason; nothing if there is none."""
+    """The first row that was left out since it cannot be used, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -258,11 +249,6 @@ class PackedCorpus:
     files: Sequence[PackedFile]
 
     @property
-    def output(self) -> str:
-        """The output folder."""
-        return self.folder.url
-
-    @property
     def data_files(self) -> list[str]:
         """Paths or URLs of the files of rows, in order."""
         return [self.folder.path(file.name) for file in self.files]
@@ -274,92 +260,56 @@ class PackedCorpus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was packed and what was not: the numbers of "documents", "tokens", "dropped_tokens" and others."""
-        counts = Counter[str]()
-        for file in self.files:
-            counts.update(file.counts)
-        return counts
+        """What was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
+        "num_padding_slots", and those of "trained_tokens", of "skipped_rows", which cannot be used, and of
+        "shortened_chats", of which the template leaves something out."""
+        return sum_of(file.counts for file in self.files)
 
     def changes(self) -> list[str]:
         """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
-        if not self.files:
-            return []
-        counts, splits = self.counts, sum((Counter(file.splits) for file in self.files), Counter[str]())
-        facts = {"strategy": self.strategy, "loss_masks": self._all("loss_masks"), "splits": splits}
-        said = describe_changes({**counts, **facts})
+        counts, lists = self.counts, {}
+        for name in ("loss_masks", "left_out", "skipped"):
+            lists[name] = list(dict.fromkeys(value for file in self.files for value in getattr(file, name)))
+        facts = {
+            "strategy": self.strategy,
+            "loss_masks": lists["loss_masks"],
+            "splits": sum_of(file.splits for file in self.files),
+            "trained_tokens": counts["trained_tokens"],
+            "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
+            "dropped_tokens": counts["num_dropped_tokens"],
+            "tokens": counts["num_tokens"],
+            "empty_documents": counts["num_empty_documents"],
+        }
+        said = describe_changes(facts)
         if number := counts["skipped_rows"]:
-            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {self._all('skipped')[0]}")
+            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {lists['skipped'][0]}")
         if number := counts["shortened_chats"]:
             said.append(f"has {number:,} chats without content, thinking or tool calls, which the template leaves out")
-        if left_out := self._all("left_out"):
-            said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
+        if lists["left_out"]:
+            said.append(f"leaves out columns without one number for each token: {', '.join(lists['left_out'])}")
         return said
 
-    def _all(self, name: str) -> list[str]:
-        """Return the values that a list has in some file, each once."""
-        return list(dict.fromkeys(value for file in self.files for value in getattr(file, name)))
-
     def __str__(self) -> str:
-        counts, rows, inputs = self.counts, self.num_rows, sum(len(file.inputs) for file in self.files)
+        counts, inputs = self.counts, sum(len(file.inputs) for file in self.files)
         lines = [
-            f"{counts['documents']:,} documents of {inputs:,} files, {counts['tokens']:,} tokens, in {rows:,} packs in "
-            f"{len(self.files):,} files",
-            f"padding {counts['padding'] / max(1, counts['slots']):.2%}, "
-            f"{counts['documents'] / max(1, rows):.2f} documents per pack",
-            f"{counts['cut_documents']:,} documents cut, {counts['dropped_tokens']:,} tokens dropped, "
-            f"{counts['empty_documents']:,} empty documents skipped",
-            f"{counts['trained_tokens']:,} of {counts['tokens']:,} tokens are trained on",
+            f"{counts['num_documents']:,} documents of {inputs:,} files, {counts['num_tokens']:,} tokens, in "
+            f"{self.num_rows:,} packs in {len(self.files):,} files",
+            f"padding {counts['num_padding_slots'] / max(1, counts['slots']):.2%}, {counts['num_cut_documents']:,} "
+            f"documents cut, {counts['trained_tokens']:,} of {counts['num_tokens']:,} tokens are trained on",
         ]
         return "\n".join([*lines, *(f"pack {change}" for change in self.changes())])
 
 
+def sum_of(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Return the sum of counts; unlike that of counters, it has the counts that are 0."""
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return total
+
+
 def read_manifest(output: str, options: Mapping[str, Any] | None = None) -> PackedCorpus | None:
-    """Return what the manifest of an output folder says; None if there is none, since tasks are missing.
-
-    Raises:
-        PackingError: the manifest cannot be read.
-    """
+    """Return what the manifest of an output folder says; None if there is none, since tasks are missing."""
     folder = Folder(output, options or {})
-    if (known := folder.read(MANIFEST)) is None:
-        return None
-    try:
-        return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
-    except (KeyError, TypeError) as error:
-        raise PackingError(
-            f"output: expected a manifest of hf_packing in {folder.path(MANIFEST)!r}, got the error: {error!r}"
-        ) from None
-
-
-def digest_of(file: Any) -> str:
-    """Return the sha256 of an open file."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _link(_: Any, fresh: Path, path: str) -> bool:
-    """Give a local file its name, unless the name is taken; return whether it is given."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        os.link(fresh, path)
-    except OSError:  # the name is taken, or the file system has no hard links
-        if os.path.exists(path):
-            return False
-        os.rename(fresh, path)
-    return True
-
-
-def _upload(system: Any, fresh: Path, path: str) -> bool:
-    """Upload a file, unless there is one of this name; return whether it is uploaded."""
-    try:
-        system.put_file(str(fresh), path, mode="create")
-    except OSError:  # FileExistsError, but not of all stores
-        if system.exists(path):
-            return False
-        raise
-    except (TypeError, NotImplementedError):  # a store that cannot put if absent
-        if system.exists(path):
-            return False
-        system.put_file(str(fresh), path)
-    return True
+    known = folder.read(MANIFEST)
+    return known and PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])

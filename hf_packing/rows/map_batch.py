@@ -6,7 +6,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,10 +16,8 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_lengths
-from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.label_counts import labels_left
-from hf_packing.rows.packed_rows import check_bucket_is_free, pack_rows
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     TRAINING_COLUMNS,
     TokenColumn,
@@ -29,16 +27,16 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
+from hf_packing.strategies.base import Strategy
 
 
-def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, bucket: bool = False) -> Any:
+def pack_batch(batch: Any, strategy: Strategy) -> Any:
     """Pack the documents of one batch and return the packed rows.
 
     Args:
         batch: a pyarrow Table, a data frame, or a mapping from names to columns. In a mapping, a column is a list of
             lists, a list of arrays, or an array of arrays.
-        plan_lengths: function that takes document lengths, already checked, and returns the plan.
-        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
+        strategy: the strategy.
 
     Returns:
         Packed rows, one for each pack. If the batch comes from `Dataset.map`, or is a Table or a data frame, they are a
@@ -59,9 +57,9 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
     mapped = None if call is None else call.dataset
     if mapped is not None:
         table = _select_visible(table, mapped)
-        _check_made_columns_are_visible(mapped, table.column_names, bucket)
+        _check_made_columns_are_visible(mapped, table.column_names, strategy.has_buckets)
     table = with_typed_empty_lists(table)
-    packed = _pack_table(table, plan_lengths, bucket)
+    packed = _pack_table(table, Packing(strategy))
     if call is not None:
         call.check_columns(table.column_names, packed.column_names)
         if left_out := columns_left_out(table.schema, call.remove_columns):
@@ -230,11 +228,10 @@ def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bo
         )
 
 
-def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan], bucket: bool) -> pa.Table:
-    if bucket:
-        check_bucket_is_free(table.column_names)
+def _pack_table(table: pa.Table, packing: Packing) -> pa.Table:
+    packing.check_names(table.column_names)
     columns = find_token_columns(table)
-    plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
+    plan = packing.plan(columns).plan
     tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
     if packed < tokens:
         warnings.warn(
@@ -246,7 +243,7 @@ def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]
         warnings.warn(
             f"packing applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=2
         )
-    return pack_rows(columns, plan, bucket=bucket).table
+    return packing.rows(columns, plan, np.arange(plan.num_packs)).table
 
 
 def _rows_of_arrays(column: pa.ChunkedArray, name: str) -> Any:

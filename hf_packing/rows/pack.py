@@ -1,7 +1,6 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 import warnings
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -11,16 +10,15 @@ import numpy as np
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
-from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.columns import LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
-from hf_packing.planning.lengths import check_lengths
-from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
 from hf_packing.rows.label_counts import LabelCounts, labels_left
 from hf_packing.rows.lazy.stored_packs import StoredPacks
 from hf_packing.rows.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.rows.packed_rows import Origin, PackedRows, blocks_of_packs, check_bucket_is_free, pack_rows
+from hf_packing.rows.packed_rows import Origin, blocks_of_packs
+from hf_packing.rows.packing import Packing, Planned
 from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
@@ -31,15 +29,7 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.strategies.base import Strategy, check_strategy
-from hf_packing.trees.rows import (
-    TreeRows,
-    TreesPlan,
-    check_share_prefixes,
-    check_tree_columns_are_free,
-    plan_trees,
-    tree_rows,
-)
+from hf_packing.strategies.base import Strategy
 
 DatasetOrDict = TypeVar(
     "DatasetOrDict",
@@ -125,48 +115,32 @@ def pack(
         >>> hfp.pack(documents, hfp.BestFit(4, seed=None))["seq_lengths"][:]
         [[3, 1], [2]]
     """
-    check_strategy(strategy)
+    packing = Packing.of(strategy, position_ids, share_prefixes)
     given = (length_schedule, rows_per_step)
     schedule = None if given == (None, None) else scheduled_rows(*given)
-    fewest_shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
-    if fewest_shared is not None:
+    if packing.fewest_shared is not None:
         _check_can_share(lazy, schedule)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.streams.pack_stream import pack_stream
 
         if lazy:
             raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
-        return pack_stream(
-            dataset,
-            strategy,
-            window_packs=window_packs,
-            streams=streams,
-            position_ids=position_ids,
-            schedule=schedule,
-            fewest_shared=fewest_shared,
-        )
+        return pack_stream(dataset, packing, window_packs=window_packs, streams=streams, schedule=schedule)
     if streams is not None:
         raise PackingError(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
-    pack_each = partial(
-        pack_split,
-        position_ids=position_ids,
-        load_from_cache_file=load_from_cache_file,
-        schedule=schedule,
-        lazy=lazy,
-        fewest_shared=fewest_shared,
-    )
+    pack_each = partial(pack_split, load_from_cache_file=load_from_cache_file, schedule=schedule, lazy=lazy)
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
-        return pack_each(dataset, strategy)
+        return pack_each(dataset, packing)
     for name, split in dataset.items():
         _check_map_style(f"dataset[{name!r}]", split)
     packed: dict[str, datasets.Dataset] = {}
     name = ""
     try:
         for name, split in dataset.items():
-            packed[name] = pack_each(split, strategy)
+            packed[name] = pack_each(split, packing)
     except PackingError as error:
         raise PackingError(f"dataset[{name!r}]: {error}") from error
     return datasets.DatasetDict(packed)
@@ -174,61 +148,46 @@ def pack(
 
 def pack_split(
     dataset: datasets.Dataset,
-    strategy: Strategy,
+    packing: Packing,
     *,
-    position_ids: bool,
     load_from_cache_file: bool,
-    plan: PackingPlan | TreesPlan | None = None,
+    planned: Planned | None = None,
     schedule: ScheduledRows | None = None,
     lazy: bool = False,
-    fewest_shared: int | None = None,
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does.
 
     Args:
         dataset: Dataset with `input_ids`.
-        strategy: a strategy such as BestFit(2048).
-        position_ids: whether packed rows get a column `position_ids`.
+        packing: how documents become rows.
         load_from_cache_file: whether to reuse rows that were packed before.
-        plan: the strategy's plan for the documents of the dataset; None to compute the plan. A TreesPlan if documents
-            share prefixes.
+        planned: the plan of the documents; None to compute the plan.
         schedule: the largest length of a segment in each row; None for no limit.
         lazy: whether to copy no tokens.
-        fewest_shared: the fewest tokens of a prefix that documents share; None to share no prefixes.
     """
     check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
-    if strategy.has_buckets:
-        check_bucket_is_free(table.column_names)
-    if fewest_shared is not None:
-        check_tree_columns_are_free(table.column_names)
-    how = [*([] if schedule is None else [schedule]), *(["lazy"] if lazy else [])]
-    how += [] if fewest_shared is None else [("share_prefixes", fewest_shared)]
-    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names, *how)
+    packing.check_names(table.column_names)
+    strategy = packing.strategy
+    fingerprint = fingerprint_of(dataset, packing, table.column_names, schedule, lazy)
     cache = cache_for(dataset, fingerprint)
     stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
     rows = stored.open() if load_from_cache_file else None
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
         documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
-        if plan is None and fewest_shared is not None:
-            plan = plan_trees(columns, strategy, fewest_shared)
-        elif plan is None:
-            plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
-        if schedule is not None and isinstance(plan, PackingPlan):
-            plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
-        extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
-        labels = labels_left(columns, plan.plan if isinstance(plan, TreesPlan) else plan)
+        planned = packing.plan(columns) if planned is None else planned
+        if schedule is not None:
+            planned = planned._replace(plan=schedule.cut(planned.plan, int(planned.plan.pack_capacity.max(initial=1))))
+        plan = planned.plan
+        extras = {"position_ids": packing.position_ids, "bucket": strategy.has_buckets}
+        labels = labels_left(columns, plan)
         if labels is not None:
             labels.check_some_left("strategy", strategy)
-        if isinstance(plan, TreesPlan):
-            build_trees = partial(tree_rows, columns, plan.plan, bucket=strategy.has_buckets)
-            rows = _write_packs(build_trees, columns, plan.plan, repr(strategy), cache, labels, plan.splits)
-        elif documents is not None and isinstance(stored, StoredPacks):
+        if documents is not None and isinstance(stored, StoredPacks):
             rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, labels, stored)
         else:
-            build_rows = partial(pack_rows, columns, plan, **extras)
-            rows = _write_packs(build_rows, columns, plan, repr(strategy), cache, labels)
+            rows = _write_packs(packing, columns, planned, cache, labels)
     changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
@@ -259,28 +218,21 @@ def _check_map_style(name: str, dataset: Any) -> None:
 
 
 def _write_packs(
-    build_rows: Callable[[int, int], PackedRows | TreeRows],
-    columns: TokenColumns,
-    plan: PackingPlan,
-    strategy: str,
-    cache: CachedPacks,
-    labels: LabelCounts | None,
-    splits: Mapping[str, int] | None = None,
+    packing: Packing, columns: TokenColumns, planned: Planned, cache: CachedPacks, labels: LabelCounts | None
 ) -> MemoryMappedTable:
     """Build the rows of a plan block by block, write them to the cache, and return them.
 
     A thread writes a block while the next one is built.
 
     Args:
-        build_rows: function that builds the rows of packs, given the number of the first pack, and of the last plus 1.
+        packing: how documents become rows.
         columns: the token columns of the documents.
-        plan: the plan, which assigns slices of documents to packs.
-        strategy: the strategy's repr.
+        planned: the plan of the documents.
         cache: where to write.
         labels: the labels that are left, if tokens are dropped.
-        splits: for rows of trees: by the name of a column, how many prefixes it has split; None for other rows.
     """
-    schema = build_rows(0, 0).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    plan = planned.plan
+    schema = packing.rows(columns, plan, np.arange(0)).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
     first_labels, trained_tokens = [], 0
     with (
         cache.create(schema) as (stream, folder),
@@ -288,26 +240,26 @@ def _write_packs(
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
         written: Future[None] | None = None
-        for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE):
-            rows = build_rows(first, end)
+        for packs in blocks_of_packs(plan, TOKENS_AT_ONCE):
+            rows = packing.rows(columns, plan, packs)
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
             if written:
                 written.result()
             written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
-            progress.update(end - first)
+            progress.update(len(packs))
         if written:
             written.result()
         masks = tuple(name for name in LOSS_MASKS if name in columns)
         origin = Origin(
             plan=plan,
-            strategy=strategy,
+            strategy=repr(packing.strategy),
             labels_made=LABELS not in columns and not masks,
             first_labels=np.concatenate(first_labels) if first_labels else None,
             loss_masks=masks,
             trained_tokens=trained_tokens,
-            splits=splits,
+            splits=planned.splits,
             labels=labels,
         )
         cache.save_origin(origin, folder)

@@ -3,9 +3,9 @@
 `Origin` has what is stored beside packed rows, to restore documents from them and to warn about what packing did.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
@@ -32,50 +32,36 @@ _MAX_LIST_VALUES = 2**31 - 1
 """The most values that an Arrow list column with 32-bit offsets can hold."""
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Packed rows, and the labels that packing replaced."""
+class Rows(NamedTuple):
+    """Packed rows, or rows of trees, and the labels that are not in them."""
 
     table: pa.Table
-    """One row for each pack, with input_ids, labels, other token columns, seq_lengths and optional columns."""
+    """One row for each pack."""
     first_labels: npt.NDArray[np.int32] | None
     """int32 [segments]: the original label of each segment's first token; None without labels and loss masks."""
-
-    @property
-    def trained_tokens(self) -> int:
-        """The number of labels that are not -100."""
-        chunks = self.table.column(LABELS).chunks
-        return sum(int(np.count_nonzero(chunk.flatten().to_numpy() != IGNORED_LABEL)) for chunk in chunks)
+    trained_tokens: int
+    """The number of tokens that are trained on; in a row of trees, once for each document that trains on a token."""
 
 
 def pack_rows(
-    columns: TokenColumns,
-    plan: PackingPlan,
-    first_pack: int = 0,
-    end_pack: int | None = None,
-    position_ids: bool = True,
-    bucket: bool = False,
-) -> PackedRows:
-    """Build the plan's packs with the numbers first_pack:end_pack, and return one packed row for each.
+    columns: TokenColumns, plan: PackingPlan, packs: IntArray, position_ids: bool = True, bucket: bool = False
+) -> Rows:
+    """Build some of a plan's packs, and return one packed row for each.
 
     Loss masks are applied to the labels, and are not columns of packed rows.
 
     Args:
         columns: token columns of the documents for which the plan was made.
         plan: the plan, which assigns slices of documents to packs.
-        first_pack: number of the first pack to build.
-        end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
+        packs: integers [rows]: numbers of packs, in any order.
         position_ids: whether packed rows get a column `position_ids`.
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
-    packs = slice(first_pack, plan.num_packs if end_pack is None else end_pack)
-    offsets = plan.pack_offsets[packs.start : packs.stop + 1]
-    segments = slice(int(offsets[0]), int(offsets[-1]))
+    sizes = np.diff(plan.pack_offsets)[packs]
+    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
     document, start = plan.segment_document[segments], plan.segment_start[segments]
     length = plan.segment_length[segments]
-    row_tokens = (
-        np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
-    )
+    row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
     packed = {name: _gather(column, document, start, length) for name, column in columns.items()}
     input_ids = packed.pop(INPUT_IDS)
     labels, first_labels = _make_labels(packed, input_ids, np.cumsum(length, dtype=np.int64) - length)
@@ -86,25 +72,24 @@ def pack_rows(
     }
     if position_ids:
         arrays[POSITION_IDS] = list_array(positions_of(length), row_tokens, large[INPUT_IDS])
-    arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
+    arrays[SEQ_LENGTHS] = list_array(length, sizes)
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
-    return PackedRows(pa.table(arrays), first_labels)
+    return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
-def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[tuple[int, int]]:
-    """Return blocks of packs to build at once: the number of the first pack, and of the last plus 1.
+def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
+    """Yield the numbers of the packs to build at once, in order.
 
     Args:
         plan: the plan.
         tokens: the most tokens in the segments of a block of several packs, at least 1.
     """
-    if not plan.num_packs:
-        return iter(())
-    return blocks_of_rows(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64), tokens)
+    row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
+    return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
 
 
-def check_bucket_is_free(column_names: list[str]) -> None:
+def check_bucket_is_free(column_names: Collection[str]) -> None:
     """Raise PackingError if documents have a column `bucket`, since packing is about to add a column of this name."""
     if BUCKET in column_names:
         raise PackingError(

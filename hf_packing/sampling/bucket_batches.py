@@ -6,21 +6,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hf_packing.checks import check_choice, check_seed, check_whole_number
+from hf_packing.checks import check_choice, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.epoch_plan import (
-    Batching,
-    Epoch,
-    EpochPlan,
-    FittedRows,
-    RowSizes,
-    SampledRow,
-    keep_rows,
-    sum_rows,
-)
-from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps
+from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, SampledRow, keep_rows
+from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps, sum_rows
+from hf_packing.sampling.sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 
@@ -62,7 +54,7 @@ class _LastStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BucketBatches(Batching):
+class BucketBatches(LimitedBatching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
     A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. All
@@ -92,7 +84,7 @@ class BucketBatches(Batching):
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.row_sizes import sizes_of_packs
+        >>> from hf_packing.sampling.sizes import sizes_of_packs
         >>> sizes = sizes_of_packs(np.array([4, 4, 4, 3, 8]), np.arange(6), bucket=np.array([4, 4, 4, 4, 8]))
         >>> plan = BucketBatches(8).plan(sizes)
         >>> sorted(map(sorted, plan.micro_batches(rank=0)))[-1], plan.num_micro_batches
@@ -100,7 +92,6 @@ class BucketBatches(Batching):
     """
 
     tokens_per_batch: int
-    max_documents: int | None = field(default=None, kw_only=True)
     order: BucketOrder = field(default="random", kw_only=True)
     cycles: int = field(default=1, kw_only=True)
 
@@ -109,14 +100,13 @@ class BucketBatches(Batching):
         return self.tokens_per_batch
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("order", self.order, BucketOrder)
-        self._set_checked(
+        set_fields(
+            self,
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
-            seed=check_seed(self.seed),
         )
-        if self.max_documents is not None:
-            self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
                 f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"

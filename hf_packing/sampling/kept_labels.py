@@ -11,9 +11,10 @@ from hf_packing.planning.lengths import Pieces
 from hf_packing.rows.label_counts import LabelCounts, count_labels
 from hf_packing.rows.lazy.lazy_columns import copies_labels
 from hf_packing.rows.token_columns import check_same_lengths, column_of_values, row_numbers, visible_columns
-from hf_packing.sampling.row_sizes import open_column
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import open_column
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 

@@ -22,12 +22,10 @@ from hf_packing.rows.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
-from hf_packing.trees.rows import rows_of_packs
+from hf_packing.trees.rows import tree_rows
 from hf_packing.trees.segments import attention_costs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
@@ -142,7 +140,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
-        table = rows_of_packs(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
+        table = tree_rows(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
         columns = {name: _lists_in(table.column(name)) for name in table.column_names}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 

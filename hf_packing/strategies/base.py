@@ -127,9 +127,9 @@ class Strategy(ABC):
                 f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
                 "with_indices, with_rank, input_columns and fn_kwargs"
             )
-        from hf_packing.rows.map_batch import pack_batch  # rows are above strategies, and load pyarrow and datasets
+        from hf_packing.rows.map_batch import pack_batch
 
-        return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
+        return pack_batch(batch, self)
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,27 @@ import datasets
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packed_rows import check_bucket_is_free
+from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.logical_streams import LogicalStreams
 from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.sources import open_source
-from hf_packing.trees.rows import check_tree_columns_are_free
 
 
-def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int | None, **how: Any) -> Any:
+def pack_stream(stream: Any, packing: Packing, *, window_packs: int, streams: int | None, **how: Any) -> Any:
     """Return an IterableDataset, or a dict of them, with packed rows. `hf_packing.pack` describes the arguments.
 
     Args:
         stream: the stream, or a dict of streams.
-        strategy: the strategy.
+        packing: how documents become rows.
         window_packs: packs in a window.
         streams: number of logical streams; None for none.
         how: further fields of StreamPacking.
     """
     window_packs = check_whole_number("window_packs", window_packs)
     streams = None if streams is None else check_whole_number("streams", streams)
-    pack_each: Any = partial(_pack_one, strategy=strategy, streams=streams, window_packs=window_packs, **how)
+    pack_each: Any = partial(_pack_one, packing=packing, streams=streams, window_packs=window_packs, **how)
     if isinstance(stream, datasets.IterableDatasetDict):
         packed, name = {}, ""
         try:
@@ -42,20 +41,17 @@ def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int |
     return pack_each(stream)
 
 
-def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> Any:
+def _pack_one(stream: Any, packing: Packing, streams: int | None, **how: Any) -> Any:
     source = open_source("dataset", stream)
-    if how["fewest_shared"] is not None:
-        check_tree_columns_are_free(source.names)
-    if strategy.has_buckets:
-        check_bucket_is_free(source.names)
+    packing.check_names(source.names)
     if source.left_out:
         left_out = ", ".join(source.left_out)
         warnings.warn(f"pack leaves out columns without one number for each token: {left_out}", stacklevel=4)
     if masks := [name for name in LOSS_MASKS if name in source.schema.names]:
         warnings.warn(f"pack applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=4)
-    packing = StreamPacking(strategy, schema=source.schema, **how)
-    packed: Any = PackedExamples(source.examples, packing)
+    of_windows = StreamPacking(packing, schema=source.schema, **how)
+    packed: Any = PackedExamples(source.examples, of_windows)
     if streams is not None:
         warn_of_reading(source.examples, streams)
-        packed = LogicalStreams(source.examples, packing, streams)
-    return upstream.stream_of(packed, packing.features, like=stream)
+        packed = LogicalStreams(source.examples, of_windows, streams)
+    return upstream.stream_of(packed, of_windows.features, like=stream)

@@ -29,10 +29,9 @@ from hf_packing.planning.windows import (
     choose_waiting,
     order_by_cost,
     packs_with_room,
-    select_packs,
 )
 from hf_packing.rows.label_counts import labels_left
-from hf_packing.rows.packed_rows import pack_rows
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
@@ -41,7 +40,6 @@ from hf_packing.streams.mixtures_in import begin_with, given_by_mixtures
 from hf_packing.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
-from hf_packing.trees.rows import plan_trees, tree_rows
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -54,9 +52,9 @@ _LEVEL_TOGETHER = 8
 class StreamPacking:
     """The way in which the rows of a packed stream are made."""
 
-    strategy: Strategy
+    packing: Packing
+    """How documents become rows."""
     window_packs: int
-    position_ids: bool
     schema: pa.Schema
     """Names and types of the documents' token columns, without attention_mask."""
     epoch: int | None = None
@@ -70,8 +68,11 @@ class StreamPacking:
     """The largest length of a segment in each row of the first epoch; None for no limit."""
     turns: int = 1
     """The number of streams or shards whose rows are taken in turn."""
-    fewest_shared: int | None = None
-    """The fewest tokens of a prefix that documents of a window share; None to share no prefixes."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that plans windows."""
+        return self.packing.strategy
 
     @property
     def window_size(self) -> WindowSize:
@@ -81,26 +82,20 @@ class StreamPacking:
     @cached_property
     def features(self) -> datasets.Features:
         """Names and types of the columns of packed rows."""
-        columns = find_token_columns(self.schema.empty_table())
-        plan = self.plan(columns, check_lengths([]), 0).plan
-        return datasets.Features.from_arrow_schema(self.rows(columns, plan, 0, 0).schema)
+        return datasets.Features.from_arrow_schema(self.packing.schema(self.schema))
 
     def rows(self, columns: Any, plan: PackingPlan, first: int, end: int) -> pa.Table:
         """Return the packed rows of some packs of a plan."""
-        if self.fewest_shared is not None:
-            return tree_rows(columns, plan, first, end, self.strategy.has_buckets).table
-        return pack_rows(
-            columns, plan, first, end, position_ids=self.position_ids, bucket=self.strategy.has_buckets
-        ).table
+        return self.packing.rows(columns, plan, np.arange(first, end)).table
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
         """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
         strategy = self.strategy
         if self.epoch is not None or self.stream is not None:
             strategy = strategy.with_seed_for(f"epoch {self.epoch}, logical stream {self.stream}")
-        if self.fewest_shared is not None:
-            found = plan_trees(columns, strategy.with_seed_for(f"window {number}"), self.fewest_shared)
-            return WindowPlan(found.plan, packs_with_room(found.plan), splits=sum(found.splits.values()))
+        if self.packing.fewest_shared is not None:
+            plan, splits = replace(self.packing, strategy=strategy.with_seed_for(f"window {number}")).plan(columns)
+            return WindowPlan(plan, packs_with_room(plan), splits=sum(splits.values()))
         return strategy.plan_window(lengths, number)
 
     def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
@@ -142,7 +137,8 @@ class StreamPacking:
         names = ", ".join(self.schema.names)
         by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
         scheduled = "" if self.schedule is None else f", with {self.schedule}"
-        shared = "" if self.fewest_shared is None else f", with share_prefixes={self.fewest_shared}"
+        fewest = self.packing.fewest_shared
+        shared = "" if fewest is None else f", with share_prefixes={fewest}"
         windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}{shared}"
         return f"{self.strategy!r} {windows}, from the columns {names}"
 
@@ -283,7 +279,7 @@ class PackedExamples(upstream.TypedExamples):
             ended=reader.ended,
         )
         order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
-        chosen = self.packing.with_borders(select_packs(plan, order), start.counts.packs)
+        chosen = self.packing.with_borders(plan.take_packs(order), start.counts.packs)
         return columns, chosen, following
 
 

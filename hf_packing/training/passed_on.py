@@ -17,7 +17,7 @@ from hf_packing.attention import inner_model
 from hf_packing.batch.collate import numbers_in
 from hf_packing.columns import INPUT_IDS, KNOWN_COLUMNS, TREE_INPUT_IDS
 from hf_packing.rows.token_columns import check_same_lengths, is_token_type, row_numbers, visible_columns
-from hf_packing.sampling.row_sizes import is_lazy, open_column
+from hf_packing.sampling.sizes import is_lazy, open_column
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 Takes = Callable[[str], bool]

@@ -5,6 +5,7 @@ one. Only the rest, its own tokens, is added to the row. So the tokens of a docu
 for each of these documents.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,13 +35,14 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import as_int32, list_array
+from hf_packing.rows.packed_rows import Rows, as_int32, list_array
 from hf_packing.rows.token_columns import TokenColumns
-from hf_packing.strategies.base import Strategy, check_strategy
+from hf_packing.strategies.base import Strategy
 from hf_packing.trees.find import find_trees, read_labels
-from hf_packing.trees.forest import check_fewest_shared, plan_forest
+from hf_packing.trees.forest import plan_forest
 from hf_packing.trees.segments import TreePaths, segments_of
 
 
@@ -50,23 +52,6 @@ class TreesPlan(NamedTuple):
     plan: PackingPlan
     splits: dict[str, int]
     """By the name of a column: how many shared prefixes ended early because values in this column differ."""
-
-
-def check_share_prefixes(share_prefixes: Any, strategy: Any) -> int | None:
-    """Return the fewest tokens that documents share, or None if no prefixes are shared.
-
-    Args:
-        share_prefixes: the argument of `pack`.
-        strategy: the strategy, which must be able to pack trees.
-
-    Raises:
-        PackingError: share_prefixes is neither a bool nor an integer of at least 1, or the strategy cannot pack trees.
-    """
-    fewest = check_fewest_shared(share_prefixes)
-    if fewest is None:
-        return None
-    check_strategy(strategy).tree_limits()
-    return fewest
 
 
 def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> TreesPlan:
@@ -84,17 +69,6 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> TreesP
     return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits)
 
 
-class TreeRows(NamedTuple):
-    """Rows of trees, and the labels that are not in them."""
-
-    table: pa.Table
-    """One row for each pack."""
-    first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments of the plan]: the label of each document's first token; None without labels and loss masks."""
-    trained_tokens: int
-    """The number of tokens that documents train on; a token counts once for each document that trains on it."""
-
-
 class _Runs(NamedTuple):
     """Runs of tokens that documents train on."""
 
@@ -106,7 +80,7 @@ class _Runs(NamedTuple):
     """int64 [runs]: number of tokens."""
 
 
-def check_tree_columns_are_free(column_names: list[str]) -> None:
+def check_tree_columns_are_free(column_names: Collection[str]) -> None:
     """Raise PackingError if documents have a column that rows of trees need for something else."""
     if taken := [name for name in TREE_COLUMNS if name in column_names]:
         raise PackingError(
@@ -115,26 +89,17 @@ def check_tree_columns_are_free(column_names: list[str]) -> None:
         )
 
 
-def tree_rows(
-    columns: TokenColumns, plan: PackingPlan, first_pack: int = 0, end_pack: int | None = None, bucket: bool = False
-) -> TreeRows:
-    """Build the plan's packs with the numbers first_pack:end_pack, and return one row of trees for each.
+def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> Rows:
+    """Build some of a plan's packs, and return one row of trees for each.
 
     Loss masks are applied to the labels, and are not columns of the rows.
 
     Args:
         columns: token columns of the documents for which the plan was made.
         plan: a plan with `segment_shared`.
-        first_pack: number of the first pack to build.
-        end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
+        packs: integers [rows]: numbers of packs, in any order.
         bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
-    packs = np.arange(first_pack, plan.num_packs if end_pack is None else end_pack)
-    return rows_of_packs(columns, plan, packs, bucket)
-
-
-def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> TreeRows:
-    """Build some of a plan's packs, in any order, as `tree_rows` does; `packs` are their numbers, integers [packs]."""
     sizes = np.diff(plan.pack_offsets)[packs]
     offsets = offsets_of(sizes)
     documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
@@ -158,7 +123,7 @@ def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, buc
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
-    row_tokens = np.diff(offsets_of(paths.own)[offsets])
+    row_tokens = sums_of(paths.own, offsets)
     run_offsets = np.searchsorted(runs.document, offsets)
     in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
@@ -174,7 +139,7 @@ def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, buc
     }
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
-    return TreeRows(pa.table(arrays), first_labels, int(runs.length.sum()))
+    return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
 
 
 def _all_but_first(paths: TreePaths) -> _Runs:

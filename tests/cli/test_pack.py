@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
 from hf_packing.cli import main
+from hf_packing.rows.packing import Packing
 
 
 def test_pack(capsys, tmp_path, data, tokenizer, words):
@@ -120,13 +122,12 @@ def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
 
 def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
     """Also where planning twice would give two plans, as with a time limit."""
-    from hf_packing.cli import pack
+    plans, plan_documents = iter(range(9)), Packing.plan
 
-    plans = iter(range(9))
-    plan_packing = pack.plan_packing
-    monkeypatch.setattr(
-        pack, "plan_packing", lambda lengths, _: plan_packing(lengths, hfp.BestFit(16, seed=next(plans)))
-    )
+    def plan_anew(packing, columns):
+        return plan_documents(replace(packing, strategy=hfp.BestFit(16, seed=next(plans))), columns)
+
+    monkeypatch.setattr(Packing, "plan", plan_anew)
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
     assert main([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

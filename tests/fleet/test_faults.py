@@ -51,7 +51,7 @@ OPERATIONS = {
     "write_table": pack_files.pq.ParquetWriter,
     "write_text": Path,
     "link": os,
-    "makedirs": os,
+    "mkdir": Path,
     "unlink": Path,
 }
 """What changes files, and where it is."""
@@ -158,7 +158,7 @@ def test_a_changed_file_is_refused(files, tmp_path):
     with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was .* into a new folder"):
         pack_here(files, output)
     os.remove(files[2])
-    with pytest.raises(hfp.PackingError, match=f"files: expected a file that exists, got '{files[2]}'"):
+    with pytest.raises(hfp.PackingError, match=f"files: expected files to pack, got none in '{files[2]}'"):
         pack_here(files, output)
     assert contents(output) == before
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import fsspec
 import pytest
 from fleet_files import STRATEGY, Here, pack_here, write_files
 
@@ -181,9 +182,10 @@ def test_errors_of_texts_name_the_object(bucket):
 
 
 @pytest.mark.slow
-def test_the_command_and_its_processes(bucket, local):
-    options = [f"--storage-option={name}={value}" for name, value in bucket.server.options.items()]
-    given = ["pack", f"s3://{bucket.name}/in/*.parquet", "--max-length", "128", "--output", bucket.output, *options]
+def test_the_command_and_its_processes(bucket, local, monkeypatch):
+    for name, value in bucket.server.options.items():
+        monkeypatch.setitem(fsspec.config.conf, "s3", {**fsspec.config.conf.get("s3", {}), name: value})
+    given = ["pack", f"s3://{bucket.name}/in/*.parquet", "--max-length", "128", "--output", bucket.output]
     for task in (2, 3, 1):
         assert main([*given, "--task", f"{task}/3"]) == 0
     bucket.check(local[1])

@@ -221,7 +221,7 @@ def test_rows_and_plan_of_two_packs(folder):
 SCRIPT = """
 import sys, time, datasets, hf_packing as hfp, hf_packing.rows.pack as made
 made.TOKENS_AT_ONCE = 1
-pack_rows, calls = made.pack_rows, []
+pack_rows, calls = made.Packing.rows, []
 
 def slowly(*args, **more):
     calls.append(1)
@@ -230,7 +230,7 @@ def slowly(*args, **more):
         time.sleep(600)
     return pack_rows(*args, **more)
 
-made.pack_rows = slowly
+made.Packing.rows = slowly
 made.CachedPacks.save_origin = (
     lambda save: lambda *args: (save(*args), print("packing", flush=True), time.sleep(600))
 )(made.CachedPacks.save_origin)

@@ -16,10 +16,9 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.rows.lazy.lazy_columns import LazyColumn, copies_labels
-from hf_packing.sampling.data_facts import data_facts
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import ArrowRows, SampledRows
+from hf_packing.sampling.rows import ArrowRows, SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import data_facts, sizes_of
 from hf_packing.training.loader import rows_loader
 
 pytestmark = [

@@ -101,6 +101,6 @@ def _count_trained_tokens(columns: TokenColumns, plan: PackingPlan) -> int:
     """Return the number of labels that loss masks and the borders of segments leave."""
     needed = {name: columns[name] for name in (INPUT_IDS, LABELS, *LOSS_MASKS) if name in columns}
     return sum(
-        pack_rows(needed, plan, first, end, position_ids=False).trained_tokens
-        for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE)
+        pack_rows(needed, plan, packs, position_ids=False).trained_tokens
+        for packs in blocks_of_packs(plan, TOKENS_AT_ONCE)
     )

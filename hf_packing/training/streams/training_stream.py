@@ -13,7 +13,8 @@ from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.rows.packing import Packing
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
@@ -24,7 +25,6 @@ from hf_packing.streams.mixtures_in import warn_of_reading
 from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.streams.shard_sizes import fingerprint_of_files
 from hf_packing.streams.sources import open_source
-from hf_packing.trees.rows import check_tree_columns_are_free
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
@@ -55,7 +55,7 @@ class TrainingStream:
     @property
     def shares_prefixes(self) -> bool:
         """True if the rows are rows of trees."""
-        return self.streams.packing.fewest_shared is not None
+        return self.streams.packing.packing.fewest_shared is not None
 
     @property
     def sources(self) -> list[str]:
@@ -171,13 +171,13 @@ def _check_documents(strategy: Any, rows: int, max_documents: int | None) -> Non
 
 def _check_sharing(name: str, packing: StreamPacking, batching: TokenBudget) -> None:
     """Refuse settings of a batching that rows packed before cannot follow, since it is decided what they share."""
-    if batching.fewest_shared is not None and batching.fewest_shared != packing.fewest_shared:
+    if batching.fewest_shared is not None and batching.fewest_shared != packing.packing.fewest_shared:
         raise PackingError(
             f"share_prefixes: expected False for rows that are packed already, got {batching.share_prefixes}; call "
             f"pack(stream, strategy, share_prefixes={batching.share_prefixes}, streams=64), or pass a stream of "
             "documents"
         )
-    if packing.fewest_shared is not None and batching.length_schedule is not None:
+    if packing.packing.fewest_shared is not None and batching.length_schedule is not None:
         raise PackingError(
             f"length_schedule: expected None for {name}, whose documents share prefixes, since extra borders would cut "
             f"shared prefixes, got {batching.length_schedule}"
@@ -210,28 +210,24 @@ def _pack_documents(
     if batching.max_patches is not None:
         raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
     source = open_source(name, stream, unread)
-    if batching.fewest_shared is not None:
-        check_tree_columns_are_free(source.names)
     strategy = BestFit(
         batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
     )
-    if batching.fewest_shared is not None:
-        strategy.tree_limits()  # refuses max_documents
+    packing = Packing.of(strategy, position_ids=False, share_prefixes=batching.share_prefixes)
+    packing.check_names(source.names)
     linear_cost = LINEAR_COST if batching.linear_cost is None else batching.linear_cost
-    packing = StreamPacking(
-        strategy,
+    of_windows = StreamPacking(
+        packing,
         WINDOW_PACKS,
-        False,
         source.schema,
         linear_cost=linear_cost if batching.balance == "attention" else None,
-        fewest_shared=batching.fewest_shared,
     )
     shards = int(source.examples.num_shards)
     streams = 1
     while 2 * streams <= min(shards, _MOST_STREAMS):
         streams *= 2
     warn_of_reading(source.examples, streams)
-    return LogicalStreams(source.examples, packing, streams)
+    return LogicalStreams(source.examples, of_windows, streams)
 
 
 def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
-from hf_packing.sampling.within_limits import FilledInOrder, within_shapes
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 PACKS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=60).filter(lambda packs: any(packs))
 
@@ -21,39 +21,36 @@ def sizes_of_lists(packs, bucket=None):
     return sizes_of_packs(lengths, np.cumsum([0, *map(len, packs)]), bucket)
 
 
-class TestWithinShapes:
+class TestWithin:
     def test_one_segment_is_left_for_the_padding(self):
-        assert within_shapes(hfp.TokenBudget(100), 128, 8) == hfp.TokenBudget(100, max_documents=7)
-        assert within_shapes(hfp.TokenBudget(100, max_documents=3), 128, 8).max_documents == 3
-        assert within_shapes(hfp.BucketBatches(100), 100, 8) == hfp.BucketBatches(100, max_documents=7)
+        assert hfp.TokenBudget(100).within((128, 8)) == hfp.TokenBudget(100, max_documents=7)
+        assert hfp.TokenBudget(100, max_documents=3).within((128, 8)).max_documents == 3
+        assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
 
     @pytest.mark.parametrize(
-        ("batching", "tokens", "max_segments", "message"),
+        ("batching", "shapes", "argument"),
         [
-            (hfp.TokenBudget(100), 99, 8, "tokens: expected at least 100, the max_tokens of the batching, got 99"),
-            (
-                hfp.BucketBatches(100),
-                9,
-                8,
-                "tokens: expected at least 100, the tokens_per_batch of the batching, got 9",
-            ),
-            (hfp.TokenBudget(9, max_documents=8), 9, 8, "max_segments: expected more than 8, the max_documents of the"),
-            (hfp.TokenBudget(100), None, 8, "tokens: expected an integer together with max_segments=8, got None"),
-            (hfp.TokenBudget(100), 100, None, "max_segments: expected an integer together with tokens=100, got None"),
-            (hfp.TokenBudget(1), 1, 1, "max_segments: expected an integer from 2"),
+            (hfp.TokenBudget(100), (99, 8), "tokens"),
+            (hfp.BucketBatches(100), (9, 8), "tokens"),
+            (hfp.TokenBudget(9, max_documents=8), (9, 8), "max_segments"),
+            (hfp.TokenBudget(100), (None, 8), "tokens"),
+            (hfp.TokenBudget(100), (100, None), "max_segments"),
+            (hfp.TokenBudget(1), (1, 1), "max_segments"),
+            (hfp.TokenBudget(9, length_schedule=hfp.LengthSchedule(2, 5)), (9, 8), "length_schedule"),
+            (InOrder(1), (9, 8), "tokens"),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, batching, tokens, max_segments, message):
-        with pytest.raises(PackingError, match=message):
-            within_shapes(batching, tokens, max_segments)
+    def test_what_does_not_fit_is_refused(self, batching, shapes, argument):
+        with pytest.raises(PackingError, match=f"^{argument}: expected"):
+            batching.within(shapes)
 
 
-class TestFilledInOrder:
+class TestInOrder:
     @settings(max_examples=200)
     @given(PACKS, st.integers(36, 60), st.integers(4, 9), st.integers(1, 5))
     def test_as_many_successive_rows_as_fit(self, packs, max_tokens, max_documents, world_size):
         sizes = sizes_of_lists(packs)
-        plan = FilledInOrder(max_tokens, max_documents).plan(sizes, Epoch(0, world_size))
+        plan = InOrder(max_tokens=max_tokens, max_documents=max_documents).plan(sizes, Epoch(0, world_size))
         micro_batches = [
             plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)
         ]
@@ -72,11 +69,11 @@ class TestFilledInOrder:
 
     def test_a_row_that_is_too_large_alone(self):
         with pytest.raises(PackingError, match="tokens: expected at most 4 tokens in each row, but row 1 has 5"):
-            FilledInOrder(4, 3).plan(sizes_of_documents(np.array([3, 5])))
+            InOrder(max_tokens=4, max_documents=3).plan(sizes_of_documents(np.array([3, 5])))
         with pytest.raises(
             PackingError, match="max_segments: expected at most 1 documents in each row, but row 0 has 2"
         ):
-            FilledInOrder(4, 1).plan(sizes_of_lists([[1, 2]]))
+            InOrder(max_tokens=4, max_documents=1).plan(sizes_of_lists([[1, 2]]))
 
 
 @settings(max_examples=200)

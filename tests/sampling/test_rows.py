@@ -8,9 +8,9 @@ from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 
 
 def sampled(dataset, budget, **ranks):

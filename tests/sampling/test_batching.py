@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Epoch, EpochPlan
-from hf_packing.sampling.row_sizes import sizes_of_documents
+from hf_packing.sampling.batching import Epoch, EpochPlan
+from hf_packing.sampling.sizes import sizes_of_documents
 
 
 def test_epoch():

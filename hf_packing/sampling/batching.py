@@ -6,63 +6,28 @@ covers all ranks. The rows of an optimizer step depend on the number of its micr
 many ranks run them, so that training can go on with the same steps on another number of ranks.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import check_whole_number
+from hf_packing.batch.segments import check_shapes
+from hf_packing.checks import check_optional_number, check_seed, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
 from hf_packing.planning.permutation import derive_key
-from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.sampling.sizes import RowSizes
 
 MAX_RANKS = 2**20
 
 BoolArray = npt.NDArray[np.bool_]
 SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
-MicroBatches = list[list[int]]
-"""The rows of each micro-batch."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowSizes:
-    """The sizes of a dataset's rows, which are packs, trees or plain documents."""
-
-    tokens: IntArray
-    """int64 [rows]: the number of tokens in each row."""
-    segments: IntArray
-    """int64 [rows]: the number of segments in each row; 1 for a document, 0 for an empty row; documents of trees."""
-    squared_lengths: IntArray
-    """int64 [rows]: the attention cost: the sum of squared segment lengths, or `TreeSegments.attention_cost`."""
-    bucket: IntArray | None = None
-    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
-    packed: bool = False
-    """True if rows are packs, which cannot be cut."""
-    patches: IntArray | None = None
-    """int64 [rows]: the number of patches in the pictures of each row; None for rows of text."""
-    sample: bytes = b""
-    """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
-    trees: TreeCounts | None = None
-    """Counts of the documents in rows of trees; None for other rows."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
-        digest = hashlib.sha256(self.sample)
-        patches = [] if self.patches is None else [self.patches]
-        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket, *patches):
-            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
-        return digest.hexdigest()[:16]
+Shapes = tuple[int | None, int | None]
+"""The numbers of tokens and segments in every batch of fixed shapes; (None, None) for batches of any shape."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +48,12 @@ class Epoch:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "number", check_whole_number("epoch", self.number, minimum=0))
-        object.__setattr__(self, "world_size", check_whole_number("world_size", self.world_size, maximum=MAX_RANKS))
-        object.__setattr__(self, "accumulation", check_whole_number("accumulation", self.accumulation))
+        set_fields(
+            self,
+            number=check_whole_number("epoch", self.number, minimum=0),
+            world_size=check_whole_number("world_size", self.world_size, maximum=MAX_RANKS),
+            accumulation=check_whole_number("accumulation", self.accumulation),
+        )
 
     @property
     def slots(self) -> int:
@@ -155,35 +123,12 @@ class EpochPlan:
         Args:
             of_row: integers [rows]: the work for each row, either tokens or attention cost.
         """
-        time = self.per_micro_batch(of_row)
-        wasted = self.per_micro_batch(of_row, self.is_copy)
-        return float(((time - wasted).mean(axis=1) / time.max(axis=1)).mean())
+        own = self.per_micro_batch(of_row, ~self.is_copy)
+        return float((own.mean(axis=1) / self.per_micro_batch(of_row).max(axis=1)).mean())
 
     def largest_micro_batch(self, sizes: RowSizes) -> int:
         """Return the number of tokens in the largest micro-batch, given the sizes of all rows."""
         return int(self.per_micro_batch(sizes.tokens).max())
-
-
-def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
-    """Return the rows of all micro-batches as one array, with offsets.
-
-    Returns:
-        rows, int64 [rows], and offsets, int64 [micro-batches + 1]. Micro-batch i is rows[offsets[i]:offsets[i + 1]].
-    """
-    rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
-    return rows, np.cumsum([0, *map(len, micro_batches)])
-
-
-def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
-
-    Args:
-        micro_batches: the rows of each micro-batch.
-        of_row: numbers [rows]: the value of each row, such as its number of tokens.
-    """
-    rows, offsets = flatten(micro_batches)
-    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
-    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +168,9 @@ class Batching(ABC):
 
     seed: int = field(default=0, kw_only=True)
 
+    def __post_init__(self) -> None:
+        set_fields(self, seed=check_seed(self.seed))
+
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
         """Return the rows to make micro-batches of. Rows that are too long are cut, left out or refused."""
@@ -245,6 +193,13 @@ class Batching(ABC):
         """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
         return None
 
+    def within(self, shapes: Shapes) -> "Batching":
+        """Return this batching for micro-batches that fit into fixed shapes."""
+        raise PackingError(
+            f"tokens: expected None with {type(self).__name__}, since only TokenBudget and BucketBatches form batches "
+            f"of fixed shapes, got {shapes[0]}"
+        )
+
     def plan(self, sizes: RowSizes, epoch: Epoch | None = None) -> EpochPlan:
         """Plan the micro-batches of all ranks in one epoch.
 
@@ -262,34 +217,26 @@ class Batching(ABC):
         epoch = Epoch() if epoch is None else epoch
         if not isinstance(epoch, Epoch):
             raise PackingError(f"epoch: expected Epoch(number, world_size, accumulation), got {epoch!r}")
-        rows = self.fit(check_sizes(sizes))
-        self.check_enough_rows(rows, epoch)
-        return self.plan_fitted(rows, epoch)
+        return self.plan_fitted(self.fit_enough(sizes, epoch.world_size), epoch)
 
-    def check_enough_rows(self, rows: FittedRows, epoch: Epoch) -> None:
-        """Raise PackingError if there are no rows, or if needs_row_per_rank is True and rows are fewer than ranks."""
-        ranks = epoch.world_size if self.needs_row_per_rank else 1
-        if len(rows.kept) < ranks:
+    def fit_enough(self, sizes: Any, ranks: int) -> FittedRows:
+        """Return the rows to make micro-batches of; raise PackingError if they are too few for all ranks."""
+        if not isinstance(sizes, RowSizes):
+            raise PackingError(
+                f"sizes: expected the RowSizes that sizes_of(dataset) returns, got {type(sizes).__name__}"
+            )
+        rows = self.fit(sizes)
+        needed = ranks if self.needs_row_per_rank else 1
+        if len(rows.kept) < needed:
             without = f", not counting {len(rows.left_out)} empty or dropped rows" if len(rows.left_out) else ""
             raise PackingError(
-                f"dataset: expected at least one row for each of {ranks} ranks, got {len(rows.kept)} rows{without}"
+                f"dataset: expected at least one row for each of {needed} ranks, got {len(rows.kept)} rows{without}"
             )
+        return rows
 
     def epoch_seed(self, epoch: Epoch) -> int:
         """Return the seed of an epoch, derived from the batching's seed and the epoch's number."""
         return int(derive_key(self.seed, f"epoch {epoch.number}")) >> 1
-
-    def _set_checked(self, **values: Any) -> None:
-        """Set fields of this frozen dataclass to values that have been checked."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-
-def check_sizes(sizes: Any) -> RowSizes:
-    """Return `sizes`; raise PackingError if the argument is not a RowSizes."""
-    if not isinstance(sizes, RowSizes):
-        raise PackingError(f"sizes: expected the RowSizes that sizes_of(dataset) returns, got {type(sizes).__name__}")
-    return sizes
 
 
 def check_batching(batching: Any) -> Batching:
@@ -300,3 +247,31 @@ def check_batching(batching: Any) -> Batching:
         )
         raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}{hint}")
     return batching
+
+
+@dataclass(frozen=True)
+class LimitedBatching(Batching):
+    """The base class of batchings that can limit the documents of a micro-batch."""
+
+    max_documents: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_fields(self, max_documents=check_optional_number("max_documents", self.max_documents))
+
+    def within(self, shapes: Shapes) -> Self:
+        """Return this batching for micro-batches that fit into fixed shapes. One segment is left for the padding.
+
+        Raises:
+            PackingError: the two numbers are not valid, or the batching allows more tokens or documents, or cannot be
+                limited.
+        """
+        tokens, max_segments = check_shapes(*shapes)
+        if self.most_tokens is None or self.most_tokens > tokens:
+            raise PackingError(f"tokens: expected at least {self.most_tokens}, as in {self!r}, got {tokens}")
+        if self.max_documents is not None and self.max_documents >= max_segments:
+            raise PackingError(
+                f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
+                f"segment fills the batch up to {tokens} tokens; got {max_segments}"
+            )
+        return replace(self, max_documents=self.max_documents or max_segments - 1)

@@ -35,9 +35,9 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.rows.lazy.lazy_columns import LazyColumn
 from hf_packing.rows.token_columns import is_list, row_numbers, visible_columns
-from hf_packing.sampling.epoch_plan import SampledRow
-from hf_packing.sampling.row_sizes import is_lazy
+from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import is_lazy
 
 _PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 

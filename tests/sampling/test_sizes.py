@@ -9,7 +9,7 @@ from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sizes import sizes_of
 
 
 def test_sizes_of_documents(documents):
@@ -71,7 +71,7 @@ def test_datasets_without_lengths(rows, message):
     ("rows", "message"),
     [
         ([[1, 2]], "expected rows that are mappings, but row 0 is a list"),
-        ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, but row 0 has None"),
+        ([{"input_ids": None}], "column 'input_ids', row 0: expected a 1-d array, got NoneType"),
         (
             [{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}],
             "'seq_lengths': expected this column in all rows or in none",
@@ -88,13 +88,13 @@ def test_datasets_without_lengths(rows, message):
             [{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}],
             "'assistant_masks': expected this column in all rows",
         ),
-        ([{"input_ids": torch.ones(1, 3)}], "expected a list of integers in every row, but row 0 has shape"),
-        ([{"input_ids": [[1, 2, 3]]}], "expected a list of integers in every row, but row 0 has [[1, 2, 3]]"),
-        ([{"input_ids": "text"}], "'input_ids': expected a list of integers in every row, but row 0 has 'text'"),
-        ([{"input_ids": [1, 2, 3], "seq_lengths": 3}], "'seq_lengths': expected a list of integers in every row"),
+        ([{"input_ids": torch.ones(1, 3)}], "'input_ids', row 0: expected a 1-d array, got an array of shape"),
+        ([{"input_ids": [[1, 2, 3]]}], "'input_ids', row 0: expected a 1-d array, got an array of shape"),
+        ([{"input_ids": "text"}], "'input_ids', row 0: expected a 1-d array, got str"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": 3}], "'seq_lengths', row 0: expected a 1-d array, got int"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], "add up to the 3 tokens of row 0, got [2, 2]"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}], "'seq_lengths', row 0: expected integers, got float64"),
-        ([{"seq_lengths": [3], "bucket": None}], "'bucket': expected an integer in every row, but row 0 has None"),
+        ([{"seq_lengths": [3], "bucket": None}], "'bucket', row 0: expected an integer from 1"),
     ],
 )
 def test_rows_without_lengths(rows, message):

@@ -1,0 +1,83 @@
+"""How documents become rows: plan the documents, then build the rows of the plan.
+
+`pack`, `map`, streams, the fleet and the command all make their rows with `Packing`. A row is a packed row, or a row of
+trees if documents share prefixes.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.columns import INPUT_IDS
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.packed_rows import Rows, check_bucket_is_free, pack_rows
+from hf_packing.rows.token_columns import TokenColumns, find_token_columns
+from hf_packing.strategies.base import Strategy, check_strategy
+from hf_packing.trees.forest import check_fewest_shared
+from hf_packing.trees.rows import check_tree_columns_are_free, plan_trees, tree_rows
+
+
+class Planned(NamedTuple):
+    """The plan of some documents."""
+
+    plan: PackingPlan
+    splits: Mapping[str, int]
+    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The way in which rows are made of documents."""
+
+    strategy: Strategy
+    position_ids: bool = True
+    """Whether packed rows have a column `position_ids`."""
+    fewest_shared: int | None = None
+    """The fewest tokens of a prefix that documents share; None to share no prefixes."""
+
+    @classmethod
+    def of(cls, strategy: Any, position_ids: bool = True, share_prefixes: Any = False) -> "Packing":
+        """Check the arguments of `pack`, and return the Packing that they describe.
+
+        Raises:
+            PackingError: `strategy` is no strategy, `share_prefixes` is neither a bool nor an integer of at least 1, or
+                the strategy cannot pack trees.
+        """
+        fewest_shared = check_fewest_shared(share_prefixes)
+        if fewest_shared is not None:
+            check_strategy(strategy).tree_limits()
+        return cls(check_strategy(strategy), position_ids, fewest_shared)
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise PackingError if documents have a column whose name the rows need for something else."""
+        if self.strategy.has_buckets:
+            check_bucket_is_free(names)
+        if self.fewest_shared is not None:
+            check_tree_columns_are_free(names)
+
+    def plan(self, columns: TokenColumns) -> Planned:
+        """Plan documents, given their token columns."""
+        if self.fewest_shared is not None:
+            return Planned(*plan_trees(columns, self.strategy, self.fewest_shared))
+        return Planned(self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {})
+
+    def rows(self, columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
+        """Build one row for each of some packs of a plan.
+
+        Args:
+            columns: the token columns of the documents.
+            plan: the plan of the documents.
+            packs: integers [rows]: numbers of packs, in any order.
+        """
+        if self.fewest_shared is not None:
+            return tree_rows(columns, plan, packs, bucket=self.strategy.has_buckets)
+        return pack_rows(columns, plan, packs, position_ids=self.position_ids, bucket=self.strategy.has_buckets)
+
+    def schema(self, documents: pa.Schema) -> pa.Schema:
+        """Return names and types of the columns of rows, given those of the documents."""
+        columns = find_token_columns(documents.empty_table())
+        return self.rows(columns, self.plan(columns).plan, np.arange(0)).table.schema
