@@ -3,24 +3,10 @@
 import argparse
 import warnings
 
-from hf_packing.cli.flags import positive
-from hf_packing.cli.given import strategy_named
+from hf_packing.cli.flags import strategy_named
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
 from hf_packing.fleet import PackedCorpus, pack
-
-_FLAGS = ("workers", "ray", "task")
-"""With any of these, files are packed as by `hf_packing.fleet.pack`."""
-
-
-def add_fleet(command: argparse.ArgumentParser) -> None:
-    """Add the flags for many files."""
-    many = command.add_argument_group(
-        "many files", "DATA are files, a folder, or a pattern such as 's3://bucket/*.parquet'; DIR gets parquet files"
-    )
-    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
-    many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
-    many.add_argument("--task", type=_task, metavar="K/N", help="do task K of N, as in array jobs")
 
 
 def is_fleet(given: argparse.Namespace) -> bool:
@@ -29,7 +15,7 @@ def is_fleet(given: argparse.Namespace) -> bool:
     Raises:
         PackingError: a flag has no effect.
     """
-    if fleet := any(getattr(given, flag) for flag in _FLAGS):
+    if fleet := any((given.workers, given.ray, given.task)):
         for flag in ("split", "glob", "overwrite"):
             if getattr(given, flag):
                 raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
@@ -71,10 +57,3 @@ def say_packed(packed: PackedCorpus, as_json: bool) -> None:
         return
     say(out, str(packed))
     say(out, f"written: {packed.folder.url}")
-
-
-def _task(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
-    return int(number), int(of)

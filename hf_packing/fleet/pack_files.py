@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 import hf_packing
 from hf_packing.checks import check_whole_number
-from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, check_has_tokens
+from hf_packing.columns import LOSS_MASKS, check_has_tokens
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.fleet.manifest import (
     Folder,
@@ -44,7 +44,6 @@ from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     columns_left_out,
     find_token_columns,
-    is_list,
     is_token_type,
     with_typed_empty_lists,
 )
@@ -68,7 +67,6 @@ _PARQUET = {
     "data_page_size": 1 << 23,
 }
 """Options for the writer: of a list of tokens, neither the least nor the greatest token is ever asked for."""
-_TOKENS = pa.schema({INPUT_IDS: pa.list_(pa.int32()), LABELS: pa.list_(pa.int32())})
 
 
 def pack_files(
@@ -367,7 +365,7 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
             "shortened_chats": sum(each.shortened_chats for each in read),
         },
         splits=splits,
-        loss_masks=list(dict.fromkeys(mask for each in read for mask in each.loss_masks)),
+        loss_masks=[name for name in LOSS_MASKS if name in columns],
         left_out=list(dict.fromkeys(column for each in read for column in each.left_out)),
         skipped=skipped[:1],
     )
@@ -378,82 +376,71 @@ class _Documents(NamedTuple):
 
     table: pa.Table
     """The token columns, without attention_mask."""
-    loss_masks: Sequence[str]
     left_out: Sequence[str]
-    skipped: Sequence[str] = ()
-    shortened_chats: int = 0
+    skipped: Sequence[str]
+    shortened_chats: int
 
 
 def _read(task: Task, name: str) -> _Documents:
     """Read a file, and tokenize its rows if they are texts. Errors name the file."""
     system, path = file_system(name, task.folder.options)
-    with tempfile.TemporaryDirectory() as copies:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             if task.texts is None:
-                return _read_tokens(task.packing, system, path)
-            if not is_local(system):
-                copy = f"{copies}/{Path(path).name}"
-                system.get_file(path, copy)
-                path = copy
-            return _read_texts(task.texts, path)
+                table, skipped, shortened = _read_table(system, path), [], 0
+            else:
+                from hf_packing.text.read import Documents
+
+                if not is_local(system):
+                    copy = f"{folder}/{Path(path).name}"
+                    system.get_file(path, copy)
+                    path = copy
+                documents = Documents(path, skip_bad=task.texts["skip_bad"])
+                tokens = documents.tokens(_text_tokenizer(task.texts), Path(folder, "tokens"))
+                table, skipped, shortened = tokens.data.table, documents.skipped, documents.lacking
+            names = table.column_names
+            check_has_tokens(names)
+            task.packing.check_names(names)
+            filled = with_typed_empty_lists(table)
+            columns = list(find_token_columns(filled))
+            left_out = columns_left_out(filled.schema)
+            return _Documents(
+                filled.select(columns), left_out, [each.replace(path, name) for each in skipped], shortened
+            )
         except (PackingError, OSError, pa.ArrowException) as error:
             text = str(error).replace(path, name)
             raise PackingError(text if name in text else f"{name}: {text}") from None
 
 
-def _read_tokens(packing: Packing, system: Any, path: str) -> _Documents:
-    """Read the token columns of a parquet or Arrow file."""
+def _read_table(system: Any, path: str) -> pa.Table:
+    """Return a parquet or Arrow file as a table."""
     with system.open(path, "rb") as stream:
         if path.lower().endswith(".arrow"):
-            table = pa.ipc.open_stream(stream).read_all()
-            schema = table.schema
-        else:
-            parquet = pq.ParquetFile(path if is_local(system) else stream, pre_buffer=True)
-            schema = parquet.schema_arrow.remove_metadata()
-            lists = pa.schema([each for each in schema if is_list(each.type) or pa.types.is_null(each.type)])
-            batches = parquet.iter_batches(_ROWS_AT_ONCE, columns=lists.names, use_threads=False)
-            table = pa.Table.from_batches(batches, lists)
-    check_has_tokens(schema.names)
-    packing.check_names(schema.names)
-    table = with_typed_empty_lists(table)
-    names = list(find_token_columns(table))
-    left_out = columns_left_out(schema, removed=table.column_names)
-    return _Documents(table.select(names), [name for name in LOSS_MASKS if name in names], left_out)
-
-
-def _read_texts(texts: Mapping[str, Any], path: str) -> _Documents:
-    """Read texts, prompts, chats or rows of tokens, and tokenize them."""
-    from hf_packing.text.corpus import Corpus
-    from hf_packing.text.documents import Documents
-
-    names = ("text_field", "end_documents", "separator", "train_on")
-    documents = Documents(path, skip_bad=texts["skip_bad"])
-    corpus = Corpus(documents, _text_tokenizer(texts), **{name: texts[name] for name in names})
-    blocks = map(corpus.tokens_of, corpus.blocks())
-    tables = [pa.table({INPUT_IDS: ids, LABELS: labels}, schema=_TOKENS) for ids, labels in blocks]
-    table = pa.concat_tables([_TOKENS.empty_table(), *tables])
-    return _Documents(table, corpus.loss_masks, corpus.left_out, documents.skipped, corpus.lacking)
+            return pa.ipc.open_stream(stream).read_all()
+        parquet = pq.ParquetFile(path if is_local(system) else stream, pre_buffer=True)
+        batches = parquet.iter_batches(_ROWS_AT_ONCE, use_threads=False)
+        return pa.Table.from_batches(batches, parquet.schema_arrow.remove_metadata())
 
 
 def _text_tokenizer(texts: Mapping[str, Any]) -> Any:
     """Return the TextTokenizer; None if rows have input_ids."""
-    from hf_packing.text.text_tokenizer import text_tokenizer
+    from hf_packing.text.tokenize import text_tokenizer
 
     tokenizer = texts["tokenizer"]
     if isinstance(tokenizer, (str, Path)):
-        return _loaded(str(tokenizer), texts["trust_remote_code"])
-    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
-        raise PackingError(
-            "tokenizer: expected a name on the hub, a folder, a tokenizer.json file or a fast tokenizer of "
-            f"transformers, got {type(tokenizer).__name__}"
-        )
-    return None if tokenizer is None else text_tokenizer(tokenizer)
+        tokenizer = _loaded(str(tokenizer), texts["trust_remote_code"])
+    if tokenizer is None:
+        return None
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
+    made = text_tokenizer(tokenizer, **{name: texts[name] for name in ("text_field", "separator", "train_on")})
+    return made if texts["end_documents"] else replace(made, end=None)
 
 
 @lru_cache(maxsize=1)
 def _loaded(name: str, trust_remote_code: bool) -> Any:
     """Load a tokenizer once for all tasks of a process."""
-    from hf_packing.text.text_tokenizer import load_tokenizer
+    from hf_packing.text.tokenize import load_tokenizer
 
     return load_tokenizer(name, trust_remote_code)
 
@@ -462,7 +449,7 @@ def _digest_of_tokenizer(texts: Mapping[str, Any]) -> str | None:
     """Return a digest of everything about a tokenizer that tokens depend on; None if rows have input_ids."""
     if (tokenizer := _text_tokenizer(texts)) is None:
         return None
-    parts = (tokenizer.backend.to_str(), tokenizer.template_text, tokenizer.end)
+    parts = (tokenizer.backend.to_str(), str(tokenizer.template.source), tokenizer.end)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ The modules, with the input and the output of each module:
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
     plan.py            arrays -> PackingPlan               check, edit and describe a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
-    length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
+    length_schedule.py step -> length                      the largest length of a segment, which grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 
@@ -61,6 +61,6 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     ([2, 5, 0, 1, 3, 2], [0, 0, 0, 0, 0, 8], [8, 6, 5, 3, 3, 3])
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("numpy")

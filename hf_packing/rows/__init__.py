@@ -11,6 +11,6 @@ cache.py           store packed rows on disk with the data that `unpack` needs; 
 lazy/              pack without a copy of the tokens
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("pyarrow", "datasets")

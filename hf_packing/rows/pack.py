@@ -12,7 +12,6 @@ from datasets.utils import tqdm
 
 from hf_packing.columns import LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
 from hf_packing.rows.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
 from hf_packing.rows.label_counts import LabelCounts, labels_left
 from hf_packing.rows.lazy.stored_packs import StoredPacks
@@ -48,8 +47,6 @@ def pack(
     load_from_cache_file: bool = True,
     window_packs: int = 64,
     streams: int | None = None,
-    length_schedule: LengthSchedule | None = None,
-    rows_per_step: int | None = None,
     lazy: bool = False,
     share_prefixes: bool | int = False,
 ) -> DatasetOrDict:
@@ -77,18 +74,13 @@ def pack(
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
             their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
             ranks and workers; 64 suits most runs. With None, each rank and each worker packs the shards that it reads.
-        length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
-            optimizer steps, for a trainer that reads the rows in their order. With `attach` and `prepare_dataloader`,
-            pass it to TokenBudget instead, which also knows the step after the first epoch, and loses no label at the
-            borders. None to keep documents whole.
-        rows_per_step: number of packed rows in an optimizer step, over all ranks, for length_schedule.
         lazy: True to copy no tokens: rows are read from the documents' own Arrow files when they are needed, and equal
             those of lazy=False. The plan takes about 16 bytes for each document. The documents must be on disk, and
             their files must stay as they are.
         share_prefixes: True if documents that begin with the same tokens share these tokens in a row, so that a model
             computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
-            causal language models can train on. For strategies that cut no document that fits in a pack; neither with
-            lazy nor with length_schedule. Documents of a stream share prefixes with those of the same window.
+            causal language models can train on. For strategies that cut no document that fits in a pack; not with
+            lazy. Documents of a stream share prefixes with those of the same window.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
@@ -116,21 +108,19 @@ def pack(
         [[3, 1], [2]]
     """
     packing = Packing.of(strategy, position_ids, share_prefixes)
-    given = (length_schedule, rows_per_step)
-    schedule = None if given == (None, None) else scheduled_rows(*given)
-    if packing.fewest_shared is not None:
-        _check_can_share(lazy, schedule)
+    if packing.fewest_shared is not None and lazy:
+        raise PackingError(f"share_prefixes: expected False with lazy=True, got {share_prefixes}")
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.streams.pack_stream import pack_stream
 
         if lazy:
             raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
-        return pack_stream(dataset, packing, window_packs=window_packs, streams=streams, schedule=schedule)
+        return pack_stream(dataset, packing, window_packs=window_packs, streams=streams)
     if streams is not None:
         raise PackingError(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
-    pack_each = partial(pack_split, load_from_cache_file=load_from_cache_file, schedule=schedule, lazy=lazy)
+    pack_each = partial(pack_split, load_from_cache_file=load_from_cache_file, lazy=lazy)
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
         return pack_each(dataset, packing)
@@ -152,7 +142,6 @@ def pack_split(
     *,
     load_from_cache_file: bool,
     planned: Planned | None = None,
-    schedule: ScheduledRows | None = None,
     lazy: bool = False,
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does.
@@ -162,14 +151,13 @@ def pack_split(
         packing: how documents become rows.
         load_from_cache_file: whether to reuse rows that were packed before.
         planned: the plan of the documents; None to compute the plan.
-        schedule: the largest length of a segment in each row; None for no limit.
         lazy: whether to copy no tokens.
     """
     check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     packing.check_names(table.column_names)
     strategy = packing.strategy
-    fingerprint = fingerprint_of(dataset, packing, table.column_names, schedule, lazy)
+    fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
     cache = cache_for(dataset, fingerprint)
     stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
     rows = stored.open() if load_from_cache_file else None
@@ -177,8 +165,6 @@ def pack_split(
         columns = find_token_columns(table, row_numbers(dataset))
         documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
         planned = packing.plan(columns) if planned is None else planned
-        if schedule is not None:
-            planned = planned._replace(plan=schedule.cut(planned.plan, int(planned.plan.pack_capacity.max(initial=1))))
         plan = planned.plan
         extras = {"position_ids": packing.position_ids, "bucket": strategy.has_buckets}
         labels = labels_left(columns, plan)
@@ -196,17 +182,6 @@ def pack_split(
     info = info_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
-
-
-def _check_can_share(lazy: bool, schedule: ScheduledRows | None) -> None:
-    """Raise PackingError if prefixes cannot be shared because of another argument of `pack`."""
-    if lazy:
-        reason = "with lazy=True, which reads whole documents"
-    elif schedule is not None:
-        reason = "with length_schedule, which cuts documents by borders of its own"
-    else:
-        return
-    raise PackingError(f"share_prefixes: expected False {reason}, got True or a number of tokens")
 
 
 def _check_map_style(name: str, dataset: Any) -> None:

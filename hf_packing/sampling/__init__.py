@@ -18,6 +18,6 @@ rows.py           reads the rows that a sampler selects
 kept_labels.py    counts the labels in these rows
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("torch")

@@ -268,7 +268,7 @@ class LimitedBatching(Batching):
         """
         tokens, max_segments = check_shapes(*shapes)
         if self.most_tokens is None or self.most_tokens > tokens:
-            raise PackingError(f"tokens: expected at least {self.most_tokens}, as in {self!r}, got {tokens}")
+            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

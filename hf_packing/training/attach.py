@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
 from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.sampling.batching import Batching, Shapes, check_batching
@@ -35,7 +36,6 @@ from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
 from hf_packing.trees.forest import check_fewest_shared
-from hf_packing.versions import refuse_older
 
 
 @overload

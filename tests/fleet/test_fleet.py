@@ -252,14 +252,14 @@ def test_files_that_disagree_are_refused(tmp_path, tasks):
     more = write(tmp_path, "b.parquet", input_ids=[[1, 2]], weights=[[1.0, 2.0]])
     other = write(tmp_path, "c.parquet", input_ids=[[1, 2]], weights=[[1, 2]])
     for number, (one, two) in enumerate([(plain, more), (more, other)]):
-        with pytest.raises(hfp.PackingError, match=f"files: .*({one}.* .*{two}|{two}.* .*{one})"):
+        with pytest.raises(hfp.PackingError, match=f"(?s)files: .*({one}.*{two}|{two}.*{one})"):
             pack_here([one, two], tmp_path / f"out-{number}", tasks=tasks)
     for name, row in (
         ("d.jsonl", {"input_ids": [1, 2]}),
         ("e.jsonl", {"input_ids": [1, 2], "completion_mask": [0, 1]}),
     ):
         (tmp_path / name).write_text(json.dumps(row))
-    with pytest.raises(hfp.PackingError, match="files: .*completion_mask"):
+    with pytest.raises(hfp.PackingError, match="(?s)files: .*completion_mask"):
         pack_here(f"{tmp_path}/*.jsonl", tmp_path / "texts", tasks=tasks)
 
 

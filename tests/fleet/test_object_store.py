@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
+from chat_templates import FROM_TRL, tokenizer_with
 from fleet_files import STRATEGY, Here, pack_here, write_files
 
 import hf_packing as hfp
@@ -175,10 +176,12 @@ def test_changed_and_damaged_files_are_refused_by_name(bucket, local):
 
 
 def test_errors_of_texts_name_the_object(bucket):
-    bucket.write("chats/a.jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": ')
+    bucket.write("chats/a.jsonl", b'{"text": "one"}\n{"text": ')
     given = [f"s3://{bucket.name}/chats/*", STRATEGY, bucket.output]
     with pytest.raises(hfp.PackingError, match=f"s3://{bucket.name}/chats/a.jsonl, line 2: expected JSON"):
-        hfp.fleet.pack(*given, executor=Here(), storage_options=bucket.server.options)
+        hfp.fleet.pack(
+            *given, executor=Here(), storage_options=bucket.server.options, tokenizer=tokenizer_with(FROM_TRL["qwen3"])
+        )
 
 
 @pytest.mark.slow

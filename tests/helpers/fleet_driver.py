@@ -31,11 +31,11 @@ from hf_packing.fleet import manifest, pack_files
 do_task = pack_files.do_task
 
 
-def dying_task(task, point, mark, how, number, *others):
+def dying_task(number, point, mark, task):
     """Do a task, in a process that dies at a point of one task unless there is a file `mark`."""
 
     def reach(here):
-        if here == point and number == task and not Path(mark).exists():
+        if here == point and task.number == number and not Path(mark).exists():
             with suppress(OSError):
                 Path(mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +57,7 @@ def dying_task(task, point, mark, how, number, *others):
     around(pack_files, "find_token_columns", before="read")
     around(pack_files.pq.ParquetWriter, "write_table", after="half")
     around(manifest.Folder, "put", before="unplaced", after="placed")
-    found = do_task(how, number, *others)
+    found = do_task(task)
     reach("done")
     return found
 
@@ -67,7 +67,7 @@ def main(files, output, settings="{}"):
     warnings.simplefilter("ignore", UserWarning)
     if kill := known.pop("kill", None):
         dying = functools.partial(dying_task, *kill)  # as a function for Ray, and importable for processes
-        pack_files.do_task = (lambda *task: dying(*task)) if known.get("executor") == "ray" else dying
+        pack_files.do_task = (lambda task: dying(task)) if known.get("executor") == "ray" else dying
     start = known.pop("start", None)
     while start and not Path(start).exists():
         time.sleep(0.001)

@@ -89,13 +89,6 @@ def test_rows_that_were_filtered_away_are_not_looked_at(tmp_path):
         hfp.pack(documents.select([3, 2]), hfp.BestFit(4), lazy=True)
 
 
-def test_a_length_schedule(tmp_path):
-    schedule = {"length_schedule": hfp.planning.length_schedule.LengthSchedule(2, steps=3), "rows_per_step": 2}
-    packed, _, lazy, _ = both(on_disk(tmp_path), hfp.BestFit(16), **schedule)
-    assert same_rows(lazy, packed)
-    assert max(packed[0]["seq_lengths"]) == 2
-
-
 def test_tokens_beyond_32_bits(tmp_path):
     """Numbers of tokens are int64: a chunk of 5 billion tokens, which is never read, comes before."""
     path = tmp_path / "values"

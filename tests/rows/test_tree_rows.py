@@ -244,9 +244,6 @@ def test_share_prefixes_is_a_bool_or_a_number(share_prefixes):
 def test_what_cannot_be_combined():
     with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with lazy=True"):
         hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, lazy=True)
-    schedule = hfp.LengthSchedule(2, 4)
-    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with length_schedule"):
-        hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, length_schedule=schedule, rows_per_step=1)
 
 
 def test_columns_that_rows_need():
