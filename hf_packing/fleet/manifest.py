@@ -213,8 +213,6 @@ class PackedFile:
     """Names of the files whose documents were packed."""
     rows: int
     sha256: str
-    size: int
-    """Bytes of the file of rows."""
     columns: Mapping[str, str]
     """Types of the columns of the documents by name."""
     counts: Mapping[str, int]
@@ -297,6 +295,9 @@ class PackedCorpus:
             f"padding {counts['num_padding_slots'] / max(1, counts['slots']):.2%}, {counts['num_cut_documents']:,} "
             f"documents cut, {counts['trained_tokens']:,} of {counts['num_tokens']:,} tokens are trained on",
         ]
+        unique = counts["slots"] - counts["num_padding_slots"]
+        if unique < (packed := counts["num_tokens"] - counts["num_dropped_tokens"]):
+            lines.append(f"prefixes shared: {packed / unique:.2f} times fewer tokens in packs")
         return "\n".join([*lines, *(f"pack {change}" for change in self.changes())])
 
 

@@ -59,7 +59,7 @@ _TRIES = 3
 _ROWS_AT_ONCE = 100_000
 """pyarrow reads lists in batches, without threads, in half the time of a whole file."""
 _TOKENS_IN_A_ROW_GROUP = 1 << 20
-_PARQUET = {
+_PARQUET: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
     "use_dictionary": False,
@@ -256,7 +256,7 @@ def _engine(executor: Any) -> Any:
 class _Ray:
     """Tasks of a Ray cluster. Ray does a task again whose process or machine dies."""
 
-    def __init__(self) -> None:
+    def submit(self, function: Any, task: Task) -> Any:
         try:
             import ray
         except ImportError:
@@ -265,10 +265,7 @@ class _Ray:
             ) from None
         if not ray.is_initialized():
             ray.init()
-        self._ray = ray
-
-    def submit(self, function: Any, task: Task) -> Any:
-        return self._ray.remote(function).remote(task).future()
+        return ray.remote(function).remote(task).future()
 
 
 def _results(executor: Any, todo: Sequence[Task]) -> Iterator[PackedFile]:
@@ -320,7 +317,7 @@ def do_task(task: Task) -> PackedFile:
         return PackedFile(**known)
     with folder.unfinished() as fresh:
         file = _write_rows(task, fresh)
-        file = replace(file, size=fresh.stat().st_size, sha256=folder.put(fresh, task.name))
+        file = replace(file, sha256=folder.put(fresh, task.name))
     folder.put_json(task.record, asdict(file))
     return file
 
@@ -341,10 +338,9 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
         raise PackingError(f"files: {', '.join(task.inputs)} cannot be packed together: {error}") from None
     schema = packing.schema(filled[0].schema)
     wide = [each.name for each in schema if is_token_type(each.type) and each.type.value_type.bit_width >= 32]
+    options = _PARQUET | {"use_byte_stream_split": [f"{name}.list.element" for name in wide]}
     trained = 0
-    with pq.ParquetWriter(
-        fresh, schema, use_byte_stream_split=[f"{name}.list.element" for name in wide], **_PARQUET
-    ) as writer:
+    with pq.ParquetWriter(fresh, schema, **options) as writer:
         for packs in blocks_of_packs(plan, _TOKENS_IN_A_ROW_GROUP):
             rows = packing.rows(columns, plan, packs)
             writer.write_table(rows.table, row_group_size=rows.table.num_rows)
@@ -354,7 +350,6 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
         name=task.name,
         inputs=list(task.inputs),
         rows=plan.num_packs,
-        size=0,
         sha256="",
         columns={each.name: str(each.type.value_type) for each in filled[0].schema},
         counts={
