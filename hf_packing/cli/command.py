@@ -12,8 +12,15 @@ from typing import NoReturn
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.flags import STRATEGIES, add_documents, add_max_length, add_share_prefixes, add_usual, positive
-from hf_packing.cli.fleet_flags import add_engine, add_fleet
+from hf_packing.cli.flags import (
+    STRATEGIES,
+    add_documents,
+    add_many_files,
+    add_max_length,
+    add_share_prefixes,
+    add_usual,
+    positive,
+)
 from hf_packing.cli.screen import in_flags, say_error, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 
@@ -64,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
-    commands = top.add_subparsers(required=True, metavar="report | pack | fleet | check")
+    commands = top.add_subparsers(required=True, metavar="report | pack | check")
     _add_report(
         commands.add_parser(
             "report",
@@ -77,16 +84,6 @@ def _parser() -> argparse.ArgumentParser:
             "pack",
             help="pack your documents into a dataset",
             description="Tokenize and pack documents into a saved dataset.",
-        )
-    )
-    add_fleet(
-        commands.add_parser(
-            "fleet",
-            help="pack many files, by many processes or machines",
-            description=(
-                "Pack many files with one plan, by processes of one or many machines. Every row is written exactly "
-                "once: whatever dies, the same command goes on with what is missing."
-            ),
         )
     )
     _add_check(
@@ -122,10 +119,8 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_pack(command: argparse.ArgumentParser) -> None:
-    add_documents(command)
-    command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk"
-    )
+    add_documents(command, nargs="+")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
         "--strategy",
         default="best_fit",
@@ -135,9 +130,7 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     add_share_prefixes(command)
-    add_engine(
-        command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
-    )
+    add_many_files(command)
     command.set_defaults(module="pack")
 
 

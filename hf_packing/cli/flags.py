@@ -16,10 +16,11 @@ from hf_packing.text.render import TRAIN_ON
 STRATEGIES = tuple(registered_strategies())
 
 
-def add_documents(command: argparse.ArgumentParser) -> None:
+def add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add the flags that say which documents to read."""
     command.add_argument(
         "data",
+        nargs=nargs,
         metavar="DATA",
         help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
     )
@@ -76,6 +77,23 @@ def add_share_prefixes(command: argparse.ArgumentParser) -> None:
         default=False,
         help="pack documents that begin with the same N tokens as trees (default of N: 16)",
     )
+
+
+def add_many_files(command: argparse.ArgumentParser) -> None:
+    """Add the flags with which many files are packed by many processes."""
+    many = command.add_argument_group(
+        "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
+    )
+    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
+    many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
+    many.add_argument("--task", type=_task, metavar="K/N", help="do task K of N, as in array jobs")
+
+
+def _task(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
+    return int(number), int(of)
 
 
 def add_usual(command: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategy_named
+from hf_packing.cli.fleet import is_fleet, run_fleet
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
 from hf_packing.planning.storage import put_in_place
@@ -24,12 +25,10 @@ def run(given: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
-    if given.engine:
-        from hf_packing.cli.fleet import pack_with_engine
-
-        pack_with_engine(given)
+    if is_fleet(given):
+        run_fleet(given)
         return 0
-    _check_no_engine(given)
+    given.data, given.output = given.data[0], Path(given.output)
     strategy = strategy_named(given.strategy, given.max_length)
     output = given.output.resolve()  # a folder cannot be renamed onto a link
     _check_output(output, given.overwrite)
@@ -72,11 +71,3 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
     if output.exists() and not (output / "dataset_info.json").is_file():
         raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is not one")
-
-
-def _check_no_engine(given: argparse.Namespace) -> None:
-    """Raise PackingError if a flag for engines is given without an engine."""
-    for flag in ("workers", "address", "shards", "alone", "storage_option"):
-        if getattr(given, flag):
-            name = f"--{flag.replace('_', '-')}"
-            raise PackingError(f"{name}: expected {name} only with --engine, which packs many files")

@@ -1,18 +1,16 @@
 """`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page.
 
-Of a corpus that `hf-packing fleet` has packed, show what its manifest says.
+Of a folder that `hf-packing pack --workers` has packed, show what its manifest says.
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
 from hf_packing.cli.fleet import say_packed
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
-from hf_packing.fleet.store import Store
 from hf_packing.planning.lengths import Pieces
 from hf_packing.report.render import check_page
 from hf_packing.report.report import packing_report
@@ -29,7 +27,7 @@ def run(given: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
-    if (packed := _packed_corpus(given.data)) is not None:
+    if Path(given.data, MANIFEST).is_file() and (packed := read_manifest(given.data)):
         say_packed(packed, given.json)
         return 0
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
@@ -52,11 +50,3 @@ def run(given: argparse.Namespace) -> int:
     for file in written:
         say(out, f"written: {file}")
     return 0
-
-
-def _packed_corpus(data: str) -> Any:
-    """Return what the manifest of a packed corpus says; None if the data are not a packed corpus."""
-    folder = data.removesuffix(f"/{MANIFEST}")
-    if folder == data and ("://" in data or not Path(data, MANIFEST).is_file()):
-        return None
-    return read_manifest(Store(folder))

@@ -137,7 +137,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a file in a writable folder"),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
-        ([], "the following arguments are required: report | pack | fleet | check"),
+        ([], "the following arguments are required: report | pack | check"),
         (
             ["report", "{data}", "--tokenizer", "{tokenizer}", "--strategy", "best"],
             "--strategy: expected one of best_fit",

@@ -38,7 +38,7 @@ def test_pack(capsys, tmp_path, data, tokenizer, words):
 
 @pytest.mark.slow
 def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
-    """By pack, report and fleet; all three say how many tokens that are."""
+    """By pack, by pack with several processes, and by report; all three say how many tokens that are."""
     tokenizer = tokenizer_with(FROM_TRL["qwen3"])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     chats = [{"messages": PLAIN}, {"messages": PLAIN[:2]}] * 3
@@ -55,7 +55,7 @@ def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
         assert found["input_ids"][:] == documents["input_ids"][:]
         assert [row[1:] for row in found["labels"]] == [row[1:] for row in documents["labels"]]
         trained = sum(label != -100 for row in documents["labels"] for label in row[1:])
-        assert main(["fleet", "pack", *data, *packs, str(tmp_path / f"{name}-fleet"), "--workers", "1", *flags]) == 0
+        assert main(["pack", *data, *packs, str(tmp_path / f"{name}-fleet"), "--workers", "1", *flags]) == 0
         said.append(capsys.readouterr().out)
         assert main(["report", *data, "--max-length", "256", *flags]) == 0
         said.append(capsys.readouterr().out)
