@@ -7,7 +7,7 @@ longer than the document. Documents that get no slot are packed best-fit.
 import numpy as np
 
 from hf_packing.planning.best_fit import Interval, OpenPacks, fill_best_fit
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.patterns import Patterns, patterns_from_runs
 
 _Run = tuple[int, int, int, int]
@@ -69,27 +69,11 @@ def fill_columns(
     for number in range(len(slots) - 1, -1, -1):
         if free[number]:
             give(free[number], np.flatnonzero(left[: slots[number] + 1]))
-    return _fill_rest(runs, num_packs, left, capacity, max_documents)
-
-
-def _fill_rest(runs: list[_Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack the remaining segments best-fit, into packs that have free room and into new packs.
-
-    Args:
-        runs: filling steps of the existing packs.
-        num_packs: number of existing packs.
-        left: int64 [longest + 1]: left[n] is the number of remaining segments of n tokens.
-        capacity: capacity of each pack, in tokens.
-        max_documents: maximum number of segments in a pack; None for no limit.
-
-    Returns:
-        Patterns of all packs that hold at least one segment.
-    """
     made = patterns_from_runs(runs, num_packs, capacity)
     open_packs = OpenPacks(capacity, max_documents)
-    open_packs.runs, open_packs.num_packs = [*runs], num_packs
+    open_packs.runs, open_packs.num_packs = runs, num_packs
     room = made.capacity - made.tokens_per_pack()
-    documents, first = made.segments_per_pack(), np.cumsum(made.packs) - made.packs
+    documents, first = made.segments_per_pack(), offsets_of(made.packs)
     useful = (documents > 0) & (documents < open_packs.limit) & (room > 0)
     for number in np.flatnonzero(useful).tolist():
         interval = Interval(int(first[number]), int(made.packs[number]), int(documents[number]))
