@@ -70,6 +70,7 @@ def fill_columns(
         if free[number]:
             give(free[number], np.flatnonzero(left[: slots[number] + 1]))
     made = patterns_from_runs(runs, num_packs, capacity)
+    # the rest goes best-fit into packs with free room, and into new packs
     open_packs = OpenPacks(capacity, max_documents)
     open_packs.runs, open_packs.num_packs = runs, num_packs
     room = made.capacity - made.tokens_per_pack()
