@@ -25,7 +25,6 @@ HOME_OF = {
     "tree_rows": "trees.rows",
     # the logical streams of a mixture: mixtures
     "examples_of": "streams.upstream",
-    "divided_mixture": "streams.mixtures_in",
     # micro-batches of sizes alone: samplers, shapes
     "Epoch": "sampling.batching",
     "RowSizes": "sampling.sizes",

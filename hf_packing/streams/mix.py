@@ -86,8 +86,7 @@ def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
     if not isinstance(streams, Mapping) or not streams:
         raise PackingError(f"streams: expected a dict of streams, at least one, got {type(streams).__name__}")
     if not isinstance(tokens, Mapping) or set(tokens) != set(streams):
-        got = ", ".join(map(str, tokens)) if isinstance(tokens, Mapping) else type(tokens).__name__
-        raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {got}")
+        raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {tokens!r}")
     for name, share in tokens.items():
         if not is_real(share) or not 0 < share < math.inf:
             raise PackingError(f"tokens[{name!r}]: expected a positive number, got {share!r}")

@@ -80,10 +80,6 @@ class StreamPacking:
         """Names and types of the columns of packed rows."""
         return datasets.Features.from_arrow_schema(self.packing.schema(self.schema))
 
-    def rows(self, columns: Any, plan: PackingPlan, first: int, end: int) -> pa.Table:
-        """Return the packed rows of some packs of a plan."""
-        return self.packing.rows(columns, plan, np.arange(first, end)).table
-
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
         """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
         strategy = self.strategy
@@ -173,7 +169,7 @@ class PackedExamples(StatefulExamples):
             save(state, made_from, (here, rows_out))
             left = plan.pack_tokens()[rows_out:]
             for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
-                table = self.packing.rows(columns, plan, first, end)
+                table = self.packing.packing.rows(columns, plan, np.arange(first, end)).table
                 rows = 1 if one_row else table.num_rows
                 for begin in range(0, table.num_rows, rows):
                     save(state, made_from, (here, first + begin + rows))
