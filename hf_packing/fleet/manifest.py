@@ -312,5 +312,9 @@ def sum_of(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 def read_manifest(output: str, options: Mapping[str, Any] | None = None) -> PackedCorpus | None:
     """Return what the manifest of an output folder says; None if there is none, since tasks are missing."""
     folder = Folder(output, options or {})
-    known = folder.read(MANIFEST)
-    return known and PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
+    if (known := folder.read(MANIFEST)) is None:
+        return None
+    try:
+        return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
+    except (KeyError, TypeError) as error:
+        raise PackingError(f"output: expected the manifest of a fleet in {output!r}, got another: {error!r}") from None
