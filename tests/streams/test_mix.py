@@ -13,6 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from document_streams import generated, stream_of, write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import hf_packing as hfp
 
@@ -229,6 +230,20 @@ def test_masks_of_other_lengths():
     message = r"streams\['a'\]: column 'completion_mask': .* row 1 has 3 for 4 input_ids.* from document 699 of"
     with pytest.raises(hfp.PackingError, match=message):
         list(hfp.mix({"a": source}, {"a": 1}, count="trainable"))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_workers_and_shards_read_every_document_once(shards):
+    """Also those that get no shard: datasets leaves out workers beyond the number of shards."""
+    parts = [[[10 * part + n] for n in range(8)] for part in range(shards)]
+    mixed = hfp.mix({"a": generated(parts)}, {"a": 1})
+    expected = sorted(n for part in parts for (n,) in part)
+
+    def numbers(documents):
+        return [document["input_ids"][0] for document in documents]
+
+    assert sorted(numbers(DataLoader(mixed, batch_size=None, num_workers=2))) == expected
+    assert sorted(n for index in range(4) for n in numbers(mixed.shard(4, index))) == expected
 
 
 def test_the_same_stream_twice():
