@@ -56,9 +56,9 @@ def check_mask(mask: Any, tokens: int, row: int) -> None:
         )
     if (other := values != 1).any():
         raise PackingError(
-            f"column 'attention_mask': expected only ones, as of documents without padding, got a "
-            f"{values[other.argmax()]} in row {row}; if the values number the documents of the row, replace this "
-            "column by a column 'seq_lengths' with the documents' lengths"
+            f"column 'attention_mask': expected documents without padding, got a {values[other.argmax()]} in row "
+            f"{row}; if the values number the documents of the row, replace this column by a column 'seq_lengths' with "
+            "the documents' lengths"
         )
 
 

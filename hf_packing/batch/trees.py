@@ -31,7 +31,6 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import offsets_of
 from hf_packing.rows.trained_tokens import num_training, trained_pieces
 from hf_packing.trees.segments import TreeSegments
 
@@ -85,27 +84,28 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     """
     _check_lengths(columns)
     joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
-    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
+    tokens, labels, ends, parents = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS, PARENTS))
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
-    counts = {name: np.array([*map(len, values)]) for name, values in columns.items()}
-    row_of = {name: np.repeat(np.arange(len(counts[name])), counts[name]) for name in (TREE_INPUT_IDS, PARENTS, ENDS)}
-    row_of[TRAINED] = np.repeat(np.arange(len(counts[TRAINED])), counts[TRAINED] // 3)
-    segments, documents = (offsets_of(counts[name]) for name in (PARENTS, ENDS))
+    segments, documents, runs = (
+        np.array([len(values) // each for values in columns[name]])
+        for name, each in ((PARENTS, 1), (ENDS, 1), (TRAINED, 3))
+    )
+    first_segment, first_document = np.cumsum(segments) - segments, np.cumsum(documents) - documents
 
-    trees = _segments_of(columns, joined[PARENTS] + np.where(joined[PARENTS] < 0, 0, segments[row_of[PARENTS]]))
-    outside = (ends < 0) | (ends >= counts[PARENTS][row_of[ENDS]])
-    _refuse(ENDS, outside, "numbers of segments of the row", ends, row_of[ENDS])
-    ends = ends + segments[row_of[ENDS]]
-    runs = joined[TRAINED].reshape(-1, 3)
-    outside = (runs[:, 0] < 0) | (runs[:, 0] >= counts[ENDS][row_of[TRAINED]])
-    _refuse(TRAINED, outside, "runs of documents of the row", runs, row_of[TRAINED])
-    trained = runs + np.stack([documents[row_of[TRAINED]], *np.zeros((2, len(runs)), np.int64)], axis=1)
-    _check_runs(runs, trained, (trees.depths + np.diff(trees.begins))[ends], row_of[TRAINED])
+    trees = _segments_of(columns, parents + np.where(parents < 0, 0, np.repeat(first_segment, segments)))
+    outside = (ends < 0) | (ends >= np.repeat(segments, documents))
+    _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
+    ends = ends + np.repeat(first_segment, documents)
+    trained = joined[TRAINED].reshape(-1, 3)
+    outside = (trained[:, 0] < 0) | (trained[:, 0] >= np.repeat(documents, runs))
+    _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
+    trained[:, 0] += np.repeat(first_document, runs)
+    _check_runs(trained, (trees.depths + np.diff(trees.begins))[ends], first_document, runs)
     is_trained = num_training(trained_pieces(trees, ends, trained), len(tokens)) > 0
-    wrong = (labels != IGNORED_LABEL) != is_trained
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
-    _refuse(TREE_LABELS, wrong, expected, labels, row_of[TREE_INPUT_IDS])
+    in_rows = np.array([*map(len, columns[TREE_INPUT_IDS])])
+    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows)
     batch = {
         INPUT_IDS: tokens[None],
         POSITION_IDS: trees.position_ids[None].astype(np.int64),
@@ -121,18 +121,18 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
 
 def _check_lengths(columns: _Columns) -> None:
     """Raise PackingError unless the columns of each row have lengths that fit together."""
-    for number, row in enumerate(zip(*columns.values(), strict=True)):
-        of_row = dict(zip(columns, row, strict=True))
-        tokens, segments = len(of_row[TREE_INPUT_IDS]), of_row[SEGMENT_LENGTHS]
-        for name in of_row.keys() & {TREE_LABELS, TOKEN_TYPE_IDS}:
-            check_length(name, of_row[name], tokens, number)
-        for name, fits, expected, got in (
-            (SEGMENT_LENGTHS, segments.sum() == tokens, f"a sum of {tokens}, the number of tokens", segments.sum()),
-            (PARENTS, len(of_row[PARENTS]) == len(segments), f"{len(segments)} values", len(of_row[PARENTS])),
-            (TRAINED, len(of_row[TRAINED]) % 3 == 0, "three values for each run", len(of_row[TRAINED])),
+    for number, tokens in enumerate(columns[TREE_INPUT_IDS]):
+        for name in columns.keys() & {TREE_LABELS, TOKEN_TYPE_IDS}:
+            check_length(name, columns[name][number], len(tokens), number)
+        lengths, parents, trained = (columns[name][number] for name in (SEGMENT_LENGTHS, PARENTS, TRAINED))
+        total, runs = int(lengths.sum()), -(-len(trained) // 3)
+        for name, expected, got, what in (
+            (SEGMENT_LENGTHS, len(tokens), total, "the number of tokens, as the sum"),
+            (PARENTS, len(lengths), len(parents), "values, one for each segment"),
+            (TRAINED, 3 * runs, len(trained), "values, three for each run"),
         ):
-            if not fits:
-                raise PackingError(f"column {name!r}: expected {expected}, in row {number}, got {got}")
+            if expected != got:
+                raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
 
 
 def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
@@ -148,27 +148,30 @@ def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
         raise
 
 
-def _check_runs(runs: _Integers, trained: _Integers, lengths: _Integers, row: _Integers) -> None:
+def _check_runs(trained: _Integers, lengths: _Integers, first_document: _Integers, runs: _Integers) -> None:
     """Raise PackingError unless documents train on runs of their tokens, but the first, that do not overlap.
 
     Args:
-        runs: int64 [runs, 3]: document in the row, place in the document, number of tokens.
-        trained: int64 [runs, 3]: the same with documents of the batch.
+        trained: int64 [runs, 3]: document in the batch, place in the document, number of tokens.
         lengths: int64 [documents]: the number of tokens in each document.
-        row: int64 [runs].
+        first_document: int64 [rows].
+        runs: int64 [rows]: the number of runs.
     """
     document, first, length = trained.T
     wrong = (first < 1) | (length < 1) | (length > lengths[document] - first)
-    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", runs, row)
     order = np.lexsort((first, document))
     document, first, length = trained[order].T
-    overlaps = np.zeros(len(runs), dtype=bool)
+    overlaps = np.zeros(len(trained), dtype=bool)
     overlaps[order[1:]] = (document[1:] == document[:-1]) & (first[1:] < (first + length)[:-1])
-    _refuse(TRAINED, overlaps, "runs that do not overlap", runs, row)
+    if (wrong | overlaps).any():
+        in_row = trained - np.repeat(first_document, runs)[:, None] * (1, 0, 0)
+        _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", in_row, runs)
+        _refuse(TRAINED, overlaps, "runs that do not overlap", in_row, runs)
 
 
-def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, row: _Integers) -> None:
-    """Raise PackingError if a value is wrong; `row` has the row of each value."""
+def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, per_row: _Integers) -> None:
+    """Raise PackingError if a value is wrong; `per_row` has the number of values in each row."""
     if wrong.any():
         place = int(wrong.argmax())
-        raise PackingError(f"column {name!r}: expected {expected}, got {values[place].tolist()} in row {row[place]}")
+        row = int(np.searchsorted(np.cumsum(per_row), place, side="right"))
+        raise PackingError(f"column {name!r}: expected {expected}, got {values[place].tolist()} in row {row}")

@@ -7,21 +7,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
 from hf_packing.cli.fleet import say_packed
-from hf_packing.cli.screen import WIDE, out, print_json, say
+from hf_packing.cli.screen import out, print_json, say
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.fleet.store import Store
 from hf_packing.planning.lengths import Pieces
-from hf_packing.report.page import check_page
-from hf_packing.report.report import PackingReport, packing_report
-from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, prefixes_line, report_cells, setup_line
+from hf_packing.report.render import check_page
+from hf_packing.report.report import packing_report
 from hf_packing.rows.label_counts import count_labels
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.strategies.compare import aligned
 
 
 def run(given: argparse.Namespace) -> int:
@@ -46,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
             read.tokens, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
         )
     if not given.json:
-        _print_report(report)
+        say(out, str(report))
         say(out, f"{trained:,} of {report.lengths.tokens:,} tokens are trained on")
         print_skipped(read.skipped)
     written = [str(file) for file in report.save(given.output)] if given.output else []
@@ -64,22 +60,3 @@ def _packed_corpus(data: str) -> Any:
     if folder == data and ("://" in data or not Path(data, MANIFEST).is_file()):
         return None
     return read_manifest(Store(folder))
-
-
-def _print_report(report: PackingReport) -> None:
-    say(out, f"{report.source}: {headline(report)}")
-    say(out, lengths_line(report))
-    if out.width < WIDE:
-        say(out, aligned([REPORT_COLUMNS, *report_cells(report)]))
-    else:
-        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        for number, column in enumerate(REPORT_COLUMNS):
-            header = column.replace(" ", "\n").replace("/", "/\n")
-            table.add_column(header, justify="right" if number else "left", no_wrap=True, vertical="bottom")
-        for cells in report_cells(report):
-            table.add_row(*cells, style="bold green" if cells[0] == report.recommendation.strategy else None)
-        out.print(table)
-    say(out, setup_line(report))
-    say(out, f"take {report.recommendation}")
-    if said := prefixes_line(report):
-        say(out, said)

@@ -335,7 +335,10 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
 
 def _check_values(name: str, values: IntArray, least: int, most: IntArray | int = 2**63 - 1) -> None:
     """Raise PackingError unless all values of an array are from `least` to `most`, which may be one number for each."""
-    if len(values) and (values.min() < least or (values > most).any()):
+    if not len(values):
+        return
+    largest = values.max() if isinstance(most, int) else values
+    if values.min() < least or np.any(largest > most):
         at = int(((values < least) | (values > most)).argmax())
         greatest = np.broadcast_to(most, values.shape)[at]
         raise PackingError(f"{name}: expected a number from {least} to {greatest} at index {at}, got {values[at]}")

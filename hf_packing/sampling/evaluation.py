@@ -14,13 +14,13 @@ from hf_packing.sampling.sizes import RowSizes
 
 @dataclass(frozen=True)
 class InOrder(LimitedBatching):
-    """A batching for evaluation: each micro-batch has as many successive rows of the dataset as fit into its limits.
+    """A batching for evaluation: a micro-batch has rows_per_batch successive rows, or as many as fit into its limits.
 
     Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all
     ranks, copies of the first row with masked labels are added.
 
     Args:
-        rows_per_batch: the most rows in a micro-batch; None for no limit.
+        rows_per_batch: number of rows in a micro-batch; None if tokens or documents are limited.
         max_tokens: the most tokens in a micro-batch; None for no limit.
         max_documents: the most documents in a micro-batch; None for no limit.
 
@@ -77,13 +77,16 @@ class InOrder(LimitedBatching):
 
     def _begins(self, rows: FittedRows) -> IntArray:
         """Return the index of the first row of each micro-batch among the kept rows, int64 [micro-batches]."""
-        limits = (self.rows_per_batch, self.max_tokens, self.max_documents)
-        of_rows = (np.ones_like(rows.kept), rows.sizes.tokens[rows.kept], rows.sizes.segments[rows.kept])
-        ends = [(np.cumsum(of_row), most) for of_row, most in zip(of_rows, limits, strict=True) if most is not None]
-        begins, row = [], 0
-        while row < len(rows.kept):
-            begins.append(row)
-            before = [int(end[row - 1]) if row else 0 for end, _ in ends]
-            stops = [np.searchsorted(end, b + most, side="right") for (end, most), b in zip(ends, before, strict=True)]
-            row = int(min(stops))
-        return np.array(begins, dtype=np.int64)
+        if self.rows_per_batch is not None:
+            return np.arange(0, len(rows.kept), self.rows_per_batch)
+        ends = [
+            (np.cumsum(has[rows.kept]), most)
+            for has, most in ((rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents))
+            if most is not None
+        ]
+        begins = [0]
+        while begins[-1] < len(rows.kept):
+            before = begins[-1] - 1
+            used = [(end, most + (int(end[before]) if before >= 0 else 0)) for end, most in ends]
+            begins.append(min(int(np.searchsorted(end, most, side="right")) for end, most in used))
+        return np.array(begins[:-1], dtype=np.int64)

@@ -187,9 +187,9 @@ class _Lists(NamedTuple):
     per_row: IntArray
     """int64 [rows]: number of values in each row."""
 
-    def rows(self) -> IntArray:
-        """Return the row of each value, int64 [values of all rows]."""
-        return np.repeat(np.arange(len(self.per_row)), self.per_row)
+    def with_any(self, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which rows have a wrong value, bool [rows]; `wrong` is bool [values of all rows]."""
+        return np.diff(offsets_of(wrong)[offsets_of(self.per_row)]) > 0
 
     def check(self, name: str, wrong: npt.NDArray[np.bool_], expected: str, of_row: IntArray) -> None:
         """Raise PackingError if a row is wrong.
@@ -202,7 +202,7 @@ class _Lists(NamedTuple):
         """
         if wrong.any():
             row = int(wrong.argmax())
-            got = self.values[self.rows() == row].tolist()
+            got = np.split(self.values, np.cumsum(self.per_row)[:-1])[row].tolist()
             raise PackingError(f"column {name!r}: expected {expected.format(of_row[row])} of row {row}, got {got}")
 
 
@@ -213,13 +213,15 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     table = with_typed_empty_lists(dataset.data.table.select(names))
     lists = _columns_of_sizes(names)
     sampled = _SAMPLED[-2:] if TREE_INPUT_IDS in names else _SAMPLED[:-2]
-    columns = {}
+    columns: dict[str, TokenColumn | LazyColumn] = {}
     for name in (*lists, *(name for name in sampled if name in names)):
-        kind, lazy = table.schema.field(name).type, is_lazy(dataset, name)
-        if name in (*lists, INPUT_IDS) and not lazy and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
-            raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
-        if lazy or is_token_type(kind):
+        kind = table.schema.field(name).type
+        if not is_list(kind) and is_lazy(dataset, name):
             columns[name] = open_column(dataset, name, table, numbers)
+        elif name in (*lists, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+            raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+        elif is_token_type(kind):
+            columns[name] = TokenColumn(name, table.column(name), numbers)
     sample = b"".join(_sample_of_column(columns[name]) for name in sampled if name in columns)
     tokens = next((columns[name].length for name in (TREE_INPUT_IDS, INPUT_IDS) if name in columns), None)
     bucket = _buckets_in_table(table, numbers) if lists and BUCKET in names else None
@@ -284,8 +286,7 @@ def _sizes(lists: Mapping[str, _Lists], tokens: IntArray | None, bucket: IntArra
     segments = lists[SEQ_LENGTHS]
     sizes = sizes_of_packs(segments.values, offsets_of(segments.per_row), bucket)
     tokens = sizes.tokens if tokens is None else tokens
-    wrong = sizes.tokens != tokens
-    wrong[segments.rows()[segments.values < 1]] = True
+    wrong = (sizes.tokens != tokens) | segments.with_any(segments.values < 1)
     segments.check(SEQ_LENGTHS, wrong, "positive lengths that add up to the {} tokens", tokens)
     return sizes
 
@@ -304,18 +305,17 @@ def _sizes_of_trees(
     """
     parents.check(PARENTS, parents.per_row != segments.per_row, "one parent for each of the {} segments", segments[1])
     offsets = offsets_of(segments.per_row)
-    begin, rows = offsets[segments.rows()], np.arange(len(tokens))
-    late, outside = parents.values >= np.arange(len(begin)) - begin, ends.values >= segments.per_row[ends.rows()]
-    in_rows = np.isin(rows, parents.rows()[late])
-    parents.check(PARENTS, in_rows, "the parent of each of the {} segments before it", segments.per_row)
-    in_rows = np.isin(rows, ends.rows()[outside | (ends.values < 0)])
-    ends.check(ENDS, in_rows, "numbers of the {} segments", segments.per_row)
+    begin, most = np.repeat(offsets[:-1], segments.per_row), np.repeat(segments.per_row, ends.per_row)
+    late = parents.with_any(parents.values >= np.arange(len(begin)) - begin)
+    parents.check(PARENTS, late, "the parent of each of the {} segments before it", segments.per_row)
+    outside = ends.with_any((ends.values < 0) | (ends.values >= most))
+    ends.check(ENDS, outside, "numbers of the {} segments", segments.per_row)
     depths = _depths(segments.values, np.where(parents.values < 0, -1, parents.values + begin))
     found, work = (
         np.diff(offsets_of(values)[offsets]) for values in (segments.values, attention_costs(segments.values, depths))
     )
     segments.check(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the {} tokens", tokens)
-    raw = int((depths + segments.values)[ends.values + offsets[ends.rows()]].sum())
+    raw = int((depths + segments.values)[ends.values + np.repeat(offsets[:-1], ends.per_row)].sum())
     counts = TreeCounts(len(ends.values), raw, int(found.sum()))
     return RowSizes(found, ends.per_row, work, bucket, packed=True, trees=counts)
 

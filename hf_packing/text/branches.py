@@ -106,11 +106,11 @@ def branches(
         (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
         (num_opening, f"{of_rows} open with an assistant turn, which is not trained on"),
         (
-            sum(not each.has_end for each in documents),
+            sum(not each.turn.has_end for each in documents),
             f"{of_turns} do not end with a special token, so the model does not learn where to stop",
         ),
         (
-            sum(not each.has_message for each in documents),
+            sum(not each.turn.has_message for each in documents),
             f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out",
         ),
     ):
@@ -140,8 +140,7 @@ class _Document(NamedTuple):
 
     prompt: list[int]
     generated: list[int]
-    has_end: bool
-    has_message: bool
+    turn: _Turn
 
 
 def _documents_of(
@@ -164,7 +163,7 @@ def _documents_of(
                     f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
                     f"{turn.prompt[-_SHOWN:]!r} and {turn.generated[:_SHOWN]!r} become other text"
                 )
-        yield _Document(prompt, generated, turn.has_end, turn.has_message)
+        yield _Document(prompt, generated, turn)
 
 
 def _turn_of(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> _Turn:

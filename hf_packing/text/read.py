@@ -97,8 +97,7 @@ class Documents:
         Raises:
             PackingError: rows cannot be read or used, and `skip_bad` is False; or an argument does not fit the rows.
         """
-        lines = self.kind in (_JSON, _TEXT)
-        dataset = None if lines else self._load()
+        dataset = None if self.kind in (_JSON, _TEXT) else self._load()
         rows = self._lines() if dataset is None else _numbered(self.data, dataset)
         first = next(rows, None)
         names = first[1] if first else {}
@@ -157,14 +156,15 @@ class Documents:
                     text = part.decode("utf-8-sig")
                     if "\0" in text:
                         raise ValueError("NUL bytes, which are typical of arrays and UTF-16")
+                    rows: _Rows
                     if self.kind == _TEXT:
-                        yield place, {"text": text if whole else text.rstrip("\r\n")}
-                        continue
-                    parsed = json.loads(text)
+                        rows = [(place, {"text": text if whole else text.rstrip("\r\n")})]
+                    else:
+                        rows = _numbered(place, json.loads(text)) if whole else [(place, json.loads(text))]
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
-                for where, row in _numbered(place, parsed) if whole else [(place, parsed)]:
+                for where, row in rows:
                     if isinstance(row, dict):
                         yield where, row
                     else:
@@ -182,8 +182,10 @@ class Documents:
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:
                 found = datasets.load_from_disk(self.data)
-                splits = found if isinstance(found, dict) else {str(found.split or _TRAIN): found}
-                found = splits[self.split or (_TRAIN if _TRAIN in splits else next(iter(splits)))]
+                if isinstance(found, dict):
+                    found = found[self.split or _TRAIN]
+                elif self.split not in (None, str(found.split)):
+                    raise PackingError(f"its only split is {found.split}, not {self.split}")
         except Exception as error:  # errors of the hub, the network or files
             raise PackingError(
                 f"data: expected a file, a folder or a dataset, got {self.data!r}: {reason_of(error)}"
@@ -242,13 +244,10 @@ def _parts(file: str, whole: bool) -> Iterator[tuple[str, bytes]]:
     """
     try:
         with fsspec.open(file, "rb", compression="infer") as stream:
-            lines = [(file, stream.read())] if whole else _lines_of(file, stream)
-            yield from ((place, part) for place, part in lines if part.strip())
+            for number, part in enumerate([stream.read()] if whole else stream, start=1):
+                if part.strip():
+                    yield file if whole else f"{file}, line {number}", part
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise PackingError(
             f"{file}: expected a file that can be read to its end, got the error: {reason_of(error)}"
         ) from None
-
-
-def _lines_of(file: str, stream: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    return ((f"{file}, line {number}", line) for number, line in enumerate(stream, start=1))

@@ -122,7 +122,6 @@ class ChatTemplate:
 def render(
     row: Mapping[str, Any],
     template: ChatTemplate,
-    *,
     text_field: str | None = None,
     separator: str | None = None,
     train_on: str | None = None,

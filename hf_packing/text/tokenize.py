@@ -51,8 +51,7 @@ class TextTokenizer:
 
     def render(self, row: Mapping[str, Any]) -> Rendered:
         """Return the text of a row; raise BadRowError if the row cannot be used."""
-        options = {"text_field": self.text_field, "separator": self.separator, "train_on": self.train_on}
-        return render(row, self.template, **options)
+        return render(row, self.template, self.text_field, self.separator, self.train_on)
 
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""

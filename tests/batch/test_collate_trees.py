@@ -189,7 +189,9 @@ def test_labels_need_a_run():
 
 def test_sizes_that_only_add_up_over_rows_are_refused():
     longer, shorter = ROW["segment_lengths"][:-1] + [3], ROW["segment_lengths"][:-1] + [1]
-    with pytest.raises(hfp.PackingError, match="'segment_lengths': expected a sum of 8, .* in row 0, got 9"):
+    with pytest.raises(
+        hfp.PackingError, match="'segment_lengths': expected 8 the number of tokens, .* in row 0, got 9"
+    ):
         hfp.PackingCollator()([{**ROW, "segment_lengths": longer}, {**ROW, "segment_lengths": shorter}])
 
 
