@@ -328,10 +328,10 @@ class MixedExamples(StatefulExamples):
                 return
             documents += rows
             reader.take(rows)
-        what = "a token" if self.mixture.count == "tokens" else "a label to train on, since count='trainable'"
-        got = f"{documents} documents without; leave the source out" if documents else "none"
-        expected = f"documents with {what}" if documents else "documents"
-        raise PackingError(f"streams[{list(self.mixture.shares)[number]!r}]: expected {expected}, got {got}")
+        raise PackingError(
+            f"streams[{list(self.mixture.shares)[number]!r}]: expected documents with tokens to count, as "
+            f"count={self.mixture.count!r} says, got {documents} documents without; leave the source out"
+        )
 
 
 def _saved(progress: list[_SourceProgress], balance: Balance) -> tuple[Any, ...]:

@@ -232,16 +232,20 @@ class PackedExamples(StatefulExamples):
 
 def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
     """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
-    said = {
-        f"drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, and {counts.lost_labels:,} labels, as "
-        f"configured by {strategy!r}": counts.dropped_tokens,
-        f"skips {counts.empty_documents:,} documents without a token": counts.empty_documents,
-        f"shares fewer tokens at about {counts.splits:,} places of a stream, where tokens agree but other columns "
-        "differ": counts.splits,
-    }
-    for change, count in said.items():
-        if count:
-            warnings.warn(f"pack {change}", stacklevel=2)
+    if counts.dropped_tokens:
+        warnings.warn(
+            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, and {counts.lost_labels:,} "
+            f"labels, as configured by {strategy!r}",
+            stacklevel=2,
+        )
+    if counts.empty_documents:
+        warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
+    if counts.splits:
+        warnings.warn(
+            f"pack shares fewer tokens at about {counts.splits:,} places of a stream, where tokens agree but other "
+            "columns differ",
+            stacklevel=2,
+        )
 
 
 def _waiting_documents(

@@ -232,7 +232,7 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
     if (tables := upstream.tables(examples)) is not None:
         yield from tables
         return
-    rows = upstream.rows(examples)
+    rows = (row for _, row in examples)
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
         arrays = {}
         for name in dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK)):

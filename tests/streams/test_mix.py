@@ -199,17 +199,13 @@ def test_a_source_of_which_nothing_counts(how, streams):
         return datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"parts": parts}, features=features)
 
     good = documents(1, [[1] * 5] * 30)
-    for bad, count, message in (
-        ([[], [], []], "tokens", "expected documents, got none"),
-        (documents(2, [[]] * 4), "tokens", "expected documents with a token, got 12 documents without"),
-        (
-            documents(2, [[-100] * 5] * 4),
-            "trainable",
-            "expected documents with a label to train on, since count='t",
-        ),
+    for bad, count, number in (
+        ([[], [], []], "tokens", 0),
+        (documents(2, [[]] * 4), "tokens", 12),
+        (documents(2, [[-100] * 5] * 4), "trainable", 12),
     ):
         mixed = hfp.mix({"a": source(good), "b": source(bad)}, {"a": 1, "b": 1}, count=count, stopping_strategy=how)
-        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: {message}"):
+        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: .* got {number} documents"):
             list(mixed if streams is None else hfp.pack(mixed, hfp.BestFit(16), streams=streams))
     late = documents(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
     mixed = hfp.mix({"a": source(good), "b": source(late)}, {"a": 1, "b": 1}, count="trainable", stopping_strategy=how)
