@@ -92,15 +92,18 @@ class Comparison(Sequence[ComparedStrategy]):
         return len(self.rows)
 
     def __repr__(self) -> str:
-        table = aligned([_HEADER, *(_table_row(row) for row in self.rows)])
+        table = aligned(self._cells())
         return f"{table}\n{said}" if (said := self._about_prefixes()) else table
 
     def _repr_html_(self) -> str:
-        head, *body = [_HEADER, *(_table_row(row) for row in self.rows)]
+        head, *body = self._cells()
         lines = ["".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells) for cells in body]
         header = "".join(f"<th>{escape(name)}</th>" for name in head)
         table = f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
         return f"{table}<p>{escape(said)}</p>" if (said := self._about_prefixes()) else table
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self.rows)]
 
     def _about_prefixes(self) -> str:
         return self.shared.sentence() if self.shared else ""
@@ -217,7 +220,8 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
-def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
+def cells_of(row: ComparedStrategy) -> tuple[str, ...]:
+    """Return the name of a strategy, and the metrics that a table shows."""
     m = row.metrics
     return (
         row.name,
@@ -227,5 +231,4 @@ def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
         f"{m.concatenation_ratio:.2f}",
         f"{m.num_packs:,}",
         "" if row.gap is None else f"{row.gap:.4%}",
-        f"{row.seconds:.2f}",
     )
