@@ -42,7 +42,8 @@ _TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoesca
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
     """Return the rows of a report's table as tuples of cells. For every row length, the row for padding comes first."""
-    cells, lengths = [], report.lengths
+    lengths = report.lengths
+    cells: list[tuple[str, ...]] = []
     for padded in report.padded:
         lost = (
             f"padding, at most {padded.max_length}",
