@@ -39,7 +39,6 @@ HOME_OF = {
     "within_shapes": "sampling.within_limits",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.row_sizes",
-    "ArrowRows": "sampling.sampled_rows",
     "RankBatchSampler": "sampling.sampler",
     "rows_loader": "training.loader",
     "MaskedRows": "training.masked_documents",

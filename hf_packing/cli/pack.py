@@ -30,7 +30,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
-from hf_packing.rows.label_counts import count_labels
+from hf_packing.rows.changes import count_labels
 from hf_packing.rows.pack import pack_split
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import find_token_columns

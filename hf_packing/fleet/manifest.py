@@ -11,7 +11,7 @@ from hf_packing.fleet.gather import PackedFile
 from hf_packing.fleet.inputs import Identity
 from hf_packing.fleet.store import Store
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
-from hf_packing.rows.packed_rows import SPLITS, describe_changes
+from hf_packing.rows.changes import describe_changes
 
 MANIFEST = "manifest.json"
 _MANY = 0.01
@@ -85,11 +85,11 @@ class PackedCorpus:
             "loss_masks": self.loss_masks,
             "trained_tokens": sum(file.trained_tokens for file in self.files),
             "packed_tokens": self.totals["packed_tokens"],
-            "dropped_tokens": metrics.num_dropped_tokens,
             "tokens": metrics.num_tokens,
             "strategy": self.strategy,
             "empty_documents": metrics.num_empty_documents,
-            SPLITS: self.splits,
+            "splits": self.splits,
+            "labels_left": None,
         }
         said = describe_changes(facts)
         if self.shared_between > _MANY * sum(file.tokens for file in self.files):

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 
 from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, is_lazy, rows_to_sample, sample_of_rows
+from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, rows_to_sample, sample_of_rows
 
 _READ_TWICE = 32
 """The largest number of rows to read twice. Two reads of a row show whether the content of the row changes."""
@@ -103,11 +103,7 @@ def _contents_read(dataset: Any, rows: int) -> tuple[tuple[int, str], ...]:
     sampled = rows_to_sample(rows)
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):
-        if any(is_lazy(dataset, name) for name in dataset.column_names):  # in Arrow, cells are numbers of packs
-            columns = dataset.with_format(None)[numbers]
-            stored = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        else:
-            stored = dataset.with_format("arrow")[numbers].to_pylist()
+        stored = dataset.with_format("arrow")[numbers].to_pylist()
         return tuple((number, _digest(repr(row).encode())) for number, row in zip(numbers, stored, strict=True))
     once, twice = (tuple((number, _digest(sample_of_rows([dataset[number]]))) for number in numbers) for _ in range(2))
     return once if once == twice else ()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.tree_counts import TreeCounts
 
 

@@ -25,9 +25,8 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.rows.lazy.lazy_columns import LazyColumn
-from hf_packing.rows.lazy.packed_tokens import PackedTokens
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
@@ -92,8 +91,11 @@ def sizes_of(dataset: Any) -> RowSizes:
             number of tokens; the rows are packed, but the dataset's format or transform hides the segment borders; or
             the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
+    refuse_cells(dataset)
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
+    if (lazy := lazy_rows(dataset)) is not None and lazy[0].plan.segment_shared is None:
+        return _sizes_of_lazy_rows(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -131,7 +133,7 @@ def _sample_of_values(values: Any) -> bytes:
         return repr(values).encode()
 
 
-def _sample_of_column(column: TokenColumn | LazyColumn) -> bytes:
+def _sample_of_column(column: TokenColumn) -> bytes:
     rows = rows_to_sample(len(column.length))
     values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], SAMPLED_TOKENS))
     return values.astype("<i8").tobytes()
@@ -146,10 +148,9 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
         return replace(sizes_of_tree_table(table, numbers), sample=b"".join(sampled), bucket=bucket)
     table = with_typed_empty_lists(table)
     columns = {
-        name: open_column(dataset, name, table, numbers)
+        name: TokenColumn(name, table.column(name), numbers)
         for name in (SEQ_LENGTHS, INPUT_IDS, LABELS, *LOSS_MASKS)
-        if name in table.column_names
-        and (is_lazy(dataset, name) or _has_number_per_token(name, table.schema.field(name).type))
+        if name in table.column_names and _has_number_per_token(name, table.schema.field(name).type)
     }
     sample = b"".join(_sample_of_column(column) for name, column in columns.items() if name != SEQ_LENGTHS)
     if SEQ_LENGTHS not in columns:
@@ -161,6 +162,17 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     sizes = sizes_of_packs(seq_lengths, offsets, _buckets_in_table(table, numbers))
     _check_seq_lengths(seq_lengths, sizes, columns[INPUT_IDS].length if INPUT_IDS in columns else sizes.tokens)
     return replace(sizes, sample=sample)
+
+
+def _sizes_of_lazy_rows(rows: DocumentRows, packs: IntArray, names: Sequence[str]) -> RowSizes:
+    """Return the sizes of rows of `pack(..., lazy=True)`, of which only a few are built."""
+    _check_columns(names)
+    plan = rows.plan
+    segments = np.diff(plan.pack_offsets)[packs]
+    lengths = plan.segment_length[indices_in_ranges(plan.pack_offsets[packs], segments)]
+    sizes = sizes_of_packs(lengths, offsets_of(segments), plan.pack_capacity[packs] if BUCKET in names else None)
+    sampled = [{name: row[name] for name in names} for row in rows.read(packs[rows_to_sample(len(packs))])]
+    return replace(sizes, sample=sample_of_rows(sampled))
 
 
 def _has_number_per_token(name: str, kind: pa.DataType) -> bool:
@@ -298,27 +310,3 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
             "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
             "remove the column if the rows are not packed"
         )
-
-
-def is_lazy(dataset: datasets.Dataset, name: str) -> bool:
-    """Return whether a column of a dataset is one of lazy packs."""
-    return isinstance(dataset.features.get(name), PackedTokens)
-
-
-def open_column(
-    dataset: datasets.Dataset, name: str, table: pa.Table, row_numbers: IntArray | None
-) -> TokenColumn | LazyColumn:
-    """Return a column of a dataset, with a list of numbers in each row, readable as NumPy arrays.
-
-    Args:
-        dataset: a Dataset.
-        name: name of the column.
-        table: the dataset's table, with typed empty lists.
-        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
-
-    Raises:
-        PackingError: a list or a value is null.
-    """
-    if is_lazy(dataset, name):
-        return LazyColumn(name, table.column(name), dataset.features[name], row_numbers)
-    return TokenColumn(name, table.column(name), row_numbers)

@@ -13,7 +13,7 @@ import numpy as np
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
