@@ -1,44 +1,37 @@
 """What benchmarks use of the inside of hf_packing. When the package moves one of these, its line here follows.
 
 Benchmarks go through public names where they measure what a user waits for. Some measure a single piece, which has no
-public name: planning without reading the data, the loader without a trainer, an attention function without a model, the
-driver of a fleet without its tasks. A piece is imported when it is first used, so that a benchmark loads what it
-measures and nothing else.
+public name: planning without reading the data, the loader without a trainer, an attention function without a model. A
+piece is imported when it is first used, so that a benchmark loads what it measures and nothing else.
 """
 
 import importlib
 from typing import Any
 
 HOME_OF = {
-    # lengths, and the window in which a stream is planned: streams, trees, fleet_scale
-    "LengthCounts": "planning.lengths",
+    # lengths, and the window in which a stream is planned: streams, trees
     "check_lengths": "planning.lengths",
-    "count_lengths": "planning.lengths",
     "cut_to_pieces": "planning.lengths",
     "WindowSize": "planning.windows",
     "choose_waiting": "planning.windows",
-    # columns of tokens, rows made from a plan, and shared prefixes: trees, fleet_sides
+    # columns of tokens, rows made from a plan, and shared prefixes: trees
     "TOKENS_AT_ONCE": "rows.token_columns",
-    "TokenColumn": "rows.token_columns",
     "TokenColumns": "rows.token_columns",
     "find_token_columns": "rows.token_columns",
     "blocks_of_packs": "rows.packed_rows",
-    "pack_rows": "rows.packed_rows",
     "find_trees": "trees.find",
     "TreesPlan": "trees.rows",
     "plan_trees": "trees.rows",
     "tree_rows": "trees.rows",
     # the logical streams of a mixture: mixtures
     "examples_of": "streams.upstream",
-    "divided_mixture": "streams.mixtures_in",
     # micro-batches of sizes alone: samplers, shapes
-    "Epoch": "sampling.epoch_plan",
-    "RowSizes": "sampling.epoch_plan",
-    "sizes_of_documents": "sampling.row_sizes",
-    "sizes_of_packs": "sampling.row_sizes",
-    "within_shapes": "sampling.within_limits",
+    "Epoch": "sampling.batching",
+    "RowSizes": "sampling.sizes",
+    "sizes_of_documents": "sampling.sizes",
+    "sizes_of_packs": "sampling.sizes",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
-    "sizes_of": "sampling.row_sizes",
+    "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",
     "rows_loader": "training.loader",
     "MaskedRows": "training.masked_documents",
@@ -53,22 +46,6 @@ HOME_OF = {
     "packed_varlen": "attention.varlen",
     "block_mask": "attention.flex",
     "prove_on_batch": "attention",
-    # the driver of a fleet and its stages: fleet_scale
-    "Counted": "fleet.count",
-    "count": "fleet.count",
-    "deal": "fleet.deal",
-    "drive": "fleet.drive",
-    "PackedFile": "fleet.gather",
-    "gather": "fleet.gather",
-    "identity_of": "fleet.inputs",
-    "begin_run": "fleet.pack_files",
-    "write_parts": "fleet.parts",
-    "TOKENS_IN_A_SHARD": "fleet.plan",
-    "load_plan": "fleet.plan",
-    "make_plan": "fleet.plan",
-    "Run": "fleet.run",
-    "Store": "fleet.store",
-    "Task": "fleet.tasks",
 }
 
 

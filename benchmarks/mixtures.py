@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from internals import divided_mixture, examples_of
+from internals import examples_of
 from lengths import log_normal
 from measure import figure, machine, recorded
 
@@ -54,10 +54,10 @@ def counts_of(ids: Any) -> np.ndarray:
 
 def off_of_documents(mixed: datasets.IterableDataset, streams: int, tokens: int) -> float:
     """Return how far shares are off when every logical stream has given its part of the tokens."""
-    divided, counts, each = divided_mixture(examples_of(mixed), streams), np.zeros(3), tokens // streams
+    examples, counts, each = examples_of(mixed), np.zeros(3), tokens // streams
     for stream in range(streams):
         left = each
-        for table in divided.shard_data_sources(streams, stream).tables():
+        for table in examples.piece(stream, streams).tables():
             ids = table.column("input_ids").combine_chunks().flatten()[:left]
             counts += np.bincount(ids.to_numpy(), minlength=3)
             left -= len(ids)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch._dynamo
 import transformers
-from internals import Epoch, RowSizes, sizes_of_documents, sizes_of_packs, within_shapes
+from internals import Epoch, RowSizes, sizes_of_documents, sizes_of_packs
 from lengths import log_normal
 from measure import figure, machine, recorded
 
@@ -68,7 +68,7 @@ def compile_for(name: str, batches: int, shapes: dict[str, int]) -> None:
 
 def pad(name: str, sizes: RowSizes, max_segments: int) -> None:
     """Print the padding that fixed shapes add to an epoch of rows."""
-    batching = within_shapes(hfp.TokenBudget(TOKENS), TOKENS, max_segments)
+    batching = hfp.TokenBudget(TOKENS).within((TOKENS, max_segments))
     plan = batching.plan(sizes, Epoch(0, RANKS))
     real = int(sizes.tokens.sum())
     added = 1 - real / (TOKENS * RANKS * plan.num_micro_batches)

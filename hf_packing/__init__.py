@@ -16,8 +16,8 @@ _HOME_OF = {
     "ComparedStrategy": "strategies.compare",
     "Comparison": "strategies.compare",
     "DealtShard": "planning.table",
-    "EpochPlan": "sampling.epoch_plan",
-    "EpochSummary": "sampling.epoch_summary",
+    "EpochPlan": "sampling.batching",
+    "EpochSummary": "sampling.sampler",
     "FirstCome": "strategies.sequential",
     "FixedLength": "strategies.sequential",
     "IsolationReport": "attention",
@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.rows.pack import pack
     from hf_packing.rows.unpack import unpack
+    from hf_packing.sampling.batching import EpochPlan
     from hf_packing.sampling.bucket_batches import BucketBatches
-    from hf_packing.sampling.epoch_plan import EpochPlan
-    from hf_packing.sampling.epoch_summary import EpochSummary
+    from hf_packing.sampling.sampler import EpochSummary
     from hf_packing.sampling.token_budget import TokenBudget
     from hf_packing.strategies.base import plan_counts, plan_packing
     from hf_packing.strategies.bucket import Bucket, BucketByLength

@@ -1,8 +1,12 @@
-"""Checks of arguments, and the one way to set fields of frozen dataclasses.
+"""Checks of arguments and of the versions of other packages, and the one way to set fields of frozen dataclasses.
 
-Each check returns the checked value, or raises PackingError with the argument, the value and what is accepted.
+Each check of an argument returns the checked value, or raises PackingError with the argument, the value and what is
+accepted.
 """
 
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import numpy as np
@@ -10,6 +14,18 @@ import numpy.typing as npt
 
 from hf_packing.errors import PackingError
 
+OLDEST = {
+    "numpy": "1.26",
+    "pyarrow": "21.0",
+    "datasets": "5.0.1",
+    "torch": "2.9",
+    "transformers": "5.17",
+    "accelerate": "1.12",
+    "trl": "1.16",
+    "peft": "0.18",
+}
+"""The oldest supported versions of the packages that change what is packed, computed or trained, as in pyproject.toml.
+The tests pass on all of them together."""
 INT32_MAX = 2**31 - 1
 _SEED_MAX = 2**63 - 1
 
@@ -76,3 +92,25 @@ def set_fields(instance: Any, **values: Any) -> None:
     """Set fields of a frozen dataclass, as its `__post_init__` does to store checked values."""
     for name, value in values.items():
         object.__setattr__(instance, name, value)
+
+
+@cache
+def refuse_older(*packages: str) -> None:
+    """Raise PackingError if the installed version of a package is older than in `OLDEST`, where results may be wrong.
+
+    pip does not install such versions together with hf-packing, but they can get in later.
+    """
+    for package in packages:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if _numbers(found) < _numbers(OLDEST[package]):
+            raise PackingError(
+                f"{package}: expected version {OLDEST[package]} or newer, got {found}; "
+                f'pip install "{package}>={OLDEST[package]}"'
+            )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

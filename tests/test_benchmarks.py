@@ -73,11 +73,9 @@ TOY = {
     "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1", "--documents", "30"], "64 logical"),
     "mixtures.py": (["--tokens", "200000", "--streams", "2", "--rounds", "1"], "2 logical streams, after 200,000"),
     "fleet_pack.py": (
-        ["--tokens", "400000", "--rounds", "1", "--sides", "local", "pack", "ray_groups"],
-        "groupby().map_groups(): the rows of pack",
+        ["--tokens", "400000", "--rounds", "1", "--sides", "local", "pack"],
+        "times as fast as load_dataset, pack, to_parquet",
     ),
-    "fleet_trees.py": (["--sets", "short", "--number", "2000", "--rounds", "1"], "short, 67 tokens each"),
-    "fleet_scale.py": (["--files", "200", "--parts", "20"], "the second driver"),
     "lockstep.py": (["--steps", "20", "--rounds", "1"], "a step of 5 milliseconds in lockstep"),
     "masking.py": (["--documents", "20", "--tokens", "1024", "--rounds", "1"], "ms for 16,384 tokens"),
     "gpu_train.py": (

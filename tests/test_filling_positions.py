@@ -26,10 +26,10 @@ from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.row_readers import into_rows
 from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
-from hf_packing.batch.cut_batch import with_segments_cut
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.batch.segments import with_segments_cut
+from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import training_stream
 
@@ -101,8 +101,8 @@ def sampled(rows, chosen):
 @cache
 def filler_of_streams(share_prefixes):
     """The batch of a rank that has no row in a step, while other ranks have one."""
-    few = datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 3))
-    stream = hfp.pack(few, hfp.BestFit(3), streams=4, window_packs=1, share_prefixes=share_prefixes)
+    few = datasets.Dataset.from_list([{"input_ids": [5, 6, 7]}] * 3).to_iterable_dataset(num_shards=3)
+    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1, share_prefixes=share_prefixes)
     stream = training_stream("train_dataset", stream, hfp.TokenBudget(3), 1)
     batches = list(StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), accumulation=4))
     return next(each for each in batches if (each.get("labels", each.get("tree_labels")) == -100).all())

@@ -49,7 +49,7 @@ THIRD_PARTY = {
         "trl",  # its chat templates for training
     },
     "streams": {"numpy", "pyarrow", "datasets", "fsspec"},
-    "fleet": {"numpy", "pyarrow", "fsspec", "ray", "rich", "datasets", "transformers"},
+    "fleet": {"numpy", "pyarrow", "fsspec", "ray", "tqdm"},
     "batch": {"numpy", "torch"},
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "attention": {"numpy", "torch", "transformers", "accelerate", "flash_attn", "flash_attn_interface", "tqdm"},

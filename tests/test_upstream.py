@@ -211,7 +211,7 @@ class Told(torch.utils.data.Dataset):
 
 
 def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
-    """sampling.sampled_rows.SampledRows: without it, a resumed epoch would have the order of another."""
+    """sampling.rows.SampledRows: without it, a resumed epoch would have the order of another."""
     dataset = Told()
     batches = [[0], [1, 2], [3]]
     loader = prepare_data_loader(DataLoader(dataset, batch_sampler=batches), num_processes=1, process_index=0)

@@ -14,7 +14,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.versions import OLDEST, refuse_older
+from hf_packing.checks import OLDEST, refuse_older
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -43,7 +43,7 @@ def old(monkeypatch):
     found = metadata.version
 
     def make_old(**versions):
-        monkeypatch.setattr("hf_packing.versions.version", lambda name: versions.get(name) or found(name))
+        monkeypatch.setattr("hf_packing.checks.version", lambda name: versions.get(name) or found(name))
         refuse_older.cache_clear()
 
     yield make_old

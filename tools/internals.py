@@ -11,7 +11,7 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import VOCABULARY, architectures, inner_configs, small_config, tiny_model
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, logits_of, spread
-from hf_packing.versions import OLDEST
+from hf_packing.checks import OLDEST
 
 __all__ = [
     "OLDEST",

@@ -22,7 +22,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "chat_tree.png": draw_trees.chat_tree,
     "first_come.png": draw_strategies.first_come,
     "fixed_length.png": draw_strategies.fixed_length,
-    "fleet.png": draw_training.fleet,
     "isolation.png": draw_training.isolation,
     "length_schedule.png": draw_training.length_schedule,
     "multipack.png": draw_strategies.multipack,

@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.sizes import sizes_of_documents
 
 
 def note(axes: Axes, x: float, y: float, text: str, **options) -> None:
@@ -271,43 +271,17 @@ def shards() -> Figure:
     return figure
 
 
-def fleet() -> Figure:
-    figure, (axes,) = figure_of(1, (14, 4.1))
-    shares = np.array([[0.5, 0.2, 0.3], [0.25, 0.45, 0.3], [0.3, 0.35, 0.35]])
-    for file in range(3):
-        y = 2.3 - 1.25 * file
-        box(axes, 0, y, 1.7, 0.95, f"file {file + 1}", facecolor="white")
-        arrow(axes, (1.75, y + 0.47), (2.25, y + 0.47))
-        box(axes, 2.3, y, 1.6, 0.95, "documents of\neach length", facecolor="white")
-        arrow(axes, (3.95, y + 0.47), (4.6, 1.55), connectionstyle="arc3,rad=0")
-        arrow(axes, (6.25, 1.55), (6.9, y + 0.47), connectionstyle="arc3,rad=0")
-        begin = 7.0
-        for output, share in enumerate(shares[file]):
-            axes.add_patch(Rectangle((begin, y + 0.1), 2.6 * share, 0.75, facecolor=COLORS[output], edgecolor="white"))
-            end, color = (11.35, 2.77 - 1.25 * output), COLORS[output]
-            arrow(axes, (9.65, y + 0.47), end, connectionstyle="arc3,rad=0", color=color)
-            begin += 2.6 * share
-        style = {"facecolor": COLORS[file], "edgecolor": "none", "weight": "bold"}
-        box(axes, 11.4, y, 2.3, 0.95, f"output file {file + 1}", **style)
-    box(axes, 4.65, 0.85, 1.55, 1.4, "one plan", facecolor="#dcebf8", weight="bold")
-    for x, stage in ((2.3, "count"), (4.65, "plan"), (7.0, "deal"), (11.4, "gather")):
-        note(axes, x, 3.55, stage, color=INK, family="monospace")
-    note(axes, 7.0, -0.5, "segments of a file, by output file", color=INK)
-    axes.set(xlim=(-0.1, 13.9), ylim=(-0.75, 3.85))
-    return figure
-
-
 STAGES = [
     ("lengths", "of documents", "planning"),
     ("counts", "how many of\neach length", "planning"),
     ("patterns", "packs, by\ntheir lengths", "strategies"),
     ("PackingPlan", "which slice\ngoes where", "planning"),
-    ("packed rows", "in Arrow,\non disk", "data"),
-    ("batch", "[1, tokens]\nand borders", "collate,\nsampling"),
+    ("packed rows", "in Arrow,\non disk", "rows"),
+    ("batch", "[1, tokens]\nand borders", "batch,\nsampling"),
     ("forward", "documents\napart", "attention"),
     ("loss", "of a whole\nstep", "training"),
 ]
-ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "data": COLORS[2], "collate,\nsampling": COLORS[5]}
+ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "rows": COLORS[2], "batch,\nsampling": COLORS[5]}
 ROOMS |= {"attention": COLORS[4], "training": COLORS[3]}
 
 

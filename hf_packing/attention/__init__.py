@@ -52,7 +52,7 @@ The file inspect_model has helpers that find the model inside wrappers, the argu
 place where the model's weights are stored.
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 

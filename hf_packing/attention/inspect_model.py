@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.token_axes import leaves
+from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
-from hf_packing.versions import refuse_older
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""

@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
-from hf_packing.batch.collate_trees import check_tree_row, collate_trees, is_tree_row
-from hf_packing.batch.fixed_shapes import check_shapes, fill_to_shape
-from hf_packing.batch.segment_columns import check_length, check_mask, lengths_in_column
+from hf_packing.batch.segments import check_length, check_mask, check_shapes, fill_to_shape, lengths_in_column
+from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.batch.worker_batch import WorkerBatch
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -417,12 +416,7 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
             same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
-                    f"column {other!r}: expected segments of lengths {_shown(lengths)} in row {number}, as in column "
-                    f"{first!r}, got lengths {_shown(same)}; remove the wrong column"
+                    f"column {other!r}: expected segments of lengths {lengths.tolist()} in row {number}, as in "
+                    f"column {first!r}, got lengths {same.tolist()}; remove the wrong column"
                 )
     return lengths
-
-
-def _shown(lengths: IntArray) -> str:
-    listed = lengths[:8].tolist()
-    return f"{listed}" if len(listed) == len(lengths) else f"{listed[:-1]} and {len(lengths) - 7} more"

@@ -1,8 +1,11 @@
 """The command line tool `hf-packing`: the parser, error messages and exit codes."""
 
 import argparse
+import io
+import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,20 +13,19 @@ import pyarrow as pa
 
 import hf_packing
 from hf_packing.cli.flags import (
+    STRATEGIES,
     add_documents,
-    add_engine,
-    add_fleet,
+    add_many_files,
     add_max_length,
     add_share_prefixes,
     add_usual,
     positive,
 )
-from hf_packing.cli.given import STRATEGIES
-from hf_packing.cli.screen import ReaderGoneError, in_flags, prepare_streams, say_error, say_warning, swallow_the_rest
+from hf_packing.cli.screen import in_flags, say_error, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 
-BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
-"""Exit codes for bad input, for Ctrl+C, and for a closed output pipe. Shells use the same code for a closed pipe."""
+BAD_INPUT, INTERRUPTED = 2, 130
+"""Exit codes for bad input, and for Ctrl+C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,56 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 after success, 1 for a model that does not isolate documents, 2 for bad input, 130 after
-            Ctrl+C, 141 if the program that reads the output has closed the pipe.
+            Ctrl+C.
     """
-    prepare_streams()
-    try:
-        return _run(arguments)
-    except ReaderGoneError:
-        swallow_the_rest()
-        return READER_GONE
-
-
-def _run(arguments: Sequence[str] | None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         given = _parser().parse_args(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = say_warning
-            code: int = given.run(given)
+            # imported here, since --help needs neither torch nor transformers
+            code: int = import_module(f"hf_packing.cli.{given.module}").run(given)
     except (PackingError, MissingDependencyError) as error:
         say_error(in_flags(str(error)))
         return BAD_INPUT
-    except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
+    except (OSError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
         say_error(f"{type(error).__name__}: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         say_error("interrupted")
         return INTERRUPTED
     return code
-
-
-def _report(given: argparse.Namespace) -> int:
-    from hf_packing.cli.report import run_report
-
-    return run_report(given)
-
-
-def _pack(given: argparse.Namespace) -> int:
-    from hf_packing.cli.pack import run_pack
-
-    return run_pack(given)
-
-
-def _fleet(given: argparse.Namespace) -> int:
-    from hf_packing.cli.fleet import run_fleet
-
-    return run_fleet(given)
-
-
-def _check(given: argparse.Namespace) -> int:
-    from hf_packing.cli.check import run_check
-
-    return run_check(given)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
-    commands = top.add_subparsers(required=True, metavar="report | pack | fleet | check")
+    commands = top.add_subparsers(required=True, metavar="report | pack | check")
     _add_report(
         commands.add_parser(
             "report",
@@ -111,19 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "pack",
             help="pack your documents into a dataset",
-            description="Tokenize and pack documents into a saved dataset. An interrupted run can be resumed.",
+            description="Tokenize and pack documents into a saved dataset.",
         )
-    )
-    add_fleet(
-        commands.add_parser(
-            "fleet",
-            help="pack many files, by many processes or machines",
-            description=(
-                "Pack many files with one plan, by processes of one or many machines. Every row is written exactly "
-                "once: whatever dies, the same command goes on with what is missing."
-            ),
-        ),
-        _fleet,
     )
     _add_check(
         commands.add_parser(
@@ -154,14 +115,12 @@ def _add_report(command: argparse.ArgumentParser) -> None:
         default=8,
         help="number of processes that train at the same time (default: %(default)s)",
     )
-    command.set_defaults(run=_report)
+    command.set_defaults(module="report")
 
 
 def _add_pack(command: argparse.ArgumentParser) -> None:
-    add_documents(command)
-    command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk"
-    )
+    add_documents(command, nargs="+")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
         "--strategy",
         default="best_fit",
@@ -171,10 +130,8 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     add_share_prefixes(command)
-    add_engine(
-        command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
-    )
-    command.set_defaults(run=_pack)
+    add_many_files(command)
+    command.set_defaults(module="pack")
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
@@ -185,4 +142,4 @@ def _add_check(command: argparse.ArgumentParser) -> None:
         help="load the model itself (default: make a small model of the same configuration)",
     )
     add_usual(command)
-    command.set_defaults(run=_check)
+    command.set_defaults(module="check")

@@ -1,110 +1,26 @@
-"""The flags that several commands of `hf-packing` have, and those of `hf-packing fleet`."""
+"""The flags that several commands of `hf-packing` have, and the documents and strategies that they describe."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from hf_packing.cli.given import STRATEGIES
-from hf_packing.text.rendering import TRAIN_ON
+from hf_packing.cli.screen import counting_documents, out, say, say_warning
+from hf_packing.errors import PackingError
+from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
+from hf_packing.text.render import TRAIN_ON
 
-
-def add_fleet(top: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add the commands of `hf-packing fleet`.
-
-    Args:
-        top: the parser of `hf-packing fleet`.
-        run: the function that does a command.
-    """
-    commands = top.add_subparsers(
-        required=True, dest="command", metavar="pack | begin | count | plan | deal | gather | finish | status"
-    )
-    pack = commands.add_parser("pack", help="pack many files, from the first stage to the last")
-    _add_run(pack)
-    add_engine(pack, "local", "who does the tasks: processes of this machine, or a Ray cluster (default: %(default)s)")
-    begin = commands.add_parser("begin", help="begin a run whose tasks are done one by one, as in array jobs")
-    _add_run(begin)
-    _add_layout(begin)
-    for stage, what in (
-        ("count", "count the documents of one file, which may tokenize them"),
-        ("deal", "sort the segments of one file by output file"),
-        ("gather", "write one output file"),
-    ):
-        one = commands.add_parser(stage, help=what)
-        _add_output(one)
-        one.add_argument("--task", type=_natural, required=True, metavar="N", help="number of the task, from 0")
-    for name, what in (
-        ("plan", "make the plan, when all files are counted"),
-        ("finish", "write the manifest, when all output files are there"),
-        ("status", "show how many tasks are done"),
-    ):
-        _add_output(commands.add_parser(name, help=what))
-    for command in commands.choices.values():
-        command.set_defaults(run=run)
+STRATEGIES = tuple(registered_strategies())
 
 
-def add_engine(command: argparse.ArgumentParser, default: str | None, meaning: str) -> None:
-    """Add the flags that choose an engine."""
-    command.add_argument("--engine", choices=("local", "ray"), default=default, help=meaning)
-    command.add_argument(
-        "--workers", type=positive, metavar="N", help="processes of --engine local (default: one per core)"
-    )
-    command.add_argument(
-        "--address", help="address of the cluster of --engine ray, such as auto (default: start Ray on this machine)"
-    )
-    _add_layout(command)
-
-
-def _add_layout(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--shards", type=positive, metavar="N", help="number of output files (default: one for 33 million tokens)"
-    )
-    command.add_argument(
-        "--alone", action="store_true", help="pack each file by itself into one file (default: files share packs)"
-    )
-    _add_storage(command)
-
-
-def _add_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "data",
-        metavar="DATA",
-        nargs="+",
-        help="files to pack, or one folder or pattern such as 's3://bucket/*.parquet'",
-    )
-    add_texts(command)
-    command.add_argument("--output", required=True, metavar="DIR", help="folder for the packed rows, or its URL")
-    command.add_argument(
-        "--strategy", default="best_fit", metavar="NAME", help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)"
-    )
-    add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
-    add_share_prefixes(command)
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("output", metavar="OUTPUT", help="the output folder of a run, or its URL")
-    _add_storage(command)
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _add_storage(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="argument for file systems that are not local, such as endpoint_url=...; can be given several times",
-    )
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
-    return int(text)
-
-
-def add_documents(command: argparse.ArgumentParser) -> None:
+def add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add the flags that say which documents to read."""
     command.add_argument(
         "data",
+        nargs=nargs,
         metavar="DATA",
         help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
     )
@@ -163,6 +79,23 @@ def add_share_prefixes(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_many_files(command: argparse.ArgumentParser) -> None:
+    """Add the flags with which many files are packed by many processes."""
+    many = command.add_argument_group(
+        "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
+    )
+    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
+    many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
+    many.add_argument("--task", type=_task, metavar="K/N", help="do task K of N, as in array jobs")
+
+
+def _task(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
+    return int(number), int(of)
+
+
 def add_usual(command: argparse.ArgumentParser) -> None:
     """Add the flags of all commands."""
     command.add_argument(
@@ -178,3 +111,95 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
+
+
+class Read(NamedTuple):
+    """The documents that the flags describe."""
+
+    tokens: Any
+    """A Dataset with input_ids."""
+    skipped: list[str]
+    """Lines and rows that were left out, with the reasons."""
+    folder: Path
+    """The folder of the tokens, which is removed in the end."""
+
+
+@contextmanager
+def documents_of(given: argparse.Namespace, beside: Path | None = None) -> Iterator[Read]:
+    """Context manager: read and tokenize the documents that the flags describe, and warn of what they lack.
+
+    Args:
+        given: the parsed command line flags.
+        beside: where tokens are stored in the meantime: beside this path, or else in the folder of temporary files.
+
+    Raises:
+        PackingError: the documents cannot be read, a flag does not fit them, or no document has a token.
+    """
+    from hf_packing.text.read import Documents  # imported here, since --help needs no datasets
+
+    documents = Documents(given.data, given.split, given.glob, given.skip_bad)
+    tokenizer = _tokenizer_of(given)
+    with TemporaryDirectory(dir=beside and beside.parent, prefix=f".{beside.name if beside else 'tokens'}-") as folder:
+        with counting_documents("Tokenizing") as seen:
+            tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), seen)
+        if documents.texts and tokenizer and tokenizer.end is None and not given.no_eos:
+            say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
+        if documents.lacking:
+            left_out = "content, thinking or tool calls, which the chat template leaves out"
+            say_warning(f"{documents.lacking:,} chats lack {left_out}")
+        yield Read(tokens, documents.skipped, Path(folder))
+
+
+def _tokenizer_of(given: argparse.Namespace) -> Any:
+    """Return the TextTokenizer that the flags describe; None without a tokenizer."""
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+
+    options = {"text_field": given.field, "separator": given.separator, "train_on": given.train_on}
+    if given.tokenizer is None:
+        if unused := [name for name, value in options.items() if value is not None]:
+            raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
+        return None
+    tokenizer = text_tokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **options)
+    return replace(tokenizer, end=None) if given.no_eos else tokenizer
+
+
+def print_skipped(skipped: Sequence[str]) -> None:
+    """Print the number of lines and rows that were left out, and the reason for the first one."""
+    if skipped:
+        say(out, f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
+
+
+def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
+    """Return one strategy for each name and each maximum row length.
+
+    A strategy with buckets is returned only once for each name, with all lengths.
+
+    Raises:
+        PackingError: no strategy has such a name.
+        MissingDependencyError: a package that a strategy needs is not installed.
+    """
+    strategies: list[Strategy] = []
+    lengths = sorted(set(max_lengths))
+    for name in dict.fromkeys(names):
+        if name not in STRATEGIES:
+            raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
+        strategy: Any = registered_strategies()[name]
+        strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
+    for each in strategies:
+        plan_packing([1], each)  # raises MissingDependencyError before documents are read
+    return strategies
+
+
+def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
+    """Return the strategy with this name and one maximum row length, or several if the strategy has buckets.
+
+    Raises:
+        PackingError: no strategy has this name, or a strategy without buckets is given several lengths.
+        MissingDependencyError: a package that the strategy needs is not installed.
+    """
+    strategies = strategies_named([name], max_lengths)
+    if len(strategies) > 1:
+        raise PackingError(
+            f"--max-length: expected a single number with {name}, got {', '.join(map(str, max_lengths))}"
+        )
+    return strategies[0]

@@ -61,6 +61,6 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     ([2, 5, 0, 1, 3, 2], [0, 0, 0, 0, 0, 8], [8, 6, 5, 3, 3, 3])
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("numpy")

@@ -84,6 +84,11 @@ def offsets_of(lengths: Any) -> IntArray:
     return offsets
 
 
+def sums_of(values: IntArray, offsets: IntArray) -> IntArray:
+    """Return the sum of the values offsets[i]:offsets[i + 1] for each i, int64 [len(offsets) - 1]."""
+    return np.diff(offsets_of(values)[offsets])
+
+
 def indices_in_ranges(begin: IntArray | int, length: IntArray) -> IntArray:
     """Return the indices in several ranges, one range after the other, int64 [sum of the lengths].
 
@@ -150,11 +155,12 @@ def counts_of_histogram(counts: IntArray) -> LengthCounts:
     return LengthCounts(length, counts[length])
 
 
-def check_counts(counts: Any) -> IntArray:
+def check_counts(counts: Any, name: str = "counts") -> IntArray:
     """Check a histogram of document lengths, and return the histogram as an int64 array.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens.
+        name: name of the caller's argument, for error messages.
 
     Returns:
         int64 [longest + 1].
@@ -163,16 +169,16 @@ def check_counts(counts: Any) -> IntArray:
         PackingError: `counts` is not one-dimensional, is a masked array, has a value that is negative or not an
             integer, or has a total of 2**63 or more documents or tokens.
     """
-    array = check_whole_numbers("counts", counts)
+    array = check_whole_numbers(name, counts)
     if not array.size:
         return np.zeros(0, dtype=np.int64)
     if array.dtype.kind == "i" and array.min() < 0:
         first = int(np.argmax(array < 0))
-        raise PackingError(f"counts: expected no negative count, got {array[first]} documents of length {first}")
+        raise PackingError(f"{name}: expected no negative count, got {array[first]} documents of length {first}")
     documents, tokens = float(array.sum(dtype=np.float64)), float(array @ np.arange(len(array), dtype=np.float64))
     if max(documents, tokens) >= _MAX_TOKENS:
         raise PackingError(
-            f"counts: expected fewer than 2**63 documents and fewer than 2**63 tokens, got {documents:.3g} documents "
+            f"{name}: expected fewer than 2**63 documents and fewer than 2**63 tokens, got {documents:.3g} documents "
             f"and {tokens:.3g} tokens"
         )
     return array.astype(np.int64)

@@ -21,7 +21,15 @@ from hf_packing.planning.lengths import (
     check_num_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_of,
 )
+
+
+def histogram(lengths: IntArray, numbers: IntArray) -> IntArray:
+    """Return how many things there are of each length, int64 [longest + 1], given `numbers[i]` of `lengths[i]`."""
+    counts = np.zeros(int(lengths.max(initial=0)) + 1, dtype=np.int64)
+    np.add.at(counts, lengths, numbers)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,11 @@ class Patterns:
 
     def segments_per_pack(self) -> IntArray:
         """Return, for each pattern, the number of segments in one pack, int64 [patterns]."""
-        total = offsets_of(self.entry_copies)
-        return np.diff(total[self.entry_offsets])
+        return sums_of(self.entry_copies, self.entry_offsets)
 
     def tokens_per_pack(self) -> IntArray:
         """Return, for each pattern, the number of tokens in one pack, int64 [patterns]."""
-        total = offsets_of(self.entry_copies * self.entry_length)
-        return np.diff(total[self.entry_offsets])
+        return sums_of(self.entry_copies * self.entry_length, self.entry_offsets)
 
     def without_empty(self) -> "Patterns":
         """Return the patterns of non-empty packs. Patterns without segments are left out."""
@@ -75,9 +81,7 @@ class Patterns:
         Element n is the number of segments of n tokens in all packs together.
         """
         segments = self.packs[self.entry_pattern] * self.entry_copies
-        counts = np.zeros(int(self.entry_length.max(initial=0)) + 1, dtype=np.int64)
-        np.add.at(counts, self.entry_length, segments)
-        return counts
+        return histogram(self.entry_length, segments)
 
 
 class Pattern(NamedTuple):
@@ -144,19 +148,6 @@ def patterns_from_runs(runs: Iterable[tuple[int, int, int, int]], num_packs: int
     )
 
 
-class DocumentsByLength(NamedTuple):
-    """The number of documents of each length. Each array has one element for each distinct length."""
-
-    length: IntArray
-    """int64 [lengths]: the distinct document lengths in tokens, ascending."""
-    documents: IntArray
-    """int64 [lengths]: number of documents of this length."""
-    first: IntArray
-    """int64 [lengths]: number of documents that are shorter than this length."""
-    several_groups: IntArray
-    """bool [lengths]: True if documents of this length are cut in several ways."""
-
-
 @dataclass(frozen=True)
 class Cuts:
     """The pieces that documents are cut into. Documents of one length that are cut in the same way form a group.
@@ -197,8 +188,7 @@ class Cuts:
 
         The other tokens of the document are dropped.
         """
-        total = offsets_of(self.piece_length)
-        return np.diff(total[self.piece_offsets])
+        return sums_of(self.piece_length, self.piece_offsets)
 
     @cached_property
     def piece_start(self) -> IntArray:
@@ -223,20 +213,18 @@ class Cuts:
         cut: IntArray = (self.pieces_each > 0) & ~self.whole
         return cut
 
-    def by_length(self) -> DocumentsByLength:
-        """Return the number of documents of each length, however the documents are cut."""
-        length, first_group, groups = np.unique(self.document_length, return_index=True, return_counts=True)
-        documents = np.add.reduceat(self.documents, first_group) if len(length) else self.documents
-        return DocumentsByLength(length, documents, np.cumsum(documents) - documents, groups > 1)
+    @cached_property
+    def by_length(self) -> LengthCounts:
+        """The number of documents of each length, however the documents are cut."""
+        length, first_group = np.unique(self.document_length, return_index=True)
+        return LengthCounts(length, np.add.reduceat(self.documents, first_group) if len(length) else self.documents)
 
     def counts(self) -> IntArray:
         """Return a histogram of piece lengths, int64 [longest + 1].
 
         Element n is the number of pieces of n tokens, over all documents.
         """
-        counts = np.zeros(int(self.piece_length.max(initial=0)) + 1, dtype=np.int64)
-        np.add.at(counts, self.piece_length, np.repeat(self.documents, self.pieces_each))
-        return counts
+        return histogram(self.piece_length, np.repeat(self.documents, self.pieces_each))
 
     def ranks(self) -> tuple[IntArray, IntArray]:
         """Return two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.

@@ -9,7 +9,6 @@ more than `size` cells. A result that is not below `size` is permuted again unti
 walking; Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 _Keys = npt.NDArray[np.uint64]
-_Walk = Callable[[_Keys, _Keys, _Keys, _Keys], _Keys]
 
 _ROUNDS = 4
 # odd 64-bit multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
@@ -68,7 +66,7 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
     """
     rows, columns = _grid_sides(size)
     size = size.astype(np.uint64)
-    result = _walk_inside(_walk, index.astype(np.uint64), size, rows, columns, keys)
+    result = _walk_inside(False, index.astype(np.uint64), size, rows, columns, keys)
     # a final rotation, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     return _add_modulo(result, rotation, size).astype(np.int64)
@@ -95,7 +93,7 @@ def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -
     size = size.astype(np.uint64)
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     start = _subtract_modulo(place.astype(np.uint64), rotation, size)
-    return _walk_inside(_walk_back, start, size, rows, columns, keys).astype(np.int64)
+    return _walk_inside(True, start, size, rows, columns, keys).astype(np.int64)
 
 
 def random_order(size: int, seed: int, purpose: str) -> IntArray:
@@ -148,8 +146,7 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
     """
     trees, offsets, packs = shuffle_packs(np.searchsorted(tree_offsets, pack_offsets), seed)
     segments = np.diff(tree_offsets)[trees]
-    before = offsets_of(segments)
-    return indices_in_ranges(tree_offsets[trees], segments), before[offsets], packs
+    return indices_in_ranges(tree_offsets[trees], segments), offsets_of(segments)[offsets], packs
 
 
 def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
@@ -159,43 +156,32 @@ def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
     return rows, columns
 
 
-def _walk_inside(walk: _Walk, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Apply `walk` to each cell number repeatedly until the result is below `size`, and return the results.
+def _walk_inside(back: bool, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+    """Apply `_walk` to each cell number repeatedly until the result is below `size`, and return the results.
 
-    `walk` is `_walk`, which permutes the cells of a grid, or the inverse function `_walk_back`. The cell in
-    row r and column c has the number r * columns + c.
+    `_walk` permutes the cells of a grid. The cell in row r and column c has the number r * columns + c.
     """
-    cell = walk(cell, rows, columns, keys)
+    cell = _walk(back, cell, rows, columns, keys)
     outside = np.flatnonzero(cell >= size)
     while outside.size:
         pick = [value if len(value) == 1 else value[outside] for value in (rows, columns, keys)]
-        cell[outside] = walk(cell[outside], *pick)
+        cell[outside] = _walk(back, cell[outside], *pick)
         limit = size if len(size) == 1 else size[outside]
         outside = outside[cell[outside] >= limit]
     return cell
 
 
-def _walk(cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+def _walk(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+    """Return where each cell of a grid goes, or with `back`, where it comes from."""
     row = cell // columns
     column = cell - row * columns
-    for number in range(_ROUNDS):
+    turn = _subtract_modulo if back else _add_modulo
+    for number in range(_ROUNDS)[:: -1 if back else 1]:
         key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
-            row = _add_modulo(row, _hash_below(column, rows, key), rows)
+            row = turn(row, _hash_below(column, rows, key), rows)
         else:
-            column = _add_modulo(column, _hash_below(row, columns, key), columns)
-    return row * columns + column
-
-
-def _walk_back(cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    row = cell // columns
-    column = cell - row * columns
-    for number in reversed(range(_ROUNDS)):
-        key = keys + _ROUND_KEYS[number]
-        if number % 2 == 0:
-            row = _subtract_modulo(row, _hash_below(column, rows, key), rows)
-        else:
-            column = _subtract_modulo(column, _hash_below(row, columns, key), columns)
+            column = turn(column, _hash_below(row, columns, key), columns)
     return row * columns + column
 
 
@@ -216,6 +202,4 @@ def _add_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
 
 
 def _subtract_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
-    total = left + (bound - right)
-    total -= bound * (total >= bound)
-    return total
+    return _add_modulo(left, bound - right, bound)

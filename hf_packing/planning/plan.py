@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, smallest_index_type
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import load_arrays, save_arrays
@@ -76,18 +76,22 @@ class PackingPlan:
     """
 
     def __post_init__(self) -> None:
-        for name in self._names():
-            array = np.asanyarray(getattr(self, name))
-            # unsigned integers have no negative differences, so the checks would not detect offsets that descend
-            array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
-            array.flags.writeable = False
-            set_fields(self, **{name: array})
-        _check_laws(self.arrays())
-        types = _stored_types(self.arrays())
-        for name, array in self.arrays().items():
-            array = array.astype(types[name], copy=False)
-            array.flags.writeable = False
-            set_fields(self, **{name: array})
+        # unsigned integers have no negative differences, so the checks would not detect offsets that descend
+        arrays = {name: np.asanyarray(array) for name, array in self.arrays().items()}
+        arrays = {name: array.astype(np.int64) if array.dtype.kind == "u" else array for name, array in arrays.items()}
+        _check_laws(arrays)
+        tokens = smallest_index_type(int(arrays["document_length"].max(initial=0)))
+        documents = smallest_index_type(len(arrays["document_length"]))
+        types: dict[str, Any] = {
+            "document_length": tokens,
+            "segment_start": tokens,
+            "segment_document": documents,
+            "pack_offsets": np.int64,
+        }
+        for name, array in arrays.items():
+            stored = array.astype(types.get(name, np.int32), copy=False).view()
+            stored.flags.writeable = False
+            set_fields(self, **{name: stored})
 
     @property
     def num_documents(self) -> int:
@@ -101,12 +105,10 @@ class PackingPlan:
     def num_packs(self) -> int:
         return len(self.pack_capacity)
 
-    def _names(self) -> tuple[str, ...]:
-        return ARRAYS if self.segment_shared is None else (*ARRAYS, SEGMENT_SHARED)
-
     def arrays(self) -> dict[str, IntArray]:
         """Return the arrays of the plan as a dict from name to array; `segment_shared` only if it is not None."""
-        return {name: getattr(self, name) for name in self._names()}
+        names = ARRAYS if self.segment_shared is None else (*ARRAYS, SEGMENT_SHARED)
+        return {name: getattr(self, name) for name in names}
 
     def segment_own(self) -> IntArray:
         """Return the number of tokens that each segment adds to its pack, int32 [segments].
@@ -176,16 +178,29 @@ class PackingPlan:
         Raises:
             PackingError: the seed is not an integer from 0 to 2**63 - 1.
         """
-        order, offsets, place = shuffle_trees(self.tree_offsets(), self.pack_offsets, check_seed(seed))
-        return replace(
-            self,
-            segment_document=self.segment_document[order],
-            segment_start=self.segment_start[order],
-            segment_length=self.segment_length[order],
-            pack_offsets=offsets,
-            pack_capacity=self.pack_capacity[place],
-            segment_shared=None if self.segment_shared is None else self.segment_shared[order],
-        )
+        return self.take(*shuffle_trees(self.tree_offsets(), self.pack_offsets, check_seed(seed)))
+
+    def take(self, segments: IntArray, offsets: IntArray, packs: IntArray) -> PackingPlan:
+        """Return the plan of some packs, with their segments in a new order or exchanged between packs.
+
+        Every pack that is left out may save a pack of the rest, so the lower bound falls by the number of these packs.
+
+        Args:
+            segments: int64 [new segments]: indices of segments, in the new order. Trees stay whole and in order.
+            offsets: int64 [new packs + 1]: `pack_offsets` of the new plan.
+            packs: int64 [new packs]: for each new pack, the index of the pack whose capacity it has.
+        """
+        new: dict[str, Any] = {
+            name: array[segments] for name, array in self.arrays().items() if name.startswith("segment")
+        }
+        bound = max(0, self.proven_lower_bound - (self.num_packs - len(packs)))
+        capacity = self.pack_capacity[packs]
+        return replace(self, **new, pack_offsets=offsets, pack_capacity=capacity, proven_lower_bound=bound)
+
+    def take_packs(self, packs: IntArray) -> PackingPlan:
+        """Return the plan of some packs, in the order of their indices in `packs`, int64 [packs]."""
+        sizes = np.diff(self.pack_offsets)[packs]
+        return self.take(indices_in_ranges(self.pack_offsets[packs], sizes), offsets_of(sizes), packs)
 
     def save(self, path: str | Path) -> None:
         """Save the plan to a folder, as .npy files and a plan.json. A plan that is already in the folder is replaced.
@@ -243,8 +258,28 @@ class PackingPlan:
         )
 
     def __str__(self) -> str:
-        trees = None if self.segment_shared is None else len(self.tree_offsets()) - 1
-        return describe_plan(self.metrics(), np.diff(self.pack_offsets), self.pack_capacity, trees, self.note)
+        m, segments = self.metrics(), np.diff(self.pack_offsets)
+        capacities, packs = np.unique(self.pack_capacity, return_counts=True)
+        each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
+        holding = f" of {capacities[0]:,} tokens" if len(each) == 1 else f": {', '.join(each) or 'none'}"
+        fewest, most = segments.min(initial=m.num_segments), segments.max(initial=0)
+        lines = [
+            f"{m.num_documents:,} documents, {m.num_tokens:,} tokens, in {m.num_packs:,} packs{holding}",
+            f"padding {m.padding_ratio:.2%}, {m.concatenation_ratio:.2f} documents per pack, "
+            f"{fewest:,} to {most:,} segments in a pack",
+            f"{m.num_cut_documents:,} documents cut ({m.truncation_ratio:.2%}), "
+            f"{m.num_dropped_tokens:,} tokens dropped, {m.num_empty_documents:,} empty documents skipped",
+        ]
+        same = "segments"
+        if self.segment_shared is not None:
+            trees, same = len(self.tree_offsets()) - 1, "trees"
+            lines.append(f"prefixes shared: {m.shared_ratio:.2f} times fewer tokens in packs, in {trees:,} trees")
+        if len(capacities) == 1:
+            lines.append(
+                f"no plan for the same {same} has fewer than {m.lower_bound:,} packs of this size; "
+                f"this plan has {m.num_packs / max(m.lower_bound, 1) - 1:.2%} more"
+            )
+        return "\n".join([*lines, self.note]).strip()
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -256,30 +291,34 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
     In a valid plan, no token is in two segments, and no pack has more tokens than its capacity. A token may be in no
     segment; the metrics count such tokens as dropped.
     """
-    _check_shapes(arrays)
-    offsets, capacity, documents = arrays["pack_offsets"], arrays["pack_capacity"], arrays["document_length"]
-    document, start, length = (arrays[f"segment_{name}"] for name in ("document", "start", "length"))
-    segments = len(document)
-    if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
+    documents, document, start, length, offsets, capacity = (arrays[name] for name in ARRAYS)
+    shared = arrays.get(SEGMENT_SHARED)
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
+        if name.startswith("segment") and len(array) != len(document):
+            raise PackingError(
+                f"{name}: expected one value for each of the {len(document)} segments in segment_document, got "
+                f"{len(array)} values"
+            )
+    rises = len(offsets) == len(capacity) + 1 and offsets[0] == 0 and offsets[-1] == len(document)
+    if not rises or (np.diff(offsets) < 1).any():
         raise PackingError(
-            f"pack_offsets: expected offsets that rise from 0 to {segments}, the number of segments, with at least one "
-            f"segment in each pack, got {offsets}"
+            f"pack_offsets: expected {len(capacity) + 1} offsets for the {len(capacity)} packs in pack_capacity, which "
+            f"rise from 0 to {len(document)}, the number of segments, got {offsets}"
         )
-    if not segments:
+    _check_values("document_length", documents, 0)
+    _check_values("segment_document", document, 0, len(documents) - 1)
+    _check_values("segment_length", length, 1, INT32_MAX)
+    _check_values("pack_capacity", capacity, 1, INT32_MAX)
+    if not len(document):
         return
-    if length.min() < 1:
-        raise PackingError(
-            f"segment_length: expected no empty segment, got length {length.min()} at index {int(length.argmin())}"
-        )
-    if document.min() < 0 or document.max() >= len(documents):
-        raise PackingError(
-            f"segment_document: expected document indices of at least 0 and below {len(documents)}, the number of "
-            f"documents, got indices from {document.min()} to {document.max()}"
-        )
     own = length
-    if SEGMENT_SHARED in arrays:
-        check_shared(arrays[SEGMENT_SHARED], length, offsets)
-        own = length - arrays[SEGMENT_SHARED]
+    if shared is not None:
+        most = np.minimum(length, np.append(0, length[:-1]))
+        most[offsets[:-1]] = 0
+        _check_values("segment_shared", shared, 0, most)
+        own = length - shared
     fill = np.add.reduceat(own, offsets[:-1], dtype=np.int64)
     if (overfull := fill > capacity).any():
         pack = int(overfull.argmax())
@@ -287,93 +326,27 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
             f"segment_length: expected at most {capacity[pack]} tokens in pack {pack}, the capacity of the "
             f"pack, got {fill[pack]} tokens"
         )
-    _check_slices(document, start, length, documents)
-
-
-def _check_slices(document: IntArray, start: IntArray, length: IntArray, documents: IntArray) -> None:
-    """Raise PackingError if a segment extends beyond its document, or if segments of a document overlap."""
-    outside = start > documents[document] - length
-    if start.any():
-        outside |= start < 0
-    if outside.any():
-        segment = int(outside.argmax())
-        raise PackingError(
-            f"segment_start: expected segments within their documents, but segment {segment} covers tokens "
-            f"{start[segment]}:{int(start[segment]) + int(length[segment])} of document {document[segment]}, which has "
-            f"{documents[document[segment]]} tokens"
-        )
+    _check_values("segment_start", start, 0, documents[document] - length)
     is_packed = np.zeros(len(documents), dtype=bool)
     is_packed[document] = True
     if np.count_nonzero(is_packed) < len(document):  # a document has several segments
-        check_disjoint(document, start, length)
+        _check_disjoint(document, start, length)
 
 
-def _check_shapes(arrays: Mapping[str, IntArray]) -> None:
-    documents, segments = arrays["document_length"], len(arrays["segment_document"])
-    offsets, capacities = arrays["pack_offsets"], arrays["pack_capacity"]
-    for name, array in arrays.items():
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
-    if len(documents) and documents.min() < 0:
-        raise PackingError(f"document_length: expected no negative length, got {documents.min()}")
-    for name in ("segment_length", "pack_capacity"):
-        if (largest := arrays[name].max(initial=0)) > INT32_MAX:
-            raise PackingError(f"{name}: expected at most {INT32_MAX} tokens, got {largest}")
-    for name in ("segment_start", "segment_length", SEGMENT_SHARED):
-        if name in arrays and len(arrays[name]) != segments:
-            raise PackingError(
-                f"{name}: expected one value for each of the {segments} segments in segment_document, got "
-                f"{len(arrays[name])} values"
-            )
-    if len(offsets) != len(capacities) + 1:
-        raise PackingError(
-            f"pack_offsets: expected one offset more than packs, got {len(offsets)} offsets for the "
-            f"{len(capacities)} packs in pack_capacity"
-        )
+def _check_values(name: str, values: IntArray, least: int, most: IntArray | int = 2**63 - 1) -> None:
+    """Raise PackingError unless all values of an array are from `least` to `most`, which may be one number for each."""
+    if not len(values):
+        return
+    largest = values.max() if isinstance(most, int) else values
+    if values.min() < least or np.any(largest > most):
+        at = int(((values < least) | (values > most)).argmax())
+        greatest = np.broadcast_to(most, values.shape)[at]
+        raise PackingError(f"{name}: expected a number from {least} to {greatest} at index {at}, got {values[at]}")
 
 
-def _stored_types(arrays: Mapping[str, IntArray]) -> dict[str, Any]:
-    """Return the dtype in which each array of a valid plan is stored."""
-    tokens = smallest_index_type(int(arrays["document_length"].max(initial=0)))
-    return {
-        "document_length": tokens,
-        "segment_document": smallest_index_type(len(arrays["document_length"])),
-        "segment_start": tokens,
-        "segment_length": np.int32,
-        "pack_offsets": np.int64,
-        "pack_capacity": np.int32,
-        SEGMENT_SHARED: np.int32,
-    }
-
-
-def check_shared(shared: IntArray, length: IntArray, offsets: IntArray) -> None:
-    """Raise PackingError if a segment shares more tokens with the segment before it than both have.
-
-    The first segment of a pack shares nothing.
-    """
-    most = np.minimum(length, np.concatenate([[0], length[:-1]]))
-    most[offsets[:-1]] = 0
-    if (wrong := (shared < 0) | (shared > most)).any():
-        segment = int(wrong.argmax())
-        if shared[segment] < 0:
-            reason = "no negative number"
-        elif not most[segment]:
-            reason = "0 at the first segment of a pack"
-        else:
-            reason = (
-                f"at most {most[segment]}, since segment {segment} has {length[segment]} tokens and the segment before "
-                f"it has {length[segment - 1]}"
-            )
-        raise PackingError(f"segment_shared: expected {reason}, got {shared[segment]} at index {segment}")
-
-
-def check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> None:
-    """Raise PackingError if two segments have the same token of a document.
-
-    Documents with a single segment are skipped. The segments of all other documents are sorted and compared.
-    """
-    segments_of = np.bincount(document)
-    several = np.flatnonzero(segments_of[document] > 1)
+def _check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> None:
+    """Raise PackingError if two segments have the same token of a document."""
+    several = np.flatnonzero(np.bincount(document)[document] > 1)
     several = several[np.lexsort((start[several], document[several]))]
     left, right = several[:-1], several[1:]
     end = start[left].astype(np.int64) + length[left]
@@ -384,37 +357,3 @@ def check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> Non
             f"document {document[left[first]]} overlap: segment {left[first]} ends before token {end[first]}, and "
             f"segment {right[first]} starts at token {start[right[first]]}"
         )
-
-
-def describe_plan(
-    metrics: PackingMetrics, segments_per_pack: IntArray, pack_capacity: IntArray, trees: int | None, note: str
-) -> str:
-    """Return a description of a plan in a few lines of text.
-
-    Args:
-        metrics: the metrics of the plan.
-        segments_per_pack: integers [packs]: number of segments in each pack.
-        pack_capacity: integers [packs]: capacity of each pack, in tokens.
-        trees: number of trees of segments that share tokens; None if no segments share tokens.
-        note: remark of the strategy; an empty string if there is none.
-    """
-    capacities, packs = np.unique(pack_capacity, return_counts=True)
-    each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
-    holding = f" of {capacities[0]:,} tokens" if len(each) == 1 else f": {', '.join(each) or 'none'}"
-    fewest, most = segments_per_pack.min(initial=metrics.num_segments), segments_per_pack.max(initial=0)
-    lines = [
-        f"{metrics.num_documents:,} documents, {metrics.num_tokens:,} tokens, in {metrics.num_packs:,} packs{holding}",
-        f"padding {metrics.padding_ratio:.2%}, {metrics.concatenation_ratio:.2f} documents per pack, "
-        f"{fewest:,} to {most:,} segments in a pack",
-        f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
-        f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
-    ]
-    if trees is not None:
-        lines.append(f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs, in {trees:,} trees")
-    if len(capacities) == 1:
-        same = "segments" if trees is None else "trees"
-        lines.append(
-            f"no plan for the same {same} has fewer than {metrics.lower_bound:,} packs of this size; "
-            f"this plan has {metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} more"
-        )
-    return "\n".join(lines + ([note] if note else []))

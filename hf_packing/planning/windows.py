@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
 MOST_WINDOWS = 4
@@ -141,36 +141,7 @@ def _send_old_documents(
         takes_place_of[[segment, partner]] = partner, segment
         room[here] += length - other_length
         room[pack[partner]] += other_length - length
-    changed = PackingPlan(
-        document_length=plan.document_length,
-        segment_document=plan.segment_document[takes_place_of],
-        segment_start=plan.segment_start[takes_place_of],
-        segment_length=plan.segment_length[takes_place_of],
-        pack_offsets=plan.pack_offsets,
-        pack_capacity=plan.pack_capacity,
-    )
-    return changed, waits
-
-
-def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:
-    """Return the plan with some of its packs only.
-
-    Args:
-        plan: the plan.
-        packs: int64 [chosen packs]: indices of packs, in the wanted order.
-    """
-    sizes = np.diff(plan.pack_offsets)[packs]
-    offsets = offsets_of(sizes)
-    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
-    return PackingPlan(
-        document_length=plan.document_length,
-        segment_document=plan.segment_document[segments],
-        segment_start=plan.segment_start[segments],
-        segment_length=plan.segment_length[segments],
-        pack_offsets=offsets,
-        pack_capacity=plan.pack_capacity[packs],
-        segment_shared=None if plan.segment_shared is None else plan.segment_shared[segments],
-    )
+    return plan.take(takes_place_of, plan.pack_offsets, np.arange(plan.num_packs)), waits
 
 
 def order_by_cost(cost: npt.NDArray[np.float64], first_turn: int) -> IntArray:

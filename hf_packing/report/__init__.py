@@ -3,8 +3,7 @@
 work.py        counts the work of an epoch with padding and with packing, and how long ranks wait
 figures.py     all numbers of a report
 recommend.py   recommends a strategy, with the reason
-tables.py      the report as text and as HTML tables
 plots.py       the pictures of the report, in light and dark colors
-page.py        the report as an HTML page
+render.py      the report as text, as HTML for notebooks and as a page, with the templates beside it
 report.py      packing_report, which makes the report
 """

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
+from hf_packing.report.work import Work, packed_work, padded_work, sums_of_packs, values_of_ranks
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
@@ -127,6 +130,11 @@ class ReportRow:
         """The largest number of tokens that a pack may hold."""
         return self.compared.strategy.largest_capacity
 
+    @property
+    def metrics(self) -> PackingMetrics:
+        """The metrics of the strategy's plan."""
+        return self.compared.metrics
+
 
 @dataclass(frozen=True, eq=False)
 class PlanSample:
@@ -177,6 +185,42 @@ class Figures:
         """The result of the recommended strategy."""
         return next(row for row in self.rows if row.name == self.recommendation.strategy)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers and texts of the report as a dict to write as JSON, without the data of the pictures."""
+        return {
+            "source": self.source,
+            "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
+            "setup": dataclasses.asdict(self.setup),
+            "padding": [
+                {
+                    "max_length": row.max_length,
+                    "padding_ratio": row.padding_ratio,
+                    "steps_per_epoch": row.work.steps,
+                    "documents_per_step": row.work.documents_per_step,
+                    **dataclasses.asdict(row),
+                }
+                for row in self.padded
+            ],
+            "strategies": [
+                {
+                    "strategy": row.name,
+                    "max_length": row.max_length,
+                    **dataclasses.asdict(row.metrics),
+                    "above_bound": row.compared.gap,
+                    "steps_per_epoch": row.work.steps,
+                    "documents_per_step": row.work.documents_per_step,
+                    "speed_up": row.speed_up,
+                    "attention_balance": row.work.balance,
+                    "attention_balance_leveled": row.leveled.balance,
+                    "seconds": row.compared.seconds,
+                    "note": row.compared.note,
+                }
+                for row in self.rows
+            ],
+            "recommendation": dataclasses.asdict(self.recommendation),
+            "shared_prefixes": None if self.shared is None else dataclasses.asdict(self.shared),
+        }
+
 
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
     """Return the result of padding without packing, for documents that are cut to at most max_length tokens.
@@ -210,15 +254,12 @@ def row_of_strategy(
 
 
 def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
-    lengths = plan.segment_length.astype(np.float64)
-    filled, squares = np.zeros(1), np.zeros(1)
-    if plan.num_packs:
-        filled, squares = (np.add.reduceat(values, plan.pack_offsets[:-1]) for values in (lengths, lengths**2))
-        filled = filled / plan.pack_capacity
+    tokens, squares = sums_of_packs(plan)
+    filled = np.sort(tokens / plan.pack_capacity)
     place = np.linspace(0, len(filled) - 1, min(_POINTS, len(filled))).astype(np.int64)
     edges, cut = _cut_by_length(plan)
     return PlanSample(
-        fill=np.sort(filled)[place],
+        fill=filled[place],
         documents_per_pack=np.bincount(np.diff(plan.pack_offsets)),
         length_edges=edges,
         cut=cut,

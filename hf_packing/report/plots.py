@@ -1,4 +1,4 @@
-"""Draw the pictures of a report, such as the distribution of document lengths, in light and in dark colors."""
+"""Draw the pictures of a report, such as the distribution of document lengths."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,20 +20,10 @@ _ROW_LENGTHS = 200
 """Number of points on the curves over row lengths."""
 
 
-@dataclass(frozen=True)
-class Theme:
-    """The colors of a picture."""
-
-    name: str
-    ink: str
-    faint: str
-    paper: str
-    curves: tuple[str, ...]
-
-
-LIGHT = Theme("light", "#1f2430", "#d5d9e0", "#ffffff", ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98"))
-_DARK = Theme("dark", "#e4e7ec", "#3b4150", "#161a22", ("#6cb0ea", "#f08a5f", "#79c987", "#bd96e0", "#9aa1ad"))
-THEMES = (LIGHT, _DARK)
+_INK, _FAINT = "#1f2430", "#d5d9e0"
+_CURVES = ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98")
+COLORS = {color: f"--picture-{number}" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
+"""The colors of pictures on a light screen, and the CSS variables of page.html that stand for them on any screen."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class Plot:
     name: str
     title: str
     caption: str
-    draw: Callable[[Any, Figures, Theme], None]
+    draw: Callable[[Any, Figures], None]
     """A function that draws the picture onto matplotlib axes."""
 
 
@@ -60,13 +50,12 @@ def load_figure() -> Any:
     return Figure
 
 
-def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
+def picture(report: Figures, plot: Plot, kind: str) -> bytes:
     """Return a picture as the bytes of an image file.
 
     Args:
         report: the report to show.
         plot: the picture to draw.
-        theme: the colors of the picture.
         kind: "png", or "svg" for an SVG file with text as text, not as outlines.
     """
     figure_class = load_figure()
@@ -75,14 +64,14 @@ def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
     settings = {
         "font.size": 11,
         "svg.fonttype": "none",
-        "svg.hashsalt": f"{plot.name}-{theme.name}",
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "axes.edgecolor": theme.faint,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
+        "svg.hashsalt": plot.name,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "axes.edgecolor": _FAINT,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
         "axes.facecolor": "none",
-        "grid.color": theme.faint,
+        "grid.color": _FAINT,
         "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -90,18 +79,19 @@ def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
     with matplotlib.rc_context(settings):
         figure = figure_class(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
+        axes.set_prop_cycle(color=_CURVES)
         axes.grid(axis="y", linewidth=0.6)
         axes.set_axisbelow(True)
-        plot.draw(axes, report, theme)
+        plot.draw(axes, report)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
-            mark.set_gid(f"{plot.name}-{theme.name}-mark-{number}")
+            mark.set_gid(f"{plot.name}-mark-{number}")
         if labels := axes.get_legend_handles_labels()[1]:  # outside the axes, the legend hides no data
             columns = len(labels) if len("".join(labels)) < _CHARACTERS_OF_A_LINE else 2
             look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
             figure.legend(loc="outside upper left", ncols=columns, **look)
         file = BytesIO()
-        paper = "none" if kind == "svg" else theme.paper
-        figure.savefig(file, format=kind, dpi=160, facecolor=paper, metadata={"Date": None} if kind == "svg" else None)
+        options = {"facecolor": "none", "metadata": {"Date": None}} if kind == "svg" else {"facecolor": "white"}
+        figure.savefig(file, format=kind, dpi=160, **options)
     return file.getvalue()
 
 
@@ -128,60 +118,59 @@ def _in_tokens(axes: Any) -> None:
     axes.set_xlabel("tokens of a document")
 
 
-def _draw_lengths(axes: Any, report: Figures, theme: Theme) -> None:
+def _draw_lengths(axes: Any, report: Figures) -> None:
     counts = report.lengths.counts
     shortest = int(np.flatnonzero(counts)[0])
     edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), _LENGTH_BINS).astype(int))
     documents, _ = np.histogram(np.arange(len(counts)), edges, weights=counts)
-    axes.bar(edges[:-1], documents, np.diff(edges), align="edge", color=theme.curves[0])
-    _mark_max_lengths(axes, report, theme)
+    axes.bar(edges[:-1], documents, np.diff(edges), align="edge", color=_CURVES[0])
+    _mark_max_lengths(axes, report)
     _in_tokens(axes)
     axes.set_ylabel("documents")
 
 
-def _mark_max_lengths(axes: Any, report: Figures, theme: Theme) -> None:
+def _mark_max_lengths(axes: Any, report: Figures) -> None:
     for number, padded in enumerate(report.padded):
         label = None if number else "max_length"
-        axes.axvline(padded.max_length, color=theme.curves[1], linewidth=1, linestyle="--", label=label)
+        axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--", label=label)
 
 
-def _draw_row_lengths(axes: Any, report: Figures, theme: Theme) -> None:
+def _draw_row_lengths(axes: Any, report: Figures) -> None:
     lengths = report.lengths
     documents = np.cumsum(lengths.counts)
     tokens = np.cumsum(np.arange(len(lengths.counts)) * lengths.counts)
     before_shortest = max(int(np.flatnonzero(lengths.counts)[0]) - 1, 1)
     shown = np.unique(np.geomspace(before_shortest, lengths.longest, _ROW_LENGTHS).astype(int))
-    axes.plot(shown, 100 * (1 - documents[shown] / lengths.documents), color=theme.curves[0], label="documents")
-    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=theme.curves[2], label="tokens")
-    _mark_max_lengths(axes, report, theme)
+    axes.plot(shown, 100 * (1 - documents[shown] / lengths.documents), color=_CURVES[0], label="documents")
+    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=_CURVES[2], label="tokens")
+    _mark_max_lengths(axes, report)
     _in_tokens(axes)
     axes.set(xlabel="tokens of a row", ylabel="longer than a row (%)", ylim=(-3, 104))
 
 
-def _draw_fill(axes: Any, report: Figures, theme: Theme) -> None:
-    for row, color in zip(shown_rows(report), theme.curves, strict=False):
+def _draw_fill(axes: Any, report: Figures) -> None:
+    for row in shown_rows(report):
         fill = np.repeat(100 * row.sample.fill, 2 if len(row.sample.fill) == 1 else 1)
-        axes.plot(np.linspace(0, 100, len(fill)), fill, color=color, **_look_of(row, report), label=row.name)
+        axes.plot(np.linspace(0, 100, len(fill)), fill, **_look_of(row, report), label=row.name)
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
-def _draw_documents_per_pack(axes: Any, report: Figures, theme: Theme) -> None:
-    for row, color in zip(shown_rows(report), theme.curves, strict=False):
+def _draw_documents_per_pack(axes: Any, report: Figures) -> None:
+    for row in shown_rows(report):
         packs = row.sample.documents_per_pack
         share = 100 * packs / max(packs.sum(), 1)
         shown = share[: int(np.searchsorted(np.cumsum(share), 99)) + 2]
-        axes.step(np.arange(len(shown)), shown, where="mid", color=color, linewidth=1.6, label=row.name)
+        axes.step(np.arange(len(shown)), shown, where="mid", linewidth=1.6, label=row.name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="documents in a pack, up to 99 % of the packs", ylabel="packs (%)")
 
 
-def _draw_cuts(axes: Any, report: Figures, theme: Theme) -> None:
-    for row, color in zip(shown_rows(report), theme.curves, strict=False):
+def _draw_cuts(axes: Any, report: Figures) -> None:
+    for row in shown_rows(report):
         axes.stairs(
             100 * row.sample.cut,
             row.sample.length_edges,
             baseline=None,
-            color=color,
             **_look_of(row, report),
             label=row.name,
         )
@@ -189,14 +178,14 @@ def _draw_cuts(axes: Any, report: Figures, theme: Theme) -> None:
     axes.set(ylabel="documents cut (%)", ylim=(-3, 104))
 
 
-def _draw_ranks(axes: Any, report: Figures, theme: Theme) -> None:
+def _draw_ranks(axes: Any, report: Figures) -> None:
     attention = report.taken.sample.attention
-    relative = attention / max(attention.mean(), 1e-9)
+    relative = attention / attention.mean() if attention.size else attention
     steps = np.arange(1, len(relative) + 1)
     largest, mean, smallest = relative.max(axis=1), relative.mean(axis=1), relative.min(axis=1)
-    axes.vlines(steps, smallest, largest, color=theme.faint, linewidth=2)
-    axes.plot(steps, largest, ".", color=theme.curves[1], markersize=5, label="largest rank")
-    axes.plot(steps, mean, ".", color=theme.curves[0], markersize=5, label="mean")
+    axes.vlines(steps, smallest, largest, color=_FAINT, linewidth=2)
+    axes.plot(steps, largest, ".", color=_CURVES[1], markersize=5, label="largest rank")
+    axes.plot(steps, mean, ".", color=_CURVES[0], markersize=5, label="mean")
     axes.set(xlabel="steps, with packs in the order of the plan", ylabel="attention work / mean", ylim=(0, None))
 
 

@@ -27,16 +27,12 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
     """
     wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
-    kept = [row for row in of_length if not row.compared.metrics.num_dropped_tokens] or of_length
-    fewest_cut = min(row.compared.metrics.num_cut_documents for row in kept)
-    careful = [
-        row for row in kept if row.compared.metrics.num_cut_documents <= fewest_cut + _FEW_CUT * lengths.documents
-    ]
+    kept = [row for row in of_length if not row.metrics.num_dropped_tokens] or of_length
+    fewest_cut = min(row.metrics.num_cut_documents for row in kept)
+    careful = [row for row in kept if row.metrics.num_cut_documents <= fewest_cut + _FEW_CUT * lengths.documents]
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
-    fewest = min(row.compared.metrics.num_packs for row in single)
-    best = next(
-        row for row in sorted(single, key=_simplicity) if row.compared.metrics.num_packs <= fewest * (1 + _WORTH_IT)
-    )
+    fewest = min(row.metrics.num_packs for row in single)
+    best = next(row for row in sorted(single, key=_simplicity) if row.metrics.num_packs <= fewest * (1 + _WORTH_IT))
     parts = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
     return Recommendation(best.name, "; ".join(parts), best.speed_up)
 
@@ -57,8 +53,8 @@ def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
 
 def _careful_padding(rows: Sequence[ReportRow]) -> float:
     """Return the smallest padding ratio among the strategies that cut the fewest documents."""
-    fewest = min(row.compared.metrics.num_cut_documents for row in rows)
-    careful = [row.compared.metrics for row in rows if row.compared.metrics.num_cut_documents == fewest]
+    fewest = min(row.metrics.num_cut_documents for row in rows)
+    careful = [row.metrics for row in rows if row.metrics.num_cut_documents == fewest]
     return min(metrics.padding_ratio for metrics in careful)
 
 
@@ -81,7 +77,7 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
-    metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
+    metrics, longer = best.metrics, lengths.longer_than(best.max_length)
     if metrics.num_cut_documents == longer:
         those = "that are" if longer > 1 else "that is"
         cuts = f"cuts only the {longer:,} document{'s' * (longer > 1)} {those} longer than a row"
@@ -109,20 +105,18 @@ def _packs_needed(gap: float) -> str:
 
 
 def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> list[str]:
-    metrics, parts = best.compared.metrics, []
-    most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
-    if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
-        parts.append(
-            f"{most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%} of the documents"
-        )
+    metrics, parts = best.metrics, []
+    most = max(others, key=lambda row: row.metrics.num_cut_documents)
+    if most.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
+        parts.append(f"{most.name} would cut {most.metrics.num_cut_documents / lengths.documents:.1%} of the documents")
     more = [
         row
         for row in others
-        if row.compared.metrics.num_packs > metrics.num_packs * (1 + _WORTH_IT)
+        if row.metrics.num_packs > metrics.num_packs * (1 + _WORTH_IT)
         and not row.compared.strategy.has_buckets  # buckets have small packs on purpose
     ]
     if more:
-        worst = max(more, key=lambda row: row.compared.metrics.num_packs)
-        packs = worst.compared.metrics.num_packs / metrics.num_packs - 1
+        worst = max(more, key=lambda row: row.metrics.num_packs)
+        packs = worst.metrics.num_packs / metrics.num_packs - 1
         parts.append(f"{worst.name} would need {packs:.1%} more packs")
     return parts

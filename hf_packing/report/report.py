@@ -10,7 +10,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures, Setup, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
-from hf_packing.report.tables import as_html, as_text
+from hf_packing.report.render import as_html, as_text, save_page
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
@@ -27,7 +27,7 @@ class PackingReport(Figures):
     Example:
         >>> import hf_packing as hfp
         >>> report = hfp.packing_report([700, 300, 500, 1500, 900, 600], 2048)
-        >>> [row.name for row in report.rows if row.compared.metrics.num_cut_documents]
+        >>> [row.name for row in report.rows if row.metrics.num_cut_documents]
         ['FixedLength(2048)']
     """
 
@@ -36,42 +36,6 @@ class PackingReport(Figures):
 
     def _repr_html_(self) -> str:
         return as_html(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers and texts of the report as a dict to write as JSON, without the data of the pictures."""
-        return {
-            "source": self.source,
-            "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
-            "setup": dataclasses.asdict(self.setup),
-            "padding": [
-                {
-                    "max_length": row.max_length,
-                    "padding_ratio": row.padding_ratio,
-                    "steps_per_epoch": row.work.steps,
-                    "documents_per_step": row.work.documents_per_step,
-                    **dataclasses.asdict(row),
-                }
-                for row in self.padded
-            ],
-            "strategies": [
-                {
-                    "strategy": row.name,
-                    "max_length": row.max_length,
-                    **dataclasses.asdict(row.compared.metrics),
-                    "above_bound": row.compared.gap,
-                    "steps_per_epoch": row.work.steps,
-                    "documents_per_step": row.work.documents_per_step,
-                    "speed_up": row.speed_up,
-                    "attention_balance": row.work.balance,
-                    "attention_balance_leveled": row.leveled.balance,
-                    "seconds": row.compared.seconds,
-                    "note": row.compared.note,
-                }
-                for row in self.rows
-            ],
-            "recommendation": dataclasses.asdict(self.recommendation),
-            "shared_prefixes": None if self.shared is None else dataclasses.asdict(self.shared),
-        }
 
     def save(self, path: str | Path) -> list[Path]:
         """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
@@ -85,8 +49,6 @@ class PackingReport(Figures):
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
-        from hf_packing.report.page import save_page
-
         return save_page(self, Path(path))
 
 

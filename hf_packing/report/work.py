@@ -4,6 +4,7 @@ The unit of work is one pair of tokens that attention compares. The work of line
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,17 +80,21 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool
         leveled: True to run packs of similar cost at the same time, as with TokenBudget; False to run packs in the
             order of the plan.
     """
-    lengths = plan.segment_length.astype(np.float64)
-    if not plan.num_packs:
-        return Work(0, 0, 0, 0, 0.0, 1.0)
-    tokens, squares = (np.add.reduceat(values, plan.pack_offsets[:-1]) for values in (lengths, lengths**2))
-    if leveled and plan.num_packs >= ranks:
-        whole = plan.num_packs // ranks * ranks
+    tokens, squares = sums_of_packs(plan)
+    whole = plan.num_packs // ranks * ranks
+    if leveled and whole:
         order = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
     documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
     return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
+
+
+def sums_of_packs(plan: PackingPlan) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the tokens of each pack, and its attention cost, float64 [packs] both."""
+    lengths = plan.segment_length.astype(np.float64)
+    pack = np.repeat(np.arange(plan.num_packs), np.diff(plan.pack_offsets))
+    return np.bincount(pack, lengths, plan.num_packs), np.bincount(pack, lengths**2, plan.num_packs)
 
 
 def _work_of(

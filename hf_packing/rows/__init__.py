@@ -12,6 +12,6 @@ packing_trace.py   say in the description of a dataset that it is packed, and re
 cache.py           store packed rows on disk with the data that `unpack` needs
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("pyarrow", "datasets")

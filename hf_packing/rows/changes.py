@@ -120,7 +120,7 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
             counted = f"{trained:,} of {facts['packed_tokens']:,} tokens are trained on"
         said.append(f"applies {' and '.join(facts['loss_masks'])} to labels: {counted}")
     if dropped := facts["tokens"] - facts["packed_tokens"]:
-        left = f"; {LabelCounts(*facts['labels_left'])}" if facts["labels_left"] else ""
+        left = f"; {LabelCounts(*facts['labels_left'])}" if facts.get("labels_left") else ""
         said.append(f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{left}")
     if empty := facts["empty_documents"]:
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")

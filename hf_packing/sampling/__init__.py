@@ -7,22 +7,17 @@ optimizer step depends only on the product of the last two. The rows are read in
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 
-row_sizes.py      measures the size of every row: tokens, segments, attention cost, bucket
-large_rows.py     cuts rows that are too large for a micro-batch, or leaves them out
-data_facts.py     facts about a dataset; ranks compare these facts to detect different datasets
-epoch_plan.py     Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
-best_fit.py       puts rows into as few micro-batches as possible, within limits of tokens and documents
-fill.py           puts rows into a given number of micro-batches, with equal work on all ranks
-token_budget.py   TokenBudget, which limits the tokens of a micro-batch
+sizes.py          measures the size of every row: tokens, segments, attention cost, bucket; facts that ranks compare
+batching.py       Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
+fill.py           puts rows into micro-batches, few or a given number, with equal work on all ranks
+token_budget.py   TokenBudget, which limits the tokens of a micro-batch, and cuts or leaves out rows that are too large
 bucket_batches.py BucketBatches, for rows that were packed in buckets
-within_limits.py  limits a batching to fixed shapes; FilledInOrder, for evaluation with fixed shapes
-steps_of_epochs.py the optimizer steps of each epoch of a run, to find its place in the data
-sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation
-epoch_summary.py  EpochSummary, the counts of an epoch
-sampled_rows.py   reads the rows that a sampler selects
+evaluation.py     InOrder, for evaluation
+sampler.py        RankBatchSampler, for a DataLoader; EpochSummary, the counts of an epoch
+rows.py           reads the rows that a sampler selects
 kept_labels.py    counts the labels in these rows
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("torch")

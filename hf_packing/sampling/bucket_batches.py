@@ -6,21 +6,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hf_packing.checks import check_choice, check_seed, check_whole_number
+from hf_packing.checks import check_choice, check_whole_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.epoch_plan import (
-    Batching,
-    Epoch,
-    EpochPlan,
-    FittedRows,
-    RowSizes,
-    SampledRow,
-    keep_rows,
-    sum_rows,
-)
-from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps
+from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, SampledRow, keep_rows
+from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps, sum_rows
+from hf_packing.sampling.sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 
@@ -30,7 +22,7 @@ _MicroBatch = list[SampledRow]
 
 
 class _BucketCounts(NamedTuple):
-    """The numbers of rows, units and optimizer steps of one bucket in an epoch.
+    """The numbers of units and optimizer steps of one bucket in an epoch.
 
     A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row.
     """
@@ -39,10 +31,6 @@ class _BucketCounts(NamedTuple):
     """The most tokens that a row of the bucket may hold."""
     rows_each: int
     """Number of units in each micro-batch."""
-    rows: int
-    """Number of the dataset's rows in this bucket."""
-    taken_over: int
-    """Number of units made from leftover rows of smaller buckets."""
     steps: int
     """Number of full optimizer steps with micro-batches of this bucket."""
     left: int
@@ -52,17 +40,8 @@ class _BucketCounts(NamedTuple):
     """Number of leftover units that are joined to make one unit of the next larger bucket."""
 
 
-class _LastStep(NamedTuple):
-    """The last optimizer step of an epoch: the units of the largest bucket that are too few for a full step."""
-
-    rows_each: int
-    """Number of units in each micro-batch."""
-    rounds: int
-    """Number of micro-batches of each rank."""
-
-
 @dataclass(frozen=True)
-class BucketBatches(Batching):
+class BucketBatches(LimitedBatching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
     A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. All
@@ -92,7 +71,7 @@ class BucketBatches(Batching):
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.row_sizes import sizes_of_packs
+        >>> from hf_packing.sampling.sizes import sizes_of_packs
         >>> sizes = sizes_of_packs(np.array([4, 4, 4, 3, 8]), np.arange(6), bucket=np.array([4, 4, 4, 4, 8]))
         >>> plan = BucketBatches(8).plan(sizes)
         >>> sorted(map(sorted, plan.micro_batches(rank=0)))[-1], plan.num_micro_batches
@@ -100,7 +79,6 @@ class BucketBatches(Batching):
     """
 
     tokens_per_batch: int
-    max_documents: int | None = field(default=None, kw_only=True)
     order: BucketOrder = field(default="random", kw_only=True)
     cycles: int = field(default=1, kw_only=True)
 
@@ -109,14 +87,13 @@ class BucketBatches(Batching):
         return self.tokens_per_batch
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("order", self.order, BucketOrder)
-        self._set_checked(
+        set_fields(
+            self,
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
-            seed=check_seed(self.seed),
         )
-        if self.max_documents is not None:
-            self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
                 f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"
@@ -161,15 +138,15 @@ class BucketBatches(Batching):
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         buckets = self._count_buckets(rows, epoch.slots)
-        return sum(bucket.steps for bucket in buckets) * epoch.accumulation + _last_step(buckets, epoch).rounds
+        _, last_rounds = _last_step(buckets, epoch)
+        return sum(bucket.steps for bucket in buckets) * epoch.accumulation + last_rounds
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         buckets = self._count_buckets(rows, epoch.slots)
         capacity = np.array([bucket.capacity for bucket in buckets])
         bucket_of_step = np.repeat(np.arange(len(buckets)), [bucket.steps for bucket in buckets])
-        last = _last_step(buckets, epoch)
-        steps, last_step = _fill_buckets(rows, buckets, last, epoch, seed)
+        steps, last_step = _fill_buckets(rows, buckets, epoch, seed)
         order = self._order_of_steps(bucket_of_step, seed)
         micro_batches = [*chain.from_iterable(steps[number] for number in order.tolist()), *last_step]
         sampled = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64).reshape(-1, 2)
@@ -177,15 +154,16 @@ class BucketBatches(Batching):
             epoch.world_size,
             rows=sampled[:, 0].copy(),
             is_copy=sampled[:, 1].astype(bool),
-            offsets=np.cumsum([0, *map(len, micro_batches)]),
+            offsets=offsets_of([*map(len, micro_batches)]),
             left_out=rows.left_out,
-            bucket=np.concatenate(
-                [np.repeat(capacity[bucket_of_step[order]], epoch.accumulation), np.repeat(capacity[-1:], last.rounds)]
+            bucket=np.append(
+                np.repeat(capacity[bucket_of_step[order]], epoch.accumulation),
+                np.repeat(capacity[-1:], len(last_step) // epoch.world_size),
             ),
         )
 
     def _count_buckets(self, rows: FittedRows, slots: int) -> list[_BucketCounts]:
-        """Return the numbers of rows, units and optimizer steps of every bucket, smallest bucket first."""
+        """Return the numbers of units and optimizer steps of every bucket, smallest bucket first."""
         assert rows.sizes.bucket is not None
         capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
         buckets: list[_BucketCounts] = []
@@ -194,7 +172,7 @@ class BucketBatches(Batching):
             rows_each = self.tokens_per_batch // capacity
             steps, left = divmod(own + taken_over, rows_each * slots)
             joined = 1 if number == len(capacities) - 1 else int(capacities[number + 1]) // capacity
-            buckets.append(_BucketCounts(capacity, rows_each, own, taken_over, steps, left, joined))
+            buckets.append(_BucketCounts(capacity, rows_each, steps, left, joined))
             taken_over = -(-left // joined)
         return buckets
 
@@ -212,16 +190,16 @@ class BucketBatches(Batching):
         return np.lexsort((bucket_of_step, number * self.cycles // steps[bucket_of_step]))
 
 
-def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> _LastStep:
-    """Return the numbers of the last optimizer step, which has 0 rounds if all units are in full steps."""
+def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> tuple[int, int]:
+    """Return the units of each micro-batch of the last step, which is not full, and the micro-batches of each rank."""
     rows_each, left = buckets[-1].rows_each, buckets[-1].left
     if not any(bucket.steps for bucket in buckets):
         rows_each = min(rows_each, -(-left // epoch.world_size))
-    return _LastStep(rows_each, -(-left // (rows_each * epoch.world_size)))
+    return rows_each, -(-left // (rows_each * epoch.world_size))
 
 
 def _fill_buckets(
-    rows: FittedRows, buckets: list[_BucketCounts], last: _LastStep, epoch: Epoch, seed: int
+    rows: FittedRows, buckets: list[_BucketCounts], epoch: Epoch, seed: int
 ) -> tuple[list[list[_MicroBatch]], list[_MicroBatch]]:
     """Return the micro-batches of every full optimizer step, smallest bucket first, and those of the last step.
 
@@ -244,8 +222,9 @@ def _fill_buckets(
         else:
             joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
             left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
-    filled_up = _complete(left, last.rounds * last.rows_each * epoch.world_size, units)
-    return steps, _balance(filled_up, last.rows_each, epoch.world_size, rows.sizes, seed)
+    rows_each, rounds = _last_step(buckets, epoch)
+    filled_up = _complete(left, rounds * rows_each * epoch.world_size, units)
+    return steps, _balance(filled_up, rows_each, epoch.world_size, rows.sizes, seed)
 
 
 def _in_rounds(micro_batches: list[_MicroBatch], epoch: Epoch, sizes: RowSizes, seed: int) -> list[list[_MicroBatch]]:

@@ -14,17 +14,20 @@ not the number of ranks. Then neighbors in a step form rounds, in which every ra
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.best_fit import GRAINS, Limits, best_fit
-from hf_packing.sampling.epoch_plan import MicroBatches, flatten, sum_rows
+
+MicroBatches = list[list[int]]
+"""The rows of each micro-batch."""
 
 LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
@@ -59,6 +62,22 @@ _COST_JITTER = 0.01
 
 _EVEN = 0.99
 """A step is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
+
+GRAINS = 2**16
+"""Budgets above this number of tokens count free space in coarser units, so that few distinct values are searched."""
+
+_TRIES = 64
+"""If more than tokens is limited, the number of micro-batches to look at before a new one is opened."""
+
+
+class Limits(NamedTuple):
+    """The most that a micro-batch may have of everything that is limited, and what each row has of it."""
+
+    tokens: IntArray
+    """integers [rows], from 1 to max_tokens."""
+    max_tokens: int
+    others: tuple[tuple[IntArray, int], ...] = ()
+    """Further limits, such as documents or patches of pictures: integers [rows], from 0 to the limit; and the limit."""
 
 
 def fewest_micro_batches(limits: Limits) -> int:
@@ -346,3 +365,101 @@ def _deal(
         for micro_batch in too_full:
             heapq.heappush(cheapest, micro_batch)
     return dealt
+
+
+def best_fit(rows: IntArray, limits: Limits) -> MicroBatches:
+    """Place each row in turn in the fullest micro-batch with enough space, or else in a new micro-batch."""
+    grain = -(-limits.max_tokens // GRAINS)
+    lengths = limits.tokens[rows]
+    others = [_OtherLimit(needed[rows].tolist(), most, int(needed.min()), []) for needed, most in limits.others]
+    micro_batches: MicroBatches = []
+    room_in: list[int] = []
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for turn, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        place, index = bisect_left(rooms, -(-length // grain)), -1
+        if others:
+            place, index = _within_others(turn, others, rooms, with_room, place)
+        if place == len(rooms):
+            number = len(micro_batches)
+            micro_batches.append([])
+            room_in.append(limits.max_tokens)
+            for other in others:
+                other.left.append(other.most)
+        else:
+            number = with_room[rooms[place]].pop(index)
+            if not with_room[rooms[place]]:
+                del with_room[rooms[place]], rooms[place]
+        micro_batches[number].append(row)
+        room_in[number] -= length
+        for other in others:
+            other.left[number] -= other.needed[turn]
+        is_full = any(other.left[number] < other.least for other in others)
+        room = 0 if is_full else room_in[number] // grain
+        if room in with_room:
+            with_room[room].append(number)
+        elif room:
+            with_room[room] = [number]
+            insort(rooms, room)
+    return micro_batches
+
+
+class _OtherLimit(NamedTuple):
+    """A limit beside that of tokens, while rows are placed."""
+
+    needed: list[int]
+    """What each row needs, in the order of placing."""
+    most: int
+    least: int
+    """What the row with the least needs."""
+    left: list[int]
+    """What is left in each micro-batch."""
+
+
+def _within_others(
+    turn: int, others: list[_OtherLimit], rooms: list[int], with_room: dict[int, list[int]], place: int
+) -> tuple[int, int]:
+    """Find the fullest micro-batch with enough space for a row, and give up after _TRIES micro-batches.
+
+    Args:
+        turn: the row's number in the order of placing.
+        others: the limits beside that of tokens.
+        rooms: amounts of free space, ascending, for which there are micro-batches.
+        with_room: the micro-batches with each amount of free space.
+        place: index in `rooms` of the least free space that is enough for the row's tokens.
+
+    Returns:
+        The index in `rooms`, and the index among the micro-batches with this space; (len(rooms), -1) if none is found.
+    """
+    tries = _TRIES
+    for room in range(place, len(rooms)):
+        numbers = with_room[rooms[room]]
+        for index in range(-1, -1 - min(tries, len(numbers)), -1):  # the latest first
+            if all(other.left[numbers[index]] >= other.needed[turn] for other in others):
+                return room, index
+        tries -= len(numbers)
+        if tries <= 0:
+            break
+    return len(rooms), -1
+
+
+def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
+    """Return the rows of all micro-batches as one array, with offsets.
+
+    Returns:
+        rows, int64 [rows], and offsets, int64 [micro-batches + 1]. Micro-batch i is rows[offsets[i]:offsets[i + 1]].
+    """
+    rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
+    return rows, offsets_of([*map(len, micro_batches)])
+
+
+def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
+
+    Args:
+        micro_batches: the rows of each micro-batch.
+        of_row: numbers [rows]: the value of each row, such as its number of tokens.
+    """
+    rows, offsets = flatten(micro_batches)
+    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
+    return total

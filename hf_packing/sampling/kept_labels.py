@@ -16,8 +16,9 @@ from hf_packing.rows.token_columns import (
     row_numbers,
     visible_columns,
 )
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 

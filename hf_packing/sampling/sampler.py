@@ -1,31 +1,21 @@
-"""RankBatchSampler, the sampler of one rank, and InOrder, a batching for evaluation.
+"""RankBatchSampler, the sampler of one rank, and EpochSummary, the counts of an epoch.
 
 A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is not a subclass of torch's BatchSampler and
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.epoch_plan import (
-    Batching,
-    Epoch,
-    EpochPlan,
-    FittedRows,
-    RowSizes,
-    SampledRow,
-    check_batching,
-    check_sizes,
-    keep_rows,
-)
-from hf_packing.sampling.epoch_summary import EpochSummary
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, check_batching
+from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 4
@@ -34,6 +24,84 @@ arguments. Training then refuses to resume from older checkpoints."""
 
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """Counts of one epoch over all ranks, which `print` shows as text."""
+
+    optimizer_steps: int
+    num_micro_batches: int
+    """Number of micro-batches of each rank."""
+    world_size: int
+    documents: int
+    """Number of documents; every segment of a packed row and every piece of a split document counts as a document."""
+    tokens: int
+    """Number of tokens in all rows; in rows of trees, shared tokens are counted once."""
+    documents_per_step: float
+    """Mean number of documents in an optimizer step."""
+    tokens_per_step: float
+    """Mean number of tokens in an optimizer step."""
+    largest_micro_batch: int
+    """Number of tokens in the largest micro-batch."""
+    token_utilization: float
+    """Mean number of tokens over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits."""
+    attention_utilization: float
+    """The same ratio as token_utilization, but of attention cost, which is the sum of squared segment lengths."""
+    copies: int
+    """Number of copies of rows with masked labels, which are added if rows are too few for all micro-batches."""
+    left_out: int
+    """Number of rows that are empty, or too long and dropped."""
+    lost_tokens: int
+    """Number of tokens in dropped rows and in the cut-off ends of truncated documents."""
+    labels: LabelCounts | None = None
+    """Number of labels other than -100 that are left, and of those in the dataset; the first token of a document has no
+    label if the model predicts the next token. None if not known, as where a collator draws the labels."""
+    unpacked_documents_per_step: int | None = None
+    """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
+    cannot be set to this number."""
+    split: int = 0
+    """Number of documents that are split into pieces, since they are longer than a micro-batch may be."""
+    packed_rows: int | None = None
+    """Number of packed rows that hold the documents; None if documents are packed while training, or are in trees."""
+    trees: TreeCounts | None = None
+    """Counts of the documents that share prefixes; None if rows are not trees."""
+    length_schedule: LengthSchedule | None = None
+    """The schedule that cuts documents in training; the counts above are without its borders."""
+    isolation: object = field(default=None, compare=False, repr=False)
+    """An object whose text says what was proven about isolation so far; None if this is not known."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.optimizer_steps:,} optimizer steps per epoch, each with {self.documents_per_step:,.1f} documents, "
+            f"{self.tokens_per_step:,.0f} tokens on average",
+            f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches per rank), the "
+            f"largest with {self.largest_micro_batch:,} tokens",
+        ]
+        if self.world_size > 1:
+            lines.append(
+                f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} "
+                "by attention"
+            )
+        lines.append(
+            f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
+            f"{'' if self.labels is None else f'; {self.labels}'}"
+        )
+        if self.unpacked_documents_per_step is not None:
+            lines.append(
+                f"without packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
+                f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
+                f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
+            )
+        if self.trees is None:
+            rows = ", packed while training" if self.packed_rows is None else f" in {self.packed_rows:,} packed rows"
+            split = f"; {self.split:,} longer ones are split, and each piece counts" if self.split else ""
+            lines.insert(0, f"{self.documents:,} documents{rows}{split}")
+        else:
+            lines.append(str(self.trees))
+        if self.length_schedule is not None:
+            lines.append(f"length of segments: {self.length_schedule}")
+        return "\n".join(lines if self.isolation is None else [*lines, str(self.isolation)])
 
 
 class RankBatchSampler:
@@ -54,7 +122,7 @@ class RankBatchSampler:
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
+        >>> from hf_packing.sampling.sizes import sizes_of_documents
         >>> from hf_packing.sampling.token_budget import TokenBudget
         >>> sampler = RankBatchSampler(TokenBudget(8), sizes_of_documents(np.array([5, 3, 2, 6])), 2, 0)
         >>> len(sampler), len(list(sampler))
@@ -65,18 +133,16 @@ class RankBatchSampler:
         self, batching: Batching, sizes: RowSizes, world_size: int = 1, rank: int = 0, accumulation: int = 1
     ) -> None:
         self.batching = check_batching(batching)
-        self.sizes = check_sizes(sizes)
-        first_epoch = Epoch(0, world_size, accumulation)
-        self.world_size, self.accumulation = first_epoch.world_size, first_epoch.accumulation
-        self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
-        self.rows: FittedRows = batching.fit(sizes)
-        """The rows that micro-batches are made of; rows that were too long are cut or left out."""
-        batching.check_enough_rows(self.rows, first_epoch)
-        self.epoch = first_epoch
+        self.epoch = Epoch(0, world_size, accumulation)
         """The epoch whose micro-batches the next iteration yields."""
+        self.world_size, self.accumulation = self.epoch.world_size, self.epoch.accumulation
+        self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
+        self.rows: FittedRows = batching.fit_enough(sizes, self.world_size)
+        """The rows that micro-batches are made of; rows that were too long are cut or left out."""
+        self.sizes = sizes
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
-        self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
+        self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
 
     def __len__(self) -> int:
@@ -113,8 +179,7 @@ class RankBatchSampler:
             isolation: an object whose text says what was proven about isolation so far.
             labels: the labels that are left.
         """
-        plan, fitted, trees = self.plan, self.rows, self.sizes.trees
-        steps = -(-plan.num_micro_batches // self.accumulation)
+        plan, fitted, trees, steps = self.plan, self.rows, self.sizes.trees, self.optimizer_steps
         tokens = int(fitted.sizes.tokens[fitted.kept].sum())
         documents = int(fitted.sizes.segments[fitted.kept].sum())
         return EpochSummary(
@@ -189,56 +254,3 @@ def _same_slots(saved: Any, world_size: int) -> str:
     if saved % world_size:
         return f"; use a number of ranks that divides {saved}"
     return f"; use gradient_accumulation_steps={saved // world_size}"
-
-
-@dataclass(frozen=True)
-class InOrder(Batching):
-    """A batching for evaluation: each micro-batch has rows_per_batch successive rows of the dataset.
-
-    Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all
-    ranks, copies of the first row with masked labels are added.
-
-    Args:
-        rows_per_batch: number of rows in a micro-batch.
-
-    Example:
-        >>> import numpy as np
-        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
-        >>> plan = InOrder(2).plan(sizes_of_documents(np.array([5, 3, 2])), Epoch(0, world_size=2))
-        >>> plan.micro_batch(0, rank=1), plan.num_copies
-        ([(2, False)], 0)
-    """
-
-    needs_row_per_rank: ClassVar[bool] = False  # one row is enough, since the other ranks get copies of this row
-
-    rows_per_batch: int
-
-    def __post_init__(self) -> None:
-        self._set_checked(rows_per_batch=check_whole_number("rows_per_batch", self.rows_per_batch))
-
-    def fit(self, sizes: RowSizes) -> FittedRows:
-        return keep_rows(sizes, sizes.tokens > 0)
-
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        return -(-len(rows.kept) // (self.rows_per_batch * epoch.world_size))
-
-    def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        return plan_in_order(rows, np.arange(0, len(rows.kept), self.rows_per_batch), epoch.world_size)
-
-
-def plan_in_order(rows: FittedRows, begins: IntArray, world_size: int) -> EpochPlan:
-    """Return the plan in which ranks take micro-batches of successive rows in turn, and copies of the first row.
-
-    Args:
-        rows: the rows.
-        begins: integers [micro-batches]: the index of the first row of each micro-batch among the kept rows.
-        world_size: number of ranks.
-    """
-    copies = -len(begins) % world_size
-    return EpochPlan(
-        world_size,
-        rows=np.concatenate([rows.kept, np.repeat(rows.kept[:1], copies)]),
-        is_copy=np.arange(len(rows.kept) + copies) >= len(rows.kept),
-        offsets=np.concatenate([begins, len(rows.kept) + np.arange(copies + 1)]),
-        left_out=rows.left_out,
-    )

@@ -1,37 +1,30 @@
 """TokenBudget, a batching whose micro-batches have at most max_tokens tokens, with about equal work on all ranks."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import check_choice, check_seed, check_whole_number, is_real
+from hf_packing.checks import check_choice, check_optional_number, check_real, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
-from hf_packing.planning.lengths import IntArray, Overflow
-from hf_packing.sampling.best_fit import Limits
-from hf_packing.sampling.epoch_plan import (
-    Batching,
-    Epoch,
-    EpochPlan,
-    FittedRows,
-    RowSizes,
-    flatten,
-    keep_rows,
-    sum_rows,
-)
+from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, LimitedBatching, Shapes, keep_rows
 from hf_packing.sampling.fill import (
     LINEAR_COST,
+    Limits,
     assign_ranks,
     fewest_micro_batches,
     fill,
+    flatten,
     group_by_cost,
     jitter_attention,
     redistribute_rows,
     rounds_of_steps,
+    sum_rows,
 )
-from hf_packing.sampling.large_rows import cut_long_rows, leave_out_rows
+from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 from hf_packing.trees.forest import check_fewest_shared
 
 Balance = Literal["attention", "tokens"]
@@ -39,9 +32,16 @@ Balance = Literal["attention", "tokens"]
 _MOST_LINEAR = 1e12
 """The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""
 
+_ROWS_WITH_FEWER = {
+    "tokens": "pack into rows of at most max_tokens tokens",
+    "documents": "pack with a strategy that takes max_documents, such as BestFit(max_length, max_documents=...)",
+    "patches": "raise max_patches, let the processor make smaller pictures",
+}
+"""What a user can do about packed rows, or rows with pictures, that are too large, by unit."""
+
 
 @dataclass(frozen=True)
-class TokenBudget(Batching):
+class TokenBudget(LimitedBatching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
     Plain documents are packed during training, and are grouped differently from epoch to epoch. Every optimizer step
@@ -90,15 +90,14 @@ class TokenBudget(Batching):
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.epoch_plan import Epoch
-        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
+        >>> from hf_packing.sampling.batching import Epoch
+        >>> from hf_packing.sampling.sizes import sizes_of_documents
         >>> plan = TokenBudget(8).plan(sizes_of_documents(np.array([5, 3, 2, 6, 4, 4])), Epoch(0, world_size=2))
         >>> plan.num_micro_batches, plan.num_copies, sorted(plan.rows.tolist())
         (2, 0, [0, 1, 2, 3, 4, 5])
     """
 
     max_tokens: int
-    max_documents: int | None = field(default=None, kw_only=True)
     max_patches: int | None = field(default=None, kw_only=True)
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
@@ -112,33 +111,34 @@ class TokenBudget(Batching):
         return self.max_tokens
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("overflow", self.overflow, Overflow)
-        self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
-        if self.max_documents is not None:
-            self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
-        if self.max_patches is not None:
-            self._set_checked(max_patches=check_whole_number("max_patches", self.max_patches))
         check_choice("balance", self.balance, Balance)
+        set_fields(
+            self,
+            max_tokens=check_whole_number("max_tokens", self.max_tokens),
+            max_patches=check_optional_number("max_patches", self.max_patches),
+            match_documents_per_step=check_optional_number("match_documents_per_step", self.match_documents_per_step),
+        )
         if self.linear_cost is not None:
-            if not is_real(self.linear_cost) or not 0 <= self.linear_cost <= _MOST_LINEAR:
-                raise PackingError(
-                    f"linear_cost: expected a number from 0 to {_MOST_LINEAR:g}, or None, got {self.linear_cost!r}"
-                )
-            self._set_checked(linear_cost=float(self.linear_cost))
-        if self.match_documents_per_step is not None:
-            documents = check_whole_number("match_documents_per_step", self.match_documents_per_step)
-            self._set_checked(match_documents_per_step=documents)
+            accepted = f"a number from 0 to {_MOST_LINEAR:g}, or None"
+            set_fields(self, linear_cost=check_real("linear_cost", self.linear_cost, 0, _MOST_LINEAR, accepted))
         if self.length_schedule is not None:
             check_schedule(self.length_schedule)
         if self.fewest_shared is not None and self.length_schedule is not None:
-            raise PackingError(
-                "length_schedule: expected None with share_prefixes, since extra borders would cut shared prefixes, "
-                f"got {self.length_schedule!r}"
-            )
+            self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
 
     @property
     def fewest_shared(self) -> int | None:
         return None if self.share_prefixes is False else check_fewest_shared(self.share_prefixes)
+
+    def within(self, shapes: Shapes) -> Self:
+        if self.length_schedule is not None:
+            self._refuse_schedule("for batches of fixed shapes, since extra borders change the number of segments")
+        return super().within(shapes)
+
+    def _refuse_schedule(self, why: str) -> None:
+        raise PackingError(f"length_schedule: expected None {why}, got {self.length_schedule!r}")
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_patches is not None and sizes.patches is None:
@@ -146,13 +146,25 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        if (sizes.tokens > self.max_tokens).any():
-            rows = cut_long_rows(sizes, self.max_tokens, self.overflow)
+        too_large = {unit: has > most for unit, (has, most) in self._limited(sizes).items()}
+        cuts = self.overflow in ("split", "truncate") and not sizes.packed
+        for unit, rows in too_large.items():
+            if rows.any() and self.overflow != "drop" and not (cuts and unit == "tokens"):
+                self._refuse_large(sizes, unit, np.flatnonzero(rows))
+        if cuts and too_large["tokens"].any():
+            fitted = _cut_rows(sizes, self.max_tokens, self.overflow)
         else:
-            rows = keep_rows(sizes, sizes.tokens > 0)
-        for unit, (has, most) in self._limited(rows.sizes).items():
-            rows = leave_out_rows(rows, unit, has, most, self.overflow)
-        return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
+            fitted = keep_rows(sizes, (sizes.tokens > 0) & ~np.any([*too_large.values()], axis=0))
+        return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
+
+    def _refuse_large(self, sizes: RowSizes, unit: str, rows: IntArray) -> None:
+        has, most = self._limited(sizes)[unit]
+        is_document = unit == "tokens" and not sizes.packed
+        remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
+        raise PackingError(
+            f"max_{unit}: row {rows[0]} has {has[rows[0]]} {unit}, but a micro-batch may have at most {most} (rows "
+            f"with too many: {len(rows)} in all); {remedy}, or use overflow='drop'"
+        )
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         return -(-self._num_filled(rows, epoch) // epoch.world_size)
@@ -162,15 +174,42 @@ class TokenBudget(Batching):
         assert rows.fewest_micro_batches is not None
         optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
         if self.match_documents_per_step is not None:
-            schedule = _Schedule(
-                documents=int(rows.sizes.segments[rows.kept].sum()),
-                fewest=rows.fewest_micro_batches,
-                most=len(rows.kept),
-                max_tokens=self.max_tokens,
-                others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
-            )
-            optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
+            optimizer_steps = self._matching_steps(rows, optimizer_steps, epoch)
         return min(optimizer_steps * epoch.slots, len(rows.kept))
+
+    def _matching_steps(self, rows: FittedRows, least: int, epoch: Epoch) -> int:
+        """Return the number of optimizer steps with match_documents_per_step documents on average.
+
+        Args:
+            rows: the rows.
+            least: the fewest optimizer steps whose micro-batches hold all rows.
+            epoch: the number of ranks, and of micro-batches per optimizer step.
+
+        Raises:
+            PackingError: a step has too many or too few documents for its micro-batches; the message says what fits.
+        """
+        assert rows.fewest_micro_batches is not None
+        assert self.match_documents_per_step is not None
+        documents, most = int(rows.sizes.segments[rows.kept].sum()), len(rows.kept) // epoch.slots
+        steps = -(-documents // self.match_documents_per_step)
+        if least <= steps <= most:
+            return steps
+        in_round = steps * epoch.world_size
+        fewest_documents = -(-documents // most) if most else documents + 1
+        most_documents = (documents - 1) // (least - 1) if least > 1 else documents
+        fitting = {
+            "gradient_accumulation_steps": (-(-rows.fewest_micro_batches // in_round), len(rows.kept) // in_round),
+            "match_documents_per_step": (fewest_documents, most_documents),
+        }
+        remedies = ["a larger max_tokens"] if steps < least else []
+        remedies += [f"{name} from {low} to {high}" for name, (low, high) in fitting.items() if low <= high]
+        raise PackingError(
+            f"match_documents_per_step: expected from {least} to {most} optimizer steps, whose {epoch.accumulation} x "
+            f"{epoch.world_size} micro-batches (accumulation x ranks) have at least a row and at most "
+            f"{' and '.join(f'{limit} {unit}' for unit, (_, limit) in self._limited(rows.sizes).items())}, but "
+            f"{self.match_documents_per_step} of {documents} documents per step make {steps} steps; use "
+            f"{', or '.join(remedies) or 'None'}"
+        )
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
@@ -193,12 +232,16 @@ class TokenBudget(Batching):
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _limits(self, rows: FittedRows) -> Limits:
-        others = [(needed[rows.kept], most) for needed, most in self._limited(rows.sizes).values()]
-        return Limits(rows.sizes.tokens[rows.kept], self.max_tokens, tuple(others))
+        (tokens, max_tokens), *others = ((has[rows.kept], most) for has, most in self._limited(rows.sizes).values())
+        return Limits(tokens, max_tokens, tuple(others))
 
     def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
-        """Return what is limited beside tokens: what each row has of it, integers [rows], and the limit."""
-        limited = {"documents": (sizes.segments, self.max_documents), "patches": (sizes.patches, self.max_patches)}
+        """Return what is limited: what each row has of it, integers [rows], and the limit, by unit, tokens first."""
+        limited = {
+            "tokens": (sizes.tokens, self.max_tokens),
+            "documents": (sizes.segments, self.max_documents),
+            "patches": (sizes.patches, self.max_patches),
+        }
         return {unit: (has, most) for unit, (has, most) in limited.items() if most is not None and has is not None}
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -215,61 +258,16 @@ class TokenBudget(Batching):
         return cost
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """The counts that determine the number of optimizer steps in an epoch if match_documents_per_step is set."""
-
-    documents: int
-    fewest: int
-    """The number of micro-batches, over all ranks, that best fit needs for all rows."""
-    most: int
-    """The largest possible number of micro-batches, over all ranks: one for each row."""
-    max_tokens: int
-    others: dict[str, int]
-    """The limits of a micro-batch beside tokens, by unit."""
-
-    def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
-        """Return the number of optimizer steps in an epoch.
-
-        Args:
-            per_step: wanted number of documents in an optimizer step. The average is lower if the number of steps is
-                rounded up.
-            epoch: the number of ranks, and of micro-batches per optimizer step.
-
-        Raises:
-            PackingError: a step has too many or too few documents for its micro-batches; the message suggests values
-                that work.
-        """
-        steps = -(-self.documents // per_step)
-        if self._fits(per_step, epoch.slots):
-            return steps
-        of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches (accumulation x ranks)"
-        if steps * epoch.slots < self.fewest:
-            limited = "".join(f" and {most} {unit}" for unit, most in self.others.items())
-            expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens{limited}"
-            accumulation = -(-self.fewest // (steps * epoch.world_size))
-            documents = self.documents // -(-self.fewest // epoch.slots)
-            remedies = [f"max_tokens above {self.max_tokens}"]
-            remedies += [f"max_{unit} above {most}" for unit, most in self.others.items()]
-        else:
-            expected = f"at least one row for each of {of_step}"
-            accumulation = self.most // (steps * epoch.world_size)
-            documents = -(-self.documents // max(self.most // epoch.slots, 1))
-            remedies = []
-        if self._fits(per_step, epoch.world_size * accumulation):
-            remedies.append(f"gradient_accumulation_steps={accumulation}")
-        if self._fits(documents, epoch.slots):
-            remedies.append(f"match_documents_per_step={documents}")
-        hint = f"; use {', or '.join(remedies)}" if remedies else ""
-        raise PackingError(
-            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step; an "
-            f"epoch has {self.documents} documents{hint}"
-        )
-
-    def _fits(self, per_step: int, slots: int) -> bool:
-        if not per_step or not slots:
-            return False
-        return self.fewest <= -(-self.documents // per_step) * slots <= self.most
+def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
+    """Return documents cut into pieces of at most max_tokens tokens."""
+    pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
+    return FittedRows(
+        sizes=sizes_of_documents(pieces.length),
+        pieces=pieces,
+        kept=np.arange(len(pieces.length)),
+        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
+        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
+    )
 
 
 def with_linear_cost(batching: Batching, config: Any) -> Batching:

@@ -16,9 +16,7 @@ from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import token_columns_of
-from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees

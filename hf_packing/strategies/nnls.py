@@ -39,6 +39,9 @@ class NonNegativeLeastSquares(OneCapacity):
     fewer packs. `Optimal` usually needs fewer packs and is faster. Planning takes seconds at max_length=512 and minutes
     at max_length=2048. The strategy needs scipy: `pip install "hf-packing[optimal]"`.
 
+    Many solutions are equally good, and rounding errors decide which of them scipy finds. They are not the same on all
+    kinds of processors, so plans may differ by a few packs between machines. Plan once, and save the plan.
+
     Args:
         max_length: capacity of each pack in tokens, at least 1.
         overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length

@@ -11,10 +11,9 @@ from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
-from hf_packing.streams.logical_streams import LogicalStreams
-from hf_packing.streams.mixtures_in import warn_of_reading
-from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
-from hf_packing.streams.sources import open_source
+from hf_packing.streams.logical import LogicalStreams, warn_of_reading
+from hf_packing.streams.packed import PackedExamples, StreamPacking
+from hf_packing.streams.reader import open_source
 
 
 def pack_stream(stream: Any, packing: Packing, *, window_packs: int, streams: int | None, **how: Any) -> Any:

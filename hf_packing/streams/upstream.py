@@ -33,40 +33,6 @@ BaseExamples: Any = _BaseExamplesIterable
 """The base class of such objects."""
 
 
-class TypedExamples(BaseExamples):  # type: ignore[misc]
-    """The base class of objects that read Arrow tables whose types are known. A subclass defines `_iter_arrow`."""
-
-    is_typed = True
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
-
-
-class ExamplesAround(BaseExamples):  # type: ignore[misc]
-    """The base class of objects that read the examples of another object, which may yield tables or dicts.
-
-    Args:
-        examples: the other object.
-    """
-
-    def __init__(self, examples: Examples) -> None:
-        super().__init__()
-        self.ex_iterable = examples
-
-    @property
-    def is_typed(self) -> bool:
-        return bool(self.ex_iterable.is_typed)
-
-    @property
-    def features(self) -> Any:
-        return self.ex_iterable.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow if self.ex_iterable.iter_arrow else None
-
-
 def examples_of(stream: datasets.IterableDataset) -> Examples:
     """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
     examples = stream._ex_iterable
@@ -145,10 +111,11 @@ def depends_on_places(examples: Examples) -> bool:
     """Return whether the examples depend on their places in the whole stream, and not only on the shards one by one.
 
     So it is after `take`, `skip` and an endless `repeat`, for functions that get indices, for last batches that are
-    dropped, and for streams that are interleaved until one of them ends.
+    dropped, and for streams that are interleaved until one of them ends. `datasets` would divide such a stream by
+    dividing its source: two halves of take(100) would be the first 50 documents of either half of the files.
     """
     places = (TakeExamplesIterable, SkipExamplesIterable, HorizontallyConcatenatedMultiSourcesExamplesIterable)
-    return (
+    return not getattr(examples, "divides_itself", False) and (
         isinstance(examples, places)
         or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
         or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))
@@ -156,13 +123,18 @@ def depends_on_places(examples: Examples) -> bool:
             isinstance(examples, CyclingMultiSourcesExamplesIterable)
             and examples.stopping_strategy != "all_exhausted_without_replacement"
         )
-        or any(depends_on_places(each) for each in inner(examples) if not getattr(each, "is_one_shard", False))
+        or any(map(depends_on_places, inner(examples)))
     )
 
 
-def is_repeat(examples: Examples) -> bool:
-    """Return whether an object reads another one several times."""
-    return isinstance(examples, RepeatExamplesIterable)
+def num_shards(examples: Examples) -> int:
+    """Return the number of shards that can be read one by one: 1 if the examples depend on their places."""
+    return 1 if depends_on_places(examples) else int(examples.num_shards)
+
+
+def sharded(examples: Examples, of: int, number: int, contiguous: bool = True) -> Examples:
+    """Return a new object that reads one of so many parts of the shards; everything if examples depend on places."""
+    return copied(examples) if depends_on_places(examples) else examples.shard_data_sources(of, number, contiguous)
 
 
 def inner(examples: Examples) -> list[Examples]:
@@ -192,21 +164,6 @@ def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
 def tables(examples: Examples) -> Iterator[pa.Table] | None:
     """Return an iterator over the examples as Arrow tables; None if they come one by one, as dicts."""
     return None if examples.iter_arrow is None else (table for _, table in examples.iter_arrow())
-
-
-def rows(examples: Examples) -> Iterator[dict[str, Any]]:
-    """Return an iterator over the examples as dicts."""
-    return (example for _, example in examples)
-
-
-def rows_of_shards(examples: Examples) -> list[float] | None:
-    """Return the number of rows of every shard of a stream that was made of a Dataset; None for other streams."""
-    while getattr(examples, "ex_iterable", None) is not None:
-        examples = examples.ex_iterable
-    shards = getattr(examples, "kwargs", {}).get("shards")
-    if isinstance(shards, list) and shards and all(isinstance(shard, datasets.Dataset) for shard in shards):
-        return [float(len(shard)) for shard in shards]
-    return None
 
 
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:

@@ -1,14 +1,11 @@
 """Turn files, texts and chats into tokenized documents.
 
-files.py           find the files that a path or a pattern names
-documents.py       read documents from files; report the file and the line of documents that cannot be read
-rendering.py       turn messages, or a prompt and a completion, into one text, with the tokenizer's template
-tokenize.py        tokenize a dataset
-text_tokenizer.py  turn texts into tokens
-branches.py        turn chats into one document for each assistant turn
-corpus.py          read, render and tokenize documents block by block, for the command and the recipes
+render.py     turn a text, a prompt with its completion, or a chat into one text, with the tokenizer's template
+tokenize.py   turn texts and chats into tokens and labels
+branches.py   turn chats into one document for each assistant turn
+read.py       read documents of files, saved datasets and the hub, and turn them into tokens
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("pyarrow", "datasets")

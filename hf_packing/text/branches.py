@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.rendering import BadRowError, Settings, messages_of, settings_of, texts_of
-from hf_packing.text.text_tokenizer import TextTokenizer, num_shared, text_tokenizer
+from hf_packing.text.render import BadRowError, Message, Settings, messages_of, settings_of, texts_of
+from hf_packing.text.tokenize import TextTokenizer, num_shared, text_tokenizer
 
 _PROMPT, _COMPLETION, _ASSISTANT = "prompt", "completion", "assistant"
 _SETTINGS = ("tools", "chat_template_kwargs")
@@ -81,14 +80,42 @@ def branches(
             f"tokenizer: expected a tokenizer with a chat template, got {type(tokenizer).__name__}; set "
             "tokenizer.chat_template, or pass the tokenizer of a processor"
         )
-    make = _Branches(tokenizer, text_tokenizer(tokenizer))
-    found = [make.read(row, column, chat_template_kwargs or {}) for row in _rows_of(conversations, column)]
-    place = "row {} of the batch, " if isinstance(conversations, Mapping) else ""
-    bad = [f"{place.format(number)}{each.reason}" for number, each in enumerate(found) if each.reason]
-    if bad and not skip_bad:
-        raise BadRowError(bad[0])
-    documents = [document for each in found for document in each.documents]
-    _warn(found, documents, bad)
+    texts = text_tokenizer(tokenizer)
+    rows = _rows_of(conversations, column)
+    documents: list[_Document] = []
+    bad, num_empty, num_opening = [], 0, 0
+    for number, row in enumerate(rows):
+        try:
+            prompt = [] if column in row else messages_of(row[_PROMPT])
+            messages = [*prompt, *messages_of(row[column] if column in row else row[_COMPLETION])]
+            later = range(max(1, len(prompt)), len(messages))
+            turns = [each for each in later if messages[each]["role"] == _ASSISTANT]
+            settings = {**(chat_template_kwargs or {}), **settings_of(row)}
+            found = list(_documents_of(texts, messages, turns, settings))
+        except BadRowError as error:
+            bad.append(f"row {number} of the batch, {error}" if isinstance(conversations, Mapping) else str(error))
+            if not skip_bad:
+                raise BadRowError(bad[0]) from None
+            continue
+        documents += found
+        num_empty += not found
+        num_opening += not prompt and bool(messages) and messages[0]["role"] == _ASSISTANT
+    of_rows, of_turns = f"of {len(rows):,} conversations", f"of {len(documents):,} assistant turns"
+    for number, text in (
+        (len(bad), f"{of_rows} cannot be used and are left out, the first because of {next(iter(bad), '')}"),
+        (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
+        (num_opening, f"{of_rows} open with an assistant turn, which is not trained on"),
+        (
+            sum(not each.turn.has_end for each in documents),
+            f"{of_turns} do not end with a special token, so the model does not learn where to stop",
+        ),
+        (
+            sum(not each.turn.has_message for each in documents),
+            f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out",
+        ),
+    ):
+        if number:
+            warnings.warn(f"branches: {number:,} {text}", stacklevel=2)
     return {
         INPUT_IDS: [[*each.prompt, *each.generated] for each in documents],
         LABELS: [[IGNORED_LABEL] * len(each.prompt) + each.generated for each in documents],
@@ -98,8 +125,6 @@ def branches(
 class _Turn(NamedTuple):
     """An assistant turn of a conversation, as text."""
 
-    message: int
-    """The index of the turn's message in the conversation."""
     prompt: str
     """The earlier messages, and the generation prompt."""
     generated: str
@@ -118,95 +143,57 @@ class _Document(NamedTuple):
     turn: _Turn
 
 
-class _Conversation(NamedTuple):
-    """Documents made of a conversation."""
-
-    documents: list[_Document]
-    opens: bool = False
-    """True if the first message is an assistant turn, which has no prompt."""
-    reason: str = ""
-    """Why the conversation cannot be used; empty if it can be used."""
-
-
-@dataclass(frozen=True)
-class _Branches:
-    """A tokenizer of transformers, with what is needed to make documents of conversations."""
-
-    tokenizer: Any
-    texts: TextTokenizer
-
-    def read(self, row: Mapping[str, Any], column: str, chat_template_kwargs: Mapping[str, Any]) -> _Conversation:
-        """Return the documents of a conversation, or the reason why it cannot be used.
-
-        Args:
-            row: the conversation in the column `column`, or in the columns `prompt` and `completion`; and arguments for
-                the chat template.
-            column: name of the column.
-            chat_template_kwargs: more arguments for the chat template.
-        """
-        try:
-            settings = {**chat_template_kwargs, **settings_of(row)}
-            prompt = [] if column in row else messages_of(row[_PROMPT])
-            messages = [*prompt, *messages_of(row[column] if column in row else row[_COMPLETION])]
-            opens = not prompt and bool(messages) and messages[0]["role"] == _ASSISTANT
-            numbers = range(max(1, len(prompt)), len(messages))
-            turns = [number for number in numbers if messages[number]["role"] == _ASSISTANT]
-            return _Conversation(list(self._documents(messages, turns, settings)), opens)
-        except BadRowError as error:
-            return _Conversation([], reason=str(error))
-
-    def _documents(
-        self, messages: Sequence[Mapping[str, Any]], numbers: Sequence[int], settings: Settings
-    ) -> Iterator[_Document]:
-        """Yield a document for each of the given messages of a conversation."""
-        _check_parts(messages[: max(numbers, default=-1) + 1])
-        turns = [self._turn(messages, number, settings) for number in numbers]
-        prompts = self._encode([turn.prompt for turn in turns])
-        wholes = self._encode([turn.prompt + turn.generated for turn in turns])
-        for turn, prompt, whole in zip(turns, prompts, wholes, strict=True):
-            if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
-                yield _Document(prompt, whole[len(prompt) :], turn)
-                continue
+def _documents_of(
+    texts: TextTokenizer, messages: Sequence[Message], numbers: Sequence[int], settings: Settings
+) -> Iterator[_Document]:
+    """Yield a document for each of the given messages of a conversation."""
+    _check_parts(messages[: max(numbers, default=-1) + 1])
+    turns = [_turn_of(texts, messages, number, settings) for number in numbers]
+    prompts = _encode(texts, [turn.prompt for turn in turns])
+    wholes = _encode(texts, [turn.prompt + turn.generated for turn in turns])
+    decode = texts.template.tokenizer.decode
+    as_they_are = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    for number, turn, prompt, whole in zip(numbers, turns, prompts, wholes, strict=True):
+        generated = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt or not generated:
             # a token spans the end of the prompt, which cannot happen at inference
-            (generated,) = self._encode([turn.generated])
-            if not generated or self._decode(prompt + generated) != self._decode(whole):
+            (generated,) = _encode(texts, [turn.generated])
+            if not generated or decode(prompt + generated, **as_they_are) != decode(whole, **as_they_are):
                 raise BadRowError(
-                    f"message {turn.message}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
+                    f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
                     f"{turn.prompt[-_SHOWN:]!r} and {turn.generated[:_SHOWN]!r} become other text"
                 )
-            yield _Document(prompt, generated, turn)
+        yield _Document(prompt, generated, turn)
 
-    def _turn(self, messages: Sequence[Mapping[str, Any]], number: int, settings: Settings) -> _Turn:
-        """Return an assistant turn as text; raise BadRowError if the turn does not begin with its generation prompt."""
-        try:
-            prompt = self.texts.template.write(messages[:number], True, settings)
-            whole = self.texts.template.write(messages[: number + 1], False, settings)
-        except BadRowError as error:
-            raise BadRowError(f"message {number}: {error}") from None
-        if not whole.startswith(prompt):
-            same = num_shared(prompt, whole)
-            shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
-            raise BadRowError(
-                f"message {number}: expected a chat template whose turns begin with their generation prompt, but the "
-                f"prompt has {prompt[shown]!r} where the turn has {whole[shown]!r}. The model would be trained on text "
-                "that it never sees at inference; use another template, or chat_template_kwargs such as "
-                "{'enable_thinking': False}"
-            )
-        generated = whole[len(prompt) :]
-        if not generated:
-            raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
-        stripped = generated.rstrip()
-        has_end = stripped.endswith(self.texts.template.special_tokens)
-        has_message = all(text.strip() in generated for text in texts_of(messages[number]))
-        # the model stops at the end token; a line break after it is the template's
-        return _Turn(number, prompt, stripped if has_end else generated, has_end, has_message)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.texts.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [each.ids for each in encoded]
+def _turn_of(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> _Turn:
+    """Return an assistant turn as text; raise BadRowError if the turn does not begin with its generation prompt."""
+    try:
+        prompt = texts.template.write(messages[:number], True, settings)
+        whole = texts.template.write(messages[: number + 1], False, settings)
+    except BadRowError as error:
+        raise BadRowError(f"message {number}: {error}") from None
+    if not whole.startswith(prompt):
+        same = num_shared(prompt, whole)
+        shown = slice(max(0, same - _SHOWN), same + 2 * _SHOWN)
+        raise BadRowError(
+            f"message {number}: expected a chat template whose turns begin with their generation prompt, but the "
+            f"prompt has {prompt[shown]!r} where the turn has {whole[shown]!r}. The model would be trained on text "
+            "that it never sees at inference; use another template, or chat_template_kwargs such as "
+            "{'enable_thinking': False}"
+        )
+    generated = whole[len(prompt) :]
+    if not generated:
+        raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
+    stripped = generated.rstrip()
+    has_end = stripped.endswith(texts.template.special_tokens)
+    has_message = all(text.strip() in generated for text in texts_of(messages[number]))
+    # the model stops at the end token; a line break after it is the template's
+    return _Turn(prompt, stripped if has_end else generated, has_end, has_message)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:
+    return [each.ids for each in texts.backend.encode_batch_fast(given, add_special_tokens=False)]
 
 
 def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
@@ -238,7 +225,7 @@ def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_parts(messages: Sequence[Message]) -> None:
     """Raise BadRowError if the content of a message has a picture, or another part that is not text."""
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -247,26 +234,3 @@ def _check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
                 raise BadRowError(
                     f"message {number}: expected text, got a part that needs a processor: {str(part)[: 2 * _SHOWN]}"
                 )
-
-
-def _warn(found: Sequence[_Conversation], documents: Sequence[_Document], bad: Sequence[str]) -> None:
-    """Warn about conversations and turns without a document, and about turns that lack text.
-
-    Args:
-        found: what is made of the conversations.
-        documents: all documents of them.
-        bad: the reasons why conversations are left out.
-    """
-    num_empty = sum(not (each.documents or each.reason) for each in found)
-    num_endless = sum(not each.turn.has_end for each in documents)
-    num_lacking = sum(not each.turn.has_message for each in documents)
-    of_rows, of_turns = f"of {len(found):,} conversations", f"of {len(documents):,} assistant turns"
-    for number, text in (
-        (len(bad), f"{of_rows} cannot be used and are left out, the first because of {next(iter(bad), '')}"),
-        (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
-        (sum(each.opens for each in found), f"{of_rows} open with an assistant turn, which is not trained on"),
-        (num_endless, f"{of_turns} do not end with a special token, so the model does not learn where to stop"),
-        (num_lacking, f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out"),
-    ):
-        if number:
-            warnings.warn(f"branches: {number:,} {text}", stacklevel=3)

@@ -1,21 +1,170 @@
-"""`tokenize` turns texts, prompts with completions, and chats into tokens and labels, as SFTTrainer does."""
+"""Turn texts, prompts with completions, and chats into tokens and labels, as SFTTrainer does.
+
+Each text is tokenized as a whole. Some parts of a text are masked, that is, not trained on. Which tokens these are is
+decided as in TRL, so that labels are equal:
+
+- in chats by the characters of each token: a token is trained on if one of its characters is;
+- in a prompt with a completion by tokenizing the prompt alone: the tokens that both results share at the beginning are
+  masked. This also works for tokenizers that report no characters, or wrong ones.
+"""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 
-from hf_packing.columns import INPUT_IDS, LABELS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.rendering import TRAIN_ON, BadRowError, kind_of_row, render
-from hf_packing.text.text_tokenizer import text_tokenizer
+from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, ChatTemplate, Rendered, reason_of, render
 
-_COLUMNS = datasets.Features(
+TOKEN_COLUMNS = datasets.Features(
     {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
 )
 _STREAMS = (datasets.IterableDataset, datasets.IterableDatasetDict)
 _DICTS = (datasets.DatasetDict, datasets.IterableDatasetDict)
+
+Tokens = tuple[list[list[int]], list[list[int]]]
+"""The input_ids and the labels of documents."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer, and how it turns rows into tokens. `text_tokenizer` makes one of a tokenizer of transformers."""
+
+    backend: Any
+    """A `tokenizers.Tokenizer`, or an object with the same methods."""
+    template: ChatTemplate
+    end: int | None
+    """The id of the token to append to texts that do not end with it; None for none. Chat templates write their own."""
+    text_field: str | None = None
+    """Name of the field with the text; None to take the first of ROW_KINDS that a row has."""
+    separator: str | None = None
+    """The text between a prompt and a completion that are both text; None for no text."""
+    train_on: str | None = None
+    """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
+
+    def render(self, row: Mapping[str, Any]) -> Rendered:
+        """Return the text of a row; raise BadRowError if the row cannot be used."""
+        return render(row, self.template, self.text_field, self.separator, self.train_on)
+
+    def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
+        """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
+        input_ids, labels = [], []
+        for each, encoding in zip(rendered, self._encode(rendered, characters=True), strict=True):
+            ids = encoding.ids
+            trained = np.array(ids, dtype=np.int64)
+            for masked in self._masked(each, encoding):
+                trained[masked] = IGNORED_LABEL
+            needs_end = not each.complete and self.end is not None and ids[-1:] != [self.end]
+            end = [self.end] if needs_end else []
+            input_ids.append([*ids, *end])
+            labels.append([*trained.tolist(), *end])
+        return input_ids, labels
+
+    def _masked(self, document: Rendered, encoding: Any) -> Iterator[slice]:
+        """Yield the tokens of each masked part of a document."""
+        offsets = np.array(encoding.offsets if document.masked else (), dtype=np.int64).reshape(-1, 2)
+        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
+        if document.complete and len(offsets) and offsets[-1, 1] == len(document.text):
+            starts, stops = offsets.T
+            for first, stop in document.masked:
+                yield slice(int(np.searchsorted(starts, first)), int(np.searchsorted(stops, stop, "right")))
+            return
+        for first, stop in document.masked:
+            yield slice(
+                first and self._tokens_before(first, document, encoding), self._tokens_before(stop, document, encoding)
+            )
+
+    def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
+        """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
+        (before,) = self._encode([document._replace(text=document.text[:edge])])
+        within = np.flatnonzero(~np.array(before.special_tokens_mask, dtype=bool))
+        alone = before.ids[: within[-1] + 1] if len(within) else before.ids  # without the special tokens at the end
+        return num_shared(encoding.ids, alone)
+
+    def _encode(self, rendered: Sequence[Rendered], characters: bool = False) -> list[Any]:
+        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them.
+
+        Args:
+            rendered: the documents.
+            characters: whether encodings of chats with masked parts say which characters belong to each token.
+        """
+        encodings: list[Any] = []
+        for (complete, exact), group in groupby(
+            rendered, lambda each: (each.complete, characters and bool(each.masked))
+        ):
+            encode = self.backend.encode_batch if complete and exact else self.backend.encode_batch_fast
+            encodings += encode([each.text for each in group], add_special_tokens=not complete)
+        return encodings
+
+
+def text_tokenizer(tokenizer: Any, chat_template: str | None = None, **options: Any) -> TextTokenizer:
+    """Return a `TextTokenizer` that wraps a tokenizer of transformers.
+
+    Args:
+        tokenizer: a PreTrainedTokenizerBase. Its padding and truncation, which would change lengths, are switched off.
+        chat_template: the chat template; None for that of the tokenizer, or ChatML if it has none.
+        options: `text_field`, `separator` and `train_on` of TextTokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        backend = _SlowBackend(tokenizer)
+    else:
+        backend.no_padding()
+        backend.no_truncation()
+    template = ChatTemplate(tokenizer, chat_template or tokenizer.chat_template or CHATML)
+    return TextTokenizer(backend, template, tokenizer.eos_token_id, **options)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
+    """Load a tokenizer of transformers.
+
+    Args:
+        name: name of a repository on the hub, path of a folder, or path of a tokenizer.json file.
+        trust_remote_code: whether to run code that comes with the tokenizer. If False, such a tokenizer is refused.
+
+    Raises:
+        PackingError: no such tokenizer exists, or the tokenizer cannot be loaded.
+    """
+    try:
+        if Path(name).is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast(tokenizer_file=name)
+        from transformers import AutoTokenizer  # loads torch
+
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # errors of the hub, the network or files; tokenizers raises bare exceptions
+        raise PackingError(
+            f"tokenizer: expected a name on the hub, a folder or a tokenizer.json, but {name!r} cannot be loaded "
+            f"here: {reason_of(error)}"
+        ) from None
+
+
+class _SlowBackend:
+    """A slow tokenizer, written in Python, with the methods of `tokenizers.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
+        encoded = [self.tokenizer(text, **options) for text in texts]
+        return [SimpleNamespace(ids=each["input_ids"], offsets=(), **each) for each in encoded]
+
+    encode_batch_fast = encode_batch
+
+
+def num_shared(ids: Sequence[Any], others: Sequence[Any]) -> int:
+    """Return the number of leading items that two sequences share."""
+    pairs = zip(ids, others, strict=False)
+    return next((number for number, (item, other) in enumerate(pairs) if item != other), min(len(ids), len(others)))
 
 
 def tokenize(
@@ -88,7 +237,7 @@ def tokenize(
     if not isinstance(dataset, (datasets.Dataset, *_STREAMS)):
         return _tokens_of(dataset, **options)
     names = dataset.column_names or list(next(iter(dataset), {}))
-    settings = {"batched": True, "fn_kwargs": options, "remove_columns": names, "features": _COLUMNS}
+    settings = {"batched": True, "fn_kwargs": options, "remove_columns": names, "features": TOKEN_COLUMNS}
     if isinstance(dataset, datasets.IterableDataset):  # without the numbers of its rows, so that its shards stay apart
         return dataset.map(_tokens_of, **settings)
     return dataset.map(_tokens_of, with_indices=True, num_proc=num_proc, desc="Tokenizing", **settings)
@@ -109,18 +258,15 @@ def _tokens_of(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    texts = text_tokenizer(tokenizer, chat_template)
+    texts = text_tokenizer(tokenizer, chat_template, train_on=train_on, text_field=text_field)
     rendered = []
     for number, row in enumerate(rows):
         try:
-            kind = kind_of_row(row, text_field)
-            if kind == INPUT_IDS:
-                raise BadRowError("expected rows without input_ids, which are tokens already")
-            rendered.append(render(row, kind, texts.template, train_on=train_on))
+            rendered.append(texts.render(row))
         except BadRowError as error:
             place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
             raise PackingError(f"{place}: {error}") from None
-    input_ids, labels = texts.tokens(rendered, ended=True)
+    input_ids, labels = texts.tokens(rendered)
     lacking = sum(each.lacks_text for each in rendered)
     untrained = sum(not any(label >= 0 for label in each[1:]) for each in labels)
     for number, text in (

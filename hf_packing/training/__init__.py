@@ -30,6 +30,6 @@
 | ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
 """
 
-from hf_packing.versions import refuse_older
+from hf_packing.checks import refuse_older
 
 refuse_older("accelerate")

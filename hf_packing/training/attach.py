@@ -13,13 +13,12 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.epoch_plan import Batching, check_batching
-from hf_packing.sampling.epoch_summary import EpochSummary
-from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.batching import Batching, Shapes, check_batching
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
-from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
@@ -37,7 +36,6 @@ from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
 from hf_packing.trees.forest import check_fewest_shared
-from hf_packing.versions import refuse_older
 
 
 @overload
@@ -201,7 +199,7 @@ def _check_and_plan(
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
-        batching = within_shapes(batching, *shapes)
+        batching = batching.within(shapes)
     config = None if trainer.model is None else inner_model(trainer.model).config
     batches = PlannedBatches(trainer, with_linear_cost(batching, config), loss, prove, shapes)
     sampler = batches.sampler(trainer, planned_from)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_packing.attention import ProveInTraining
-from hf_packing.sampling.epoch_plan import Batching
-from hf_packing.sampling.within_limits import Shapes
+from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.losses import Loss
 
 

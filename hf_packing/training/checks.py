@@ -39,9 +39,10 @@ from hf_packing.rows.token_columns import (
     row_numbers,
     visible_columns,
 )
-from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
 from hf_packing.training.trainer_loss import sft_trainer_of

@@ -13,15 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_packing.attention import inner_model
-from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.batch.segments import with_segments_cut
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.epoch_plan import EpochPlan
-from hf_packing.sampling.epoch_summary import EpochSummary
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.batching import EpochPlan
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.checks import check_accelerator, check_not_dispatched
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model

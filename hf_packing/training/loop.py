@@ -19,12 +19,12 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import with_linear_cost
-from hf_packing.sampling.within_limits import within_shapes
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_not_dispatched
 from hf_packing.training.loader import PackedLoader, rows_loader
 from hf_packing.training.losses import Loss, check_loss, items_in
@@ -130,7 +130,7 @@ def prepare_dataloader(
         config = None if model is None else inner_model(model).config
         balanced = with_linear_cost(check_batching(batching), config)
         if (tokens, max_segments) != (None, None):
-            balanced = within_shapes(balanced, tokens, max_segments)
+            balanced = balanced.within((tokens, max_segments))
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)

@@ -11,9 +11,9 @@ from transformers import TrainingArguments
 from hf_packing.columns import LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
 from hf_packing.errors import PackingError
 from hf_packing.rows.token_columns import visible_columns
-from hf_packing.sampling.sampled_rows import Row, SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
-from hf_packing.sampling.within_limits import FilledInOrder
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import Row, SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.masking import Masking, masking_of
 from hf_packing.training.ranks import PlannedFrom
 
@@ -61,7 +61,7 @@ class MaskedRows(SampledRows):
         more = [*more, SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
         super().__init__(dataset, sampler, unread, apply_masks, more)
         self.masking = masking
-        self._same_masks = isinstance(sampler.batching, (InOrder, FilledInOrder))
+        self._same_masks = isinstance(sampler.batching, InOrder)
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             self._check_columns(visible_columns(dataset))
         if masking.whole_words:

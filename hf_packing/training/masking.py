@@ -20,7 +20,7 @@ from hf_packing.batch.collate import read_integers, read_segment_lengths
 from hf_packing.columns import INPUT_IDS, LABELS, OFFSET_MAPPING, SEGMENT_COLUMNS, SPECIAL_TOKENS_MASK
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.sampling.sampled_rows import Row
+from hf_packing.sampling.rows import Row
 from hf_packing.training.drawn_masks import draw_masks, masks_as_stock
 from hf_packing.training.ranks import PlannedFrom
 

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_packing.attention import borders_required
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment

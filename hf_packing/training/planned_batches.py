@@ -14,13 +14,13 @@ from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.batching import Batching, Shapes
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes, sizes_of
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
-from hf_packing.sampling.within_limits import FilledInOrder, Shapes
 from hf_packing.training.attach_decisions import AttachDecisions
 from hf_packing.training.checks import (
     applies_masks,
@@ -162,7 +162,7 @@ class PlannedBatches:
         tokens, max_segments = self.decided.shapes
         batching: Batching = InOrder(rows_per_batch)
         if tokens is not None and max_segments is not None:
-            batching = FilledInOrder(tokens, max_segments - 1)
+            batching = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
         return self._sampler(trainer, name, dataset, planned_from, batching)
 
     def settle(self, trainer: Trainer) -> None:

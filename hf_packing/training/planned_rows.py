@@ -13,8 +13,8 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, check_not_dispatched
 from hf_packing.training.loss_units import count_units, find_loss_unit

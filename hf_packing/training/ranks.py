@@ -23,9 +23,8 @@ from transformers.trainer_callback import ExportableState
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.errors import PackingError
-from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
-from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import DataFacts, RowSizes, data_facts
 from hf_packing.training.losses import Loss, documents_in, items_in
 from hf_packing.training.tree_batch import trees_of
 
@@ -158,7 +157,7 @@ def _refuse_differences(reports: list[_Report]) -> None:
                 raise PackingError(
                     f"{name}: expected a dataset on all ranks, but rank {has} has a dataset and rank {lacks} has none"
                 )
-            if differ := difference(first.data[name], other.data[name], "rank 0", f"rank {rank}"):
+            if differ := first.data[name].difference(other.data[name], rank):
                 raise PackingError(
                     f"{name}: expected the same rows on all ranks; {differ}. Give every rank the whole dataset, "
                     "without .shard(), split_dataset_by_node() or shuffle(seed=rank), since hf_packing divides the "

@@ -23,7 +23,7 @@ from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_summary import EpochSummary
+from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
 from hf_packing.training.checks import (
     check_accelerator,

@@ -23,9 +23,9 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import visible_columns
-from hf_packing.sampling.epoch_plan import RowSizes, SampledRow
-from hf_packing.sampling.row_sizes import rows_to_sample, sizes_of
+from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 
 Collate = Callable[[list[Any]], Any]
 

@@ -26,6 +26,15 @@ from hf_packing.trees.forest import Forest
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
 
 _HASHED_AT_ONCE = 1 << 22
+_TOKENS_OF_BLOCK = 1 << 21
+_SORTED_AT_ONCE = 1 << 21
+"""Pieces are sorted as a whole if they have at most this many tokens together. More are sorted by a few tokens first,
+to use little memory even if all documents begin alike."""
+_FEWEST_AT_ONCE, _MOST_AT_ONCE = 64, 1024
+"""The fewest and the most tokens by which pieces are then sorted at a time."""
+_COMPARED_AT_ONCE = 1 << 20
+_LONG = 512
+"""Pairs of pieces of at least this many tokens are compared one by one, and shorter ones many at a time."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
@@ -58,9 +67,9 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
     splits: dict[str, int] = {}
     order, shared = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for block in _blocks_of_candidates(columns, pieces, min_shared):
-        by_content = sort_pieces(columns, pieces, block, splits)
-        order.append(by_content.order)
-        shared.append(_move_up(by_content.common, min_shared))
+        by_content, common = _sort_pieces(columns, pieces, block, splits)
+        order.append(by_content)
+        shared.append(_move_up(common, min_shared))
     return FoundTrees(_in_order(np.concatenate(order), np.concatenate(shared), length), splits)
 
 
@@ -87,7 +96,7 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     pieces_of_groups = long_enough[by_hash[indices_in_ranges(begins[several], sizes)]]
     before = offsets_of(pieces.length[pieces_of_groups])
     tokens = np.diff(before[offsets])
-    blocks = blocks_of_rows(tokens, SORTED_AT_ONCE)
+    blocks = blocks_of_rows(tokens, _TOKENS_OF_BLOCK)
     return [pieces_of_groups[offsets[first] : offsets[end]] for first, end in blocks]
 
 
@@ -152,16 +161,6 @@ def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
     return Forest(order, length[order], shared)
 
 
-SORTED_AT_ONCE = 1 << 21
-"""Pieces are sorted as a whole if they have at most this many tokens together. More are sorted by a few tokens first,
-to use little memory even if all documents begin alike."""
-_FEWEST_AT_ONCE, _MOST_AT_ONCE = 64, 1024
-"""The fewest and the most tokens by which pieces are then sorted at a time."""
-_COMPARED_AT_ONCE = 1 << 20
-_LONG = 512
-"""Pairs of pieces of at least this many tokens are compared one by one, and shorter ones many at a time."""
-
-
 class TokenKeys(NamedTuple):
     """The values to compare, as 32-bit words."""
 
@@ -171,27 +170,9 @@ class TokenKeys(NamedTuple):
     """For each word, the name of its column."""
 
 
-class SortedPieces(NamedTuple):
-    """Pieces in the order of their content, in which those that begin with the same values are neighbors."""
-
-    order: IntArray
-    """int64 [pieces]: indices of the pieces."""
-    common: IntArray
-    """int64 [pieces]: number of tokens that each piece has in common with the one before it; 0 for the first."""
-
-
-class _Group(NamedTuple):
-    """Pieces that begin with the same values, not sorted yet, or neighbors that are sorted."""
-
-    pieces: IntArray
-    """int64 [pieces]: indices of the pieces."""
-    depth: int
-    """The number of tokens that all of them have in common; the rest of them is to be sorted. -1 if they are sorted."""
-    common: IntArray
-    """int64 [1 or pieces]: tokens that the first piece, or each sorted piece, has in common with the one before it."""
-
-
-def sort_pieces(columns: TokenColumns, pieces: Pieces, some: IntArray, splits: dict[str, int]) -> SortedPieces:
+def _sort_pieces(
+    columns: TokenColumns, pieces: Pieces, some: IntArray, splits: dict[str, int]
+) -> tuple[IntArray, IntArray]:
     """Sort some pieces by their tokens and by the other values of their tokens.
 
     Args:
@@ -200,60 +181,29 @@ def sort_pieces(columns: TokenColumns, pieces: Pieces, some: IntArray, splits: d
         some: int64 [pieces to sort]: indices of the pieces to sort.
         splits: by the name of a column, the number of neighbors that have fewer tokens in common because their values
             in this column differ; changed in place.
+
+    Returns:
+        The indices in a new order, in which pieces that begin with the same values are neighbors, and the number of
+        tokens that each piece has in common with the one before it, both int64 [pieces to sort].
     """
-    done: list[_Group] = []
-    waiting = [_Group(some, 0, np.zeros(1, dtype=np.int64))]
+    order, common = some.copy(), np.zeros(len(some), dtype=np.int64)
+    waiting = [(0, len(some), 0)]  # places in the order, and the number of tokens that the pieces there have in common
     while waiting:
-        group = waiting.pop()
-        if group.depth < 0:
-            done.append(group)
-            continue
-        left = Pieces(
-            pieces.document[group.pieces],
-            pieces.start[group.pieces] + group.depth,
-            pieces.length[group.pieces] - group.depth,
-        )
-        if int(left.length.sum(dtype=np.int64)) <= SORTED_AT_ONCE or len(group.pieces) == 1:
-            order, common = _sort_by(columns, left, group.depth, splits)
-            common[1:] += group.depth
-            common[0] = group.common[0]
-            done.append(_Group(group.pieces[order], -1, common))
-            continue
-        tokens = min(max(SORTED_AT_ONCE // len(group.pieces), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
-        window = Pieces(left.document, left.start, np.minimum(left.length, tokens))
-        order, common = _sort_by(columns, window, group.depth, splits)
-        waiting += _groups_of(group, order, common, window.length[order], tokens)[::-1]
-    return SortedPieces(
-        np.concatenate([group.pieces for group in done]), np.concatenate([group.common for group in done])
-    )
-
-
-def _groups_of(group: _Group, order: IntArray, common: IntArray, length: IntArray, tokens: int) -> list[_Group]:
-    """Return the groups of pieces whose next `tokens` tokens are equal, and the sorted pieces between them.
-
-    Args:
-        group: the group that was sorted by the next tokens.
-        order: int64 [pieces]: the order of its pieces.
-        common: int64 [pieces]: how many of the next tokens each piece has in common with the one before it.
-        length: integers [pieces]: how many of the next tokens each piece has, at most `tokens`.
-        tokens: number of tokens by which the pieces were sorted.
-    """
-    equal = (common == tokens) & (length == tokens)  # to the piece before
-    common = common + group.depth
-    common[0] = group.common[0]
-    begins = np.append(np.flatnonzero(~equal), len(order))
-    sizes = np.diff(begins)
-    groups: list[_Group] = []
-    first = 0  # of the runs that are not in a group yet
-    for run in [*np.flatnonzero(sizes > 1).tolist(), len(sizes)]:
-        if run > first:
-            alone = begins[first:run]
-            groups.append(_Group(group.pieces[order[alone]], -1, common[alone]))
-        if run < len(sizes):
-            members = slice(begins[run], begins[run + 1])
-            groups.append(_Group(group.pieces[order[members]], group.depth + tokens, common[begins[run] :][:1]))
-        first = run + 1
-    return groups
+        begin, end, depth = waiting.pop()
+        group = order[begin:end]
+        left = pieces.length[group] - depth
+        tokens = int(left.max()) + 1
+        if end - begin > 1 and left.sum(dtype=np.int64) > _SORTED_AT_ONCE:
+            tokens = min(max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
+        following = Pieces(pieces.document[group], pieces.start[group] + depth, np.minimum(left, tokens))
+        by_content, same = _sort_by(columns, following, depth, splits)
+        order[begin:end] = group[by_content]
+        common[begin + 1 : end] = same[1:] + depth
+        firsts = np.flatnonzero(same < tokens)
+        sizes = np.diff(firsts, append=end - begin)
+        for first, size in zip(firsts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
+            waiting.append((begin + first, begin + first + size, depth + tokens))
+    return order, common
 
 
 def _sort_by(columns: TokenColumns, pieces: Pieces, depth: int, splits: dict[str, int]) -> tuple[IntArray, IntArray]:
@@ -263,7 +213,7 @@ def _sort_by(columns: TokenColumns, pieces: Pieces, depth: int, splits: dict[str
         columns: the token columns of the documents.
         pieces: the pieces, from the token number `depth` on.
         depth: the number of tokens that pieces have before.
-        splits: as in `sort_pieces`.
+        splits: as in `_sort_pieces`.
     """
     keys = read_keys(columns, pieces, are_beginnings=depth == 0)
     ends = np.cumsum(pieces.length, dtype=np.int64)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_ranges, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
 
 
@@ -41,8 +41,7 @@ class Forest:
     @property
     def sizes(self) -> IntArray:
         """int64 [trees]: the number of tokens of each tree; tokens that its pieces share are counted once."""
-        before = offsets_of(self.length - self.shared)
-        return np.diff(before[self.offsets])
+        return sums_of(self.length - self.shared, self.offsets)
 
     def select(self, trees: npt.NDArray[np.bool_]) -> "Forest":
         """Return the forest of some of the trees; `trees` is bool [trees]."""

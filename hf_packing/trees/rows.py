@@ -35,6 +35,7 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, as_int32, list_array
@@ -122,7 +123,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
-    row_tokens = np.diff(offsets_of(paths.own)[offsets])
+    row_tokens = sums_of(paths.own, offsets)
     run_offsets = np.searchsorted(runs.document, offsets)
     in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
@@ -183,40 +184,3 @@ def _merge_labels(
     ranges = paths.find(runs.document, runs.start, runs.start + runs.length)
     merged[count_ranges(ranges.begin, ranges.length, len(input_ids)) == 0] = IGNORED_LABEL
     return merged
-
-
-def join_rows(columns: TokenColumns, some: IntArray, per_row: IntArray) -> pa.Table:
-    """Return rows of trees, each joined from some of the given rows.
-
-    Args:
-        columns: all columns of the given rows of trees, by name.
-        some: integers [joined]: indices of the given rows, in the order in which they are joined.
-        per_row: integers [rows]: number of given rows that make each new row, at least 1; their sum is `joined`.
-    """
-    begin = np.cumsum(per_row, dtype=np.int64) - per_row
-    segments, documents = columns[SEGMENT_LENGTHS].length[some], columns[ENDS].length[some]
-    segments_before, documents_before = (_before_in_row(each, begin, per_row) for each in (segments, documents))
-    arrays = {}
-    for name, column in columns.items():
-        length = column.length[some]
-        values = column.gather(some, np.zeros_like(some), length)
-        if name in (PARENTS, ENDS):
-            values += np.where(values < 0, 0, np.repeat(segments_before, length)).astype(values.dtype)
-        elif name == TRAINED:
-            values[::3] += np.repeat(documents_before, length // 3).astype(values.dtype)
-        of_row = np.add.reduceat(length, begin, dtype=np.int64) if len(begin) else begin
-        arrays[name] = list_array(values, of_row, pa.types.is_large_list(column.type))
-    return pa.table(arrays)
-
-
-def _before_in_row(numbers: IntArray, begin: IntArray, per_row: IntArray) -> IntArray:
-    """Return the sum of the numbers before each one in its row, int64 [joined].
-
-    Args:
-        numbers: integers [joined].
-        begin: integers [rows]: index of the first number of each row.
-        per_row: integers [rows]: how many numbers belong to each row.
-    """
-    before = np.cumsum(numbers, dtype=np.int64) - numbers
-    in_row: IntArray = before - np.repeat(before[begin], per_row)
-    return in_row

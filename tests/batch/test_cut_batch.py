@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_packing as hfp
-from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.batch.segments import with_segments_cut
 
 BORDERS = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 

@@ -85,8 +85,8 @@ def test_the_collator_is_a_value():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": 8}, "max_segments: expected an integer together with tokens=8, got None"),
-        ({"max_segments": 8}, "tokens: expected an integer together with max_segments=8, got None"),
+        ({"tokens": 8}, "max_segments: expected an integer from 2 to 2147483647, got None"),
+        ({"max_segments": 8}, "tokens: expected an integer from 1 to 2147483647, got None"),
         ({"tokens": 0, "max_segments": 8}, "tokens: expected an integer from 1 to 2147483647, got 0"),
         ({"tokens": 8, "max_segments": 1}, "max_segments: expected an integer from 2 to 2147483647, got 1"),
         ({"tokens": 8, "max_segments": 2.5}, "max_segments: expected an integer from 2 to 2147483647, got 2.5"),

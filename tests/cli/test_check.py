@@ -32,7 +32,7 @@ def test_an_architecture_of_which_no_small_model_can_be_built(capsys, monkeypatc
     monkeypatch.setattr(import_module("hf_packing.attention.tiny_model"), "_MAX_PARAMETERS", 10)
     assert main(["check", "llama"]) == 2
     said = one_line(capsys.readouterr().err)
-    assert "MODEL: expected a configuration from which a model can be built, but building a model from 'llama'" in said
+    assert "MODEL: expected a configuration from which a model can be built, but building 'llama' failed" in said
     assert "even with small settings" in said
 
 

@@ -52,23 +52,6 @@ def in_shell(command, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["", "--json"])
-def test_who_reads_the_output_may_go_away(data, tokenizer, options):
-    """Without a word, and with another exit code than a model that is not isolated or bad input."""
-    given = f"report {data} --tokenizer {tokenizer} --no-eos --max-length 16 {options}"
-    done = in_shell(f"$HF_PACKING {given} | true; echo ${{PIPESTATUS[0]}}")
-    assert (done.stdout, done.stderr) == ("141\n", "")
-
-
-@pytest.mark.slow
-def test_streams_that_are_closed(data, tokenizer):
-    given = f"report {data} --tokenizer {tokenizer} --max-length 16"
-    done = in_shell(f"$HF_PACKING {given} >&-; echo $?; $HF_PACKING {given} --json 2>&- >/dev/null; echo $?")
-    assert done.stdout == "0\n0\n"
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_letters_that_the_terminal_does_not_know(tmp_path, data, tokenizer):
     file = tmp_path / "雪:100:.jsonl"
     os.rename(data, file)
@@ -93,7 +76,7 @@ def test_json_has_no_numbers_that_json_does_not_know(capsys):
 
 def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setattr("hf_packing.text.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
+    monkeypatch.setattr("hf_packing.text.read.Documents.tokens", lambda *_: pytest.fail("documents are read"))
     for given in (["report", data], ["pack", data, "--output", str(tmp_path / "packed")]):
         assert main([*given, "--tokenizer", tokenizer, "--strategy", "optimal"]) == 2
         assert "needs scipy" in capsys.readouterr().err
@@ -135,14 +118,14 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
     assert main([*given, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
     assert "2 documents" in printed
-    assert "rows or files left out: 1; the first one: " in printed
+    assert "rows left out: 1; the first one: " in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
-        (["report", "{data}"], "--tokenizer: expected a tokenizer for documents with text, got none"),
+        (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
         (
             ["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"],
@@ -150,11 +133,11 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         ),
         (["report", "{data}", "--max-length", "0"], "--max-length: expected an integer of at least 1, got '0'"),
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
-        (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),
-        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a path in a writable folder"),
+        (["report", "{data}", "--output", "{folder}"], "--output: expected a file in a writable folder"),
+        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a file in a writable folder"),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
-        ([], "the following arguments are required: report | pack | fleet | check"),
+        ([], "the following arguments are required: report | pack | check"),
         (
             ["report", "{data}", "--tokenizer", "{tokenizer}", "--strategy", "best"],
             "--strategy: expected one of best_fit",
@@ -173,21 +156,6 @@ def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, argume
     assert message in said
     assert said.startswith("error: ")
     assert said.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [["report", "{data}", "--tokenizer", "nobody/nothing"], ["report", "nobody/data"], ["check", "nobody/x"]],
-)
-def test_a_hub_out_of_reach_is_said_once(data, arguments):
-    known = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    command = [sys.executable, "-m", "hf_packing.cli", *(argument.format(data=data) for argument in arguments)]
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = subprocess.run(command, env=known | nowhere, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_lengths_may_be_given_twice_and_in_any_order(capsys, data, tokenizer):
@@ -233,7 +201,7 @@ def test_no_torch_is_loaded_to_report_with_a_tokenizer_file(data, tokenizer):
     code = (
         "import sys; from hf_packing.cli import main; "
         f"main(['report', {data!r}, '--tokenizer', {tokenizer!r}, '--max-length', '16', '--json']); "
-        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules], file=sys.stderr)"
+        "print([name for name in ('torch',) if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip().endswith("[]")

@@ -1,4 +1,4 @@
-"""hf-packing pack: the dataset it leaves, and what is left after an interruption."""
+"""hf-packing pack: the dataset that it writes, whole or not at all."""
 
 import json
 import os
@@ -6,19 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import datasets
 import pytest
 from chat_templates import CHAT, CHATML, FROM_TRL, PLAIN, tokenizer_with
-from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
 from hf_packing.cli import main
-from hf_packing.rows.packing import Packing
 
 
 def test_pack(capsys, tmp_path, data, tokenizer, words):
@@ -42,7 +38,7 @@ def test_pack(capsys, tmp_path, data, tokenizer, words):
 
 @pytest.mark.slow
 def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
-    """By pack, report and fleet; all three say how many tokens that are."""
+    """By pack, by pack with several processes, and by report; all three say how many tokens that are."""
     tokenizer = tokenizer_with(FROM_TRL["qwen3"])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     chats = [{"messages": PLAIN}, {"messages": PLAIN[:2]}] * 3
@@ -59,7 +55,7 @@ def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
         assert found["input_ids"][:] == documents["input_ids"][:]
         assert [row[1:] for row in found["labels"]] == [row[1:] for row in documents["labels"]]
         trained = sum(label != -100 for row in documents["labels"] for label in row[1:])
-        assert main(["fleet", "pack", *data, *packs, str(tmp_path / f"{name}-fleet"), "--workers", "1", *flags]) == 0
+        assert main(["pack", *data, *packs, str(tmp_path / f"{name}-fleet"), "--workers", "1", *flags]) == 0
         said.append(capsys.readouterr().out)
         assert main(["report", *data, "--max-length", "256", *flags]) == 0
         said.append(capsys.readouterr().out)
@@ -69,7 +65,7 @@ def test_chats_are_trained_on_as_tokenize_does_it(capsys, tmp_path):
         counts.append(trained)
     assert 0 < counts[0] < counts[1]
     assert main(["pack", *data, *packs, str(tmp_path / "none"), "--train-on", "completion"]) == 2
-    assert "expected train_on='assistant' or 'all' for documents with messages" in capsys.readouterr().err
+    assert "expected --train-on='assistant' or 'all' for documents with messages" in capsys.readouterr().err
 
 
 def test_thinking_that_the_template_leaves_out_is_counted(capsys, tmp_path):
@@ -80,25 +76,28 @@ def test_thinking_that_the_template_leaves_out_is_counted(capsys, tmp_path):
     assert "warning: 1 chats lack content, thinking or tool calls" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("default:pack applies")
 def test_loss_masks_are_applied_and_named(capsys, tmp_path):
     row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "completion_mask": [0, 0, 1]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "8", "--output", str(tmp_path / "packed")]
     assert main(given) == 0
-    assert "loss masks applied to labels: completion_mask" in capsys.readouterr().out
+    assert "warning: pack applies completion_mask to labels" in capsys.readouterr().err
     assert datasets.load_from_disk(tmp_path / "packed")["labels"][:] == [[-100, -100, 7]]
     assert main([*given, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss_masks"] == ["completion_mask"]
 
 
+@pytest.mark.filterwarnings("default:pack leaves out")
 def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
     row = {"input_ids": [5, 6, 7], "weights": [0.5, 1, 1], "id": 3, "attention_mask": [1, 1, 1]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "8", "--output", str(tmp_path / "packed"), "--json"]
     assert main(given) == 0
     found = capsys.readouterr()
-    assert json.loads(found.out)["left_out"] == ["weights", "id"]
-    assert "warning: columns left out of the packed dataset: weights, id; the Python function" in found.err
+    assert json.loads(found.out)["left_out"] == ["id"]
+    assert "warning: pack leaves out columns without one number for each token: 'id'" in found.err
+    assert datasets.load_from_disk(tmp_path / "packed")["weights"][:] == [[0.5, 1, 1]]
 
 
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
@@ -122,13 +121,15 @@ def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
 
 def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
     """Also where planning twice would give two plans, as with a time limit."""
-    plans, plan_documents = iter(range(9)), Packing.plan
+    plans = []
+    plan_lengths = hfp.BestFit.plan_lengths
 
-    def plan_anew(packing, columns):
-        return plan_documents(replace(packing, strategy=hfp.BestFit(16, seed=next(plans))), columns)
+    def planned(_, lengths):
+        plans.append(lengths)
+        return plan_lengths(hfp.BestFit(16, seed=len(plans)), lengths)
 
-    monkeypatch.setattr(Packing, "plan", plan_anew)
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    monkeypatch.setattr(hfp.BestFit, "plan_lengths", planned)
     assert main([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
@@ -136,157 +137,47 @@ def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeyp
     assert found["strategy"] == "BestFit(16)"
     lengths = [number % 13 + 1 for number in range(300)]
     assert list(map(len, hfp.unpack(packed, plan)["input_ids"][:])) == lengths
-    assert next(plans) == 1, "planned once"
+    assert len(plans) == 2, "once to see that the strategy can plan, and once for the documents"
 
 
-def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypatch):
-    monkeypatch.setattr("hf_packing.text.corpus._CHARACTERS_AT_ONCE", 1000)
-    given = [
-        "pack",
-        data,
-        "--tokenizer",
-        tokenizer,
-        "--max-length",
-        "16",
-        "--output",
-        str(tmp_path / "packed"),
-        "--json",
-    ]
-    from hf_packing.cli import pack
-
-    write, written = pack._write_shard, []
-
-    def interrupted(file, *columns):
-        if len(written) == 3:
-            raise KeyboardInterrupt
-        write(file, *columns)
-        written.append(file)
-
-    monkeypatch.setattr(pack, "_write_shard", interrupted)
-    assert main(given) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-    assert not (tmp_path / "packed").exists()
-    assert (tmp_path / ".packed.partial").is_dir()
-    written.clear()
-    monkeypatch.setattr(pack, "_write_shard", lambda file, *columns: written.append(write(file, *columns)))
-    assert main(given) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0 < found["tokenized_before"] < found["num_documents"] == 300
-    whole = datasets.load_from_disk(tmp_path / "packed")
-    given[given.index("--output") + 1] = str(tmp_path / "at_once")
-    assert main(given) == 0
-    assert whole.to_dict() == datasets.load_from_disk(tmp_path / "at_once").to_dict()
-
-
-@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack._replace"])
-def test_interrupted_after_packing_it_goes_on_as_well(tmp_path, data, tokenizer, monkeypatch, where):
+@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack.put_in_place"])
+def test_an_interrupted_run_leaves_nothing_and_changes_nothing(tmp_path, data, tokenizer, monkeypatch, where):
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
-    monkeypatch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(given) == 130
-    monkeypatch.undo()
-    assert main(given) == 0
-    assert len(datasets.load_from_disk(tmp_path / "packed")) > 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "packed", "tokenizer.json"]
+    for before in (None, "a dataset"):
+        monkeypatch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
+        monkeypatch.undo()
+        found = {"data.jsonl", "tokenizer.json"} | ({"packed"} if before else set())
+        assert {file.name for file in tmp_path.iterdir()} == found
+        if before is None:
+            assert main(given) == 0
+            rows = datasets.load_from_disk(tmp_path / "packed").to_dict()
+    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == rows
 
 
-def test_what_is_replaced_comes_back(tmp_path, data, tokenizer, monkeypatch):
-    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
-    assert main(given) == 0
-    before = datasets.load_from_disk(tmp_path / "packed").to_dict()
-    monkeypatch.setattr("hf_packing.cli.pack.put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
-    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
-
-
-def test_what_a_killed_run_had_put_aside_comes_back(capsys, tmp_path, data, tokenizer, monkeypatch):
-    """Whatever the next run is asked to do; here it packs other data, and does not come far."""
-    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
-    assert main(given) == 0
-    before = datasets.load_from_disk(tmp_path / "packed").to_dict()
-
-    def killed(output, _fresh, aside):
-        output.rename(aside)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_packing.cli.pack._replace", killed)
-    assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
-    assert not (tmp_path / "packed").exists()
-    monkeypatch.undo()
-    (tmp_path / "other.jsonl").write_text("no JSON")
-    given[1] = str(tmp_path / "other.jsonl")
-    assert main([*given, "--overwrite"]) == 2
-    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
-    capsys.readouterr()
-    assert main(given) == 2
-    assert "--overwrite replaces a saved dataset" in capsys.readouterr().err
-
-
-def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
+def test_what_another_run_has_written_meanwhile_is_not_overwritten(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
-    with FileLock(tmp_path / ".packed.lock"):
-        assert main(given) == 2
-    assert "--output: expected a folder that no other run writes to" in capsys.readouterr().err
+    save = datasets.Dataset.save_to_disk
 
+    def save_twice(dataset, folder):
+        save(dataset, folder)
+        save(dataset.select([0]), tmp_path / "packed")
 
-def test_another_end_of_sequence_tokenizes_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
-    given = ["pack", data, "--output", str(tmp_path / "packed"), "--json", "--tokenizer", str(tmp_path / "folder")]
-    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
-    monkeypatch.setattr("datasets.Dataset.save_to_disk", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(given) == 130
-    monkeypatch.undo()
-    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="one").save_pretrained(tmp_path / "folder")
-    capsys.readouterr()
-    assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["tokenized_before"] == 0
-
-
-def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
-    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    monkeypatch.setattr("hf_packing.cli.pack.pack_split", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(given) == 130
-    monkeypatch.undo()
-    with open(data, "a") as file:
-        file.write('{"text": "two"}\n')
-    capsys.readouterr()
-    assert main(given) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokenized_before"], found["num_documents"]) == (0, 301)
-
-
-def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, data, tokenizer, monkeypatch):
-    """As copying that keeps times leaves them."""
-    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    pack_one = "hf_packing.cli.pack.pack_split"
-    monkeypatch.setattr(pack_one, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(given) == 130
-    monkeypatch.undo()
-    stat, text = os.stat(data), Path(data).read_text()
-    Path(data).write_text(text.replace("one", "two"))
-    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert (os.stat(data).st_size, os.stat(data).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    capsys.readouterr()
-    assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["tokenized_before"] == 0
-
-
-def test_documents_that_change_while_they_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
-    from hf_packing.cli import pack
-
-    tokenize = pack._tokenize
-
-    def changed(*given):
-        done = tokenize(*given)
-        with open(data, "a") as file:
-            file.write('{"text": "two"}\n')
-        return done
-
-    monkeypatch.setattr(pack, "_tokenize", changed)
-    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    monkeypatch.setattr(datasets.Dataset, "save_to_disk", save_twice)
     assert main(given) == 2
-    assert "DATA: expected files that do not change, but some files changed" in capsys.readouterr().err
-    monkeypatch.undo()
-    assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["num_documents"] == 301
+    assert "--output: expected a folder that does not exist" in capsys.readouterr().err
+    assert len(datasets.load_from_disk(tmp_path / "packed")) == 1
+
+
+@pytest.mark.filterwarnings("default:pack skips")
+def test_documents_without_tokens_are_refused(capsys, tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    for name in ("a.jsonl", "none.jsonl"):
+        (tmp_path / name).touch()
+        given = ["pack", str(tmp_path / name), "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
+        assert main(given) == 2
+        assert "error: DATA: expected documents with tokens, got none" in capsys.readouterr().err
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_dataset_is_written_where_a_link_points(capsys, tmp_path, data, tokenizer):
@@ -320,11 +211,11 @@ def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, **pipes, text=True, env=os.environ, preexec_fn=heard)
     deadline = time.monotonic() + 120
-    while not (tmp_path / ".packed.partial").exists() and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".packed-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said.strip().endswith("error: interrupted")
     assert "Traceback" not in said
-    assert not output.exists()
+    assert {file.name for file in tmp_path.iterdir()} == {"large.jsonl", "tokenizer.json"}

@@ -1,194 +1,317 @@
-"""A fleet whose workers and drivers are killed, and whose disk is full, packs each row exactly once."""
+"""Whatever dies, fills up or is damaged: the same call leaves the files of an undisturbed run, or refuses by name."""
 
 import errno
 import json
 import os
+import random
 import resource
 import shutil
+import signal
 import subprocess
-from collections import Counter
+import sys
+import threading
+import time
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
-import pyarrow.parquet as pq
+import fleet_driver
 import pytest
-from fleet.faults import (
-    HANGS,
-    Faults,
-    digest_of_fleet,
-    driver,
-    kill_driver,
-    names_in,
-    pack_here,
-    run_driver,
-    session_of,
-    some_slow,
-    wait_until,
-)
+from fleet_files import check_complete, contents, pack_here, write_files
 
-from hf_packing.fleet.parts import read_parts
-from hf_packing.fleet.store import Store
-from hf_packing.fleet.tasks import TRIES
+import hf_packing as hfp
+from hf_packing.fleet import manifest, pack_files
 
-pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
-STAGES = {"count": 6, "deal": 6, "gather": 4}
+HANGS = 240
+"""Seconds after which processes are taken to hang, also on a busy machine."""
 
 
-def pattern(shards):
-    return f"{shards[0].parent}/*.parquet"
+class Killed(BaseException):
+    """Ends a run in this process, as a signal would."""
 
 
-def test_workers_killed_in_every_stage(shards, digest, tmp_path):
-    points = ["begin", "unplaced", "placed"]
-    kills = [[stage, number, point, "kill"] for stage in STAGES for number, point in enumerate(points)]
-    faults = Faults(tmp_path / "faults", *kills, ["gather", 3, "half", "kill"])
-    code, key, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
-    assert (code, errors) == (0, "")
-    assert digest_of_fleet(tmp_path / "out") == digest
-    faults.assert_all_happened()
-    assert len({pid for *_, pid, _ in faults.lines("kill")}) == len(faults.faults) == 10
-    tries = Counter(faults.tasks("begin"))
-    again = {(stage, number) for stage, number, point, _ in faults.faults if point != "placed"}
-    assert tries == {(stage, each): 1 + ((stage, each) in again) for stage in STAGES for each in range(STAGES[stage])}
-    assert {name for name in names_in(tmp_path / "out") if ".fleet" in name} == {".fleet/run.json"}
-    assert key in (tmp_path / "out" / "manifest.json").read_text()
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("fleet") / "files")
 
 
-@pytest.mark.slow
-def test_workers_killed_where_each_file_is_packed_by_itself(shards, tmp_path):
-    kills = [["gather", number, point, "kill"] for number, point in enumerate(["begin", "half", "unplaced"])]
-    faults = Faults(tmp_path / "faults", *kills)
-    assert run_driver(pattern(shards), tmp_path / "killed", faults, exchange=False)[::2] == (0, "")
-    faults.assert_all_happened()
-    pack_here(shards, tmp_path / "whole", exchange=False, shards=None)
-    assert digest_of_fleet(tmp_path / "killed") == digest_of_fleet(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+    """What an undisturbed run leaves."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    with pytest.warns(UserWarning, match="pack "):
+        pack_here(files, output)
+    check_complete(output)
+    return contents(output)
 
 
-@pytest.mark.slow
-def test_a_task_that_always_kills_its_worker(shards, digest, tmp_path):
-    faults = Faults(tmp_path / "faults", *[["deal", 2, point, "kill"] for point in ("begin", "unplaced")])
-    (tmp_path / "faults" / "faults.json").write_text(json.dumps([["deal", 2, "begin", "kill"]] * TRIES))
-    code, _, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
-    assert code == 1
-    assert f"PackingError: deal 2: tried {TRIES} times; the last time, its process died with exit code -9" in errors
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    assert faults.tasks("begin").count(("deal", 2)) == TRIES
-    pack_here(shards, tmp_path / "out")
-    assert digest_of_fleet(tmp_path / "out") == digest
+OPERATIONS = {
+    "write_table": pack_files.pq.ParquetWriter,
+    "write_text": Path,
+    "link": os,
+    "mkdir": Path,
+    "unlink": Path,
+}
+"""What changes files, and where it is."""
 
 
-@pytest.mark.parametrize("stage", some_slow("deal", "count", "gather"))
-def test_driver_killed_while_a_worker_does_a_task(stage, shards, digest, tmp_path):
-    faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])
-    with driver(pattern(shards), tmp_path / "out", faults, shards=4) as process:
-        faults.wait_for_hold(process)
-        kill_driver(process)
-        assert session_of(process.pid)  # the worker that is held
-        code, _, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
-        assert (code, errors) == (0, "")
-        assert digest_of_fleet(tmp_path / "out") == digest
-        faults.release()  # the worker goes on with a task that is done
-        wait_until(lambda: not session_of(process.pid))
-    assert digest_of_fleet(tmp_path / "out") == digest
-    assert faults.tasks("begin").count((stage, 1)) == 2
-    assert len(faults.lines("begin")) <= sum(STAGES.values()) + 2
+def dying_at(monkeypatch, number, error, names=tuple(OPERATIONS)):
+    """Let the operation with this number raise an error, and return a list of the names of operations."""
+    done = []
+
+    def dying(name, function, *arguments, **options):
+        done.append(name)
+        if len(done) == number:
+            raise error
+        return function(*arguments, **options)
+
+    for name in names:
+        function = getattr(OPERATIONS[name], name)
+        monkeypatch.setattr(OPERATIONS[name], name, lambda *a, _n=name, _f=function, **k: dying(_n, _f, *a, **k))
+    return done
 
 
-def kill_after(process, faults, tasks):
-    """Kill a driver when workers have begun so many tasks; return the stage, or None if the driver came to its end."""
-    wait_until(lambda: len(faults.lines("begin")) >= tasks or process.poll() is not None)
-    if process.poll() is not None:
-        return None
-    kill_driver(process)
-    return [None, *(stage for stage, _ in faults.tasks("begin"))][-1]
+def test_a_run_that_dies_at_any_operation_goes_on(files, tmp_path, undisturbed, monkeypatch):
+    number, operations = 0, []
+    while number <= len(operations):
+        number += 1
+        output = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            operations = dying_at(patch, number, Killed())
+            try:
+                pack_here(files, output)
+            except Killed:
+                assert contents(output).items() <= undisturbed.items()
+        before = {name: (output / name).stat() for name in contents(output)}
+        pack_here(files, output)
+        assert contents(output) == undisturbed
+        for name, stat in before.items():  # what was there is neither made again nor replaced
+            assert ((output / name).stat().st_ino, (output / name).stat().st_mtime_ns) == (
+                stat.st_ino,
+                stat.st_mtime_ns,
+            )
+    assert set(operations) == set(OPERATIONS)
+    assert number > 30
 
 
-@pytest.mark.slow
-def test_driver_killed_at_random_moments(shards, digest, tmp_path, rng):
-    """The driver is killed 20 times; a run that completes is followed by another one in a new folder."""
-    killed_in, run, repeated = [], 0, 0
-    while len(killed_in) < 20:
-        faults, output, kills, whole = Faults(tmp_path / f"faults-{run}"), tmp_path / f"out-{run}", 0, False
-        while not whole:
-            there = {name: known for name, known in names_in(output).items() if "progress.json" not in name}
-            moment = len(faults.lines("begin")) + (int(rng.integers(0, 5)) if len(killed_in) < 20 else HANGS)
-            with driver(pattern(shards), output, faults, shards=4) as process:
-                if stage := kill_after(process, faults, moment):
-                    killed_in.append(stage)
-                    kills += 1
-                    if rng.integers(2):  # the workers end their tasks; otherwise they are killed
-                        wait_until(partial(lambda leader: not session_of(leader), process.pid))
-                whole = process.returncode == 0
-            now = names_in(output)
-            assert all(now.get(name) == there[name] for name in there if ".unfinished" not in name and not whole)
-        assert digest_of_fleet(output) == digest
-        tasks = Counter(faults.tasks("begin"))
-        assert len(tasks) == sum(STAGES.values())
-        assert tasks.total() - len(tasks) <= 2 * kills  # at most the tasks that two workers were doing
-        repeated += tasks.total() - len(tasks)
-        run += 1
-    assert set(killed_in) == set(STAGES), killed_in
-    assert repeated
+def test_a_full_disk(files, tmp_path, undisturbed, monkeypatch):
+    for number in range(1, 9):
+        output = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            error = OSError(errno.ENOSPC, "No space left on device")
+            operations = dying_at(patch, number, error, ("write_table", "write_text"))
+            with pytest.raises(hfp.PackingError, match=f"output: expected to write to '{output}', .*No space left"):
+                pack_here(files, output)
+            assert len(operations) >= number
+        assert contents(output).items() <= undisturbed.items()
+        pack_here(files, output)
+        assert contents(output) == undisturbed
 
 
-def few_bytes(size):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+DAMAGES = {
+    "a flipped byte": lambda file: file.write_bytes(file.read_bytes()[:-20] + b"\xff" + file.read_bytes()[-19:]),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "empty": lambda file: file.write_bytes(b""),
+}
 
-    return limit
+
+NAMES = ["run.json", "packed-00002-of-00003.parquet", "tasks/00002.json", "manifest.json"]
 
 
 @pytest.mark.parametrize(
-    ("size", "stage"), some_slow((30_000, "deal"), (200, ""), (950, "count"), (3_500, ""), (45_000, "gather"))
+    ("stage", "name"),
+    [("complete", each) for each in NAMES]
+    + [("without a manifest", each) for each in NAMES[:3]]
+    + [("without a note of the task", each) for each in NAMES[:2]],
 )
-def test_files_that_may_not_grow(size, stage, shards, digest, tmp_path):
-    """A limit of the process has the effect of a full disk: a write fails in the middle of a file."""
-    code, _, errors = run_driver(pattern(shards), tmp_path / "out", limit=few_bytes(size), shards=1)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_files_are_refused_by_name(files, tmp_path, undisturbed, name, how, stage):
+    output = tmp_path / "out"
+    pack_here(files, output)
+    if stage != "complete":
+        (output / "manifest.json").unlink()
+    if stage == "without a note of the task":
+        (output / "tasks" / "00002.json").unlink()
+    file = output / name
+    DAMAGES[how](file)
+    damaged = file.read_bytes()
+    with pytest.raises(hfp.PackingError, match=f"output: .*{name}"):
+        pack_here(files, output)
+    assert file.read_bytes() == damaged  # nothing is replaced
+    file.unlink()
+    if name == "run.json":  # nothing says any more what the rows are
+        with pytest.raises(hfp.PackingError, match="output: expected a new folder"):
+            pack_here(files, output)
+    else:
+        pack_here(files, output)
+        assert contents(output) == undisturbed
+
+
+def test_a_changed_file_is_refused(files, tmp_path):
+    files = [shutil.copy(file, tmp_path) for file in files]
+    output = tmp_path / "out"
+    pack_here(files, output)
+    before = contents(output)
+    os.utime(files[2], ns=(0, 0))
+    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was .* into a new folder"):
+        pack_here(files, output)
+    os.remove(files[2])
+    with pytest.raises(hfp.PackingError, match=f"files: expected files to pack, got none in '{files[2]}'"):
+        pack_here(files, output)
+    assert contents(output) == before
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(files, tmp_path, monkeypatch):
+    files = [shutil.copy(file, tmp_path) for file in files]
+    read = pack_files._read
+
+    def changing(task, name):
+        found = read(task, name)
+        if name == files[2]:
+            os.utime(name, ns=(0, 0))
+        return found
+
+    monkeypatch.setattr(pack_files, "_read", changing)
+    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was"):
+        pack_here(files, tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_two_drivers_at_once(files, tmp_path, undisturbed, monkeypatch):
+    """They do each task at the same time, and begin and end together."""
+    both = threading.Barrier(2)
+    task = pack_files.do_task
+
+    def together(*arguments):
+        both.wait(HANGS)
+        return task(*arguments)
+
+    monkeypatch.setattr(pack_files, "do_task", together)
+    errors = []
+
+    def drive():
+        try:
+            pack_here(files, tmp_path / "out")
+        except Exception as error:
+            errors.append(error)
+
+    drivers = [threading.Thread(target=drive) for _ in range(2)]
+    for each in drivers:
+        each.start()
+    for each in drivers:
+        each.join(HANGS)
+    assert errors == []
+    assert contents(tmp_path / "out") == undisturbed
+
+
+def test_abandoned_files_are_removed(files, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    for name, age in (("old", 2 * manifest._ABANDONED), ("new", 0)):
+        (output / f".unfinished-{name}").touch()
+        os.utime(output / f".unfinished-{name}", (time.time() - age,) * 2)
+    pack_here(files, output)
+    assert [path.name for path in output.glob(".*")] == [".unfinished-new"]
+
+
+def start_driver(files, output, limit=None, **settings):
+    """Start a driver in a session of its own; its workers are in the same session."""
+    command = [sys.executable, fleet_driver.__file__, f"{Path(files[0]).parent}/*.parquet", str(output)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [*command, json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=limit,
+    )
+
+
+def run_driver(*arguments, **settings):
+    """Run a driver to its end, and return its exit code and what it printed."""
+    process = start_driver(*arguments, **settings)
+    _, errors = process.communicate(timeout=HANGS)
+    return process.returncode, errors
+
+
+def has_ended(leader):
+    """Return whether no process of a session lives."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            if int(session) == leader and state != "Z":
+                return False
+    return True
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + HANGS
+    while not condition():
+        assert time.monotonic() < deadline, "processes hang"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["begin", "read", "half", "unplaced", "placed", "done"])
+@pytest.mark.parametrize("engine", ["processes", "ray"])
+def test_a_worker_is_killed(files, tmp_path, undisturbed, engine, point):
+    settings = {"executor": "ray"} if engine == "ray" else {}
+    code, errors = run_driver(files, tmp_path / "out", kill=[2, point, str(tmp_path / "killed")], **settings)
+    assert code == 0, errors
+    assert (tmp_path / "killed").exists()
+    assert contents(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_task_that_always_kills_its_process(files, tmp_path):
+    code, errors = run_driver(files, tmp_path / "out", kill=[2, "half", str(tmp_path / "no folder" / "killed")])
     assert code == 1
-    assert errors.startswith(f"PackingError: {stage} " if stage else "OSError: ")
-    assert f"[Errno {errno.EFBIG}]" in errors
-    assert f"{tmp_path}/out/.unfinished/" in errors
-    check_only_whole_files(tmp_path / "out")
-    pack_here(shards, tmp_path / "out", shards=1)
-    assert digest_of_fleet(tmp_path / "out") == digest
+    assert "PackingError: executor: a process died 3 times" in errors
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None or os.geteuid():
-        pytest.skip("only root can mount a small disk")
-    options = ["-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
-    if subprocess.run(["mount", *options], capture_output=True).returncode:
-        pytest.skip("no disk can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+@pytest.mark.slow
+def test_the_driver_is_killed_ten_times(tmp_path):
+    files = write_files(tmp_path / "files", (60,) * 24)
+    settings = {"tasks": 24}
+    pack_here(files, tmp_path / "undisturbed", **settings)
+    began = time.monotonic()
+    assert run_driver(files, tmp_path / "timed", **settings)[0] == 0
+    took = time.monotonic() - began
+    chance = random.Random(0)
+    for _ in range(10):
+        process = start_driver(files, tmp_path / "out", **settings)
+        time.sleep(chance.uniform(0.1, 0.9 * took))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        wait_until(partial(has_ended, process.pid))  # its workers, too
+        assert contents(tmp_path / "out").items() <= contents(tmp_path / "undisturbed").items()
+    assert run_driver(files, tmp_path / "out", **settings)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("filled", some_slow(100_000, 0, 199_000))
-def test_full_disk(filled, shards, digest, small_disk):
-    (small_disk / "filled").write_bytes(b"x" * filled)
-    code, _, errors = run_driver(pattern(shards), small_disk / "out", shards=4)
+@pytest.mark.slow
+def test_no_room_for_a_worker(files, tmp_path, undisturbed):
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    code, errors = run_driver(files, tmp_path / "out", limit)
     assert code == 1
-    assert f"[Errno {errno.ENOSPC}]" in errors
-    assert "No space left on device" in errors
-    assert f"{small_disk}/out" in errors
-    check_only_whole_files(small_disk / "out")
-    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    pack_here(shards, small_disk / "out")
-    assert digest_of_fleet(small_disk / "out") == digest
+    assert "PackingError: output: expected to write to" in errors
+    assert not list((tmp_path / "out").glob("*.parquet"))
+    assert run_driver(files, tmp_path / "out")[0] == 0
+    assert contents(tmp_path / "out") == undisturbed
 
 
-def check_only_whole_files(output):
-    """Of the files that are there, none is cut off."""
-    store = Store(str(output))
-    assert not store.exists("manifest.json")
-    for name in names_in(output):
-        content = store.read(name)
-        if name.endswith(".parquet"):
-            assert pq.read_table(output / name).num_rows
-        elif name.endswith(".json") or "/packed-" in name:
-            assert json.loads(content)
-        elif ".unfinished" not in name:  # a file of parts, whose index ends where the first part begins
-            assert list(read_parts(store, name, int.from_bytes(content[:8], "little") // 24))
+@pytest.mark.slow
+def test_two_driver_processes_at_once(files, tmp_path, undisturbed):
+    start = tmp_path / "start"
+    drivers = [start_driver(files, tmp_path / "out", start=str(start)) for _ in range(2)]
+    time.sleep(5)
+    start.touch()
+    for each in drivers:
+        _, errors = each.communicate(timeout=HANGS)
+        assert each.returncode == 0, errors
+    assert contents(tmp_path / "out") == undisturbed

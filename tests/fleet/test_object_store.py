@@ -1,55 +1,49 @@
 """A fleet whose files are all in S3, played by a server of this process, survives the faults of a local one."""
 
+import hashlib
 import itertools
+import json
 import logging
-from collections import Counter
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
-import boto3
+import fsspec
 import pytest
-from fleet.faults import (
-    Faults,
-    digest_of_fleet,
-    driver,
-    kill_driver,
-    pack_here,
-    run_driver,
-    session_of,
-    write_other_rows,
-)
-from moto.server import ThreadedMotoServer
+from chat_templates import FROM_TRL, tokenizer_with
+from fleet_files import STRATEGY, Here, pack_here, write_files
 
-from hf_packing.errors import PackingError
-from hf_packing.fleet.store import Store
+import hf_packing as hfp
+from hf_packing.cli import main
+from hf_packing.fleet.manifest import file_system
 
-pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
+boto3 = pytest.importorskip("boto3")
+pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
-STAGES = ["count", "deal", "gather"]
 NUMBERS = itertools.count()
 
 
+class Killed(BaseException):
+    """Ends a run in this process, as a signal would."""
+
+
 class Server:
-    """An S3 server, and a log of its requests."""
+    """An S3 server, and a list of the requests that put an object, with what they wait for."""
 
     def __init__(self):
+        from moto.server import ThreadedMotoServer
+
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
         self.options = {"key": "key", "secret": "secret", "endpoint_url": f"http://{host}:{port}"}
-        self.requests = []
+        self.puts = []
         self._app, self._server._server.app = self._server._server.app, self._logged
 
     def _logged(self, environ, start_response):
-        known = {name: environ.get(f"HTTP_{name}", "") for name in ("IF_NONE_MATCH", "X_AMZ_COPY_SOURCE")}
-        request = {"method": environ["REQUEST_METHOD"], "path": environ["PATH_INFO"], "query": environ["QUERY_STRING"]}
-
-        def started(status, headers, *more):
-            self.requests.append({**request, **known, "status": int(status.split()[0])})
-            return start_response(status, headers, *more)
-
-        return self._app(environ, started)
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].count("/") > 1:
+            self.puts.append((environ["PATH_INFO"], environ.get("HTTP_IF_NONE_MATCH")))
+        return self._app(environ, start_response)
 
     def client(self):
         known = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
@@ -68,163 +62,135 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    client = server.client()
-    yield client
-    client.close()
+def local(tmp_path_factory):
+    """A folder with files, and what a run on a local disk leaves of them: sha256 by name."""
+    folder = tmp_path_factory.mktemp("fleet")
+    files = write_files(folder / "in")
+    with pytest.warns(UserWarning, match="pack "):
+        packed = pack_here(files, folder / "out")
+    return files, {file.name: file.sha256 for file in packed.files}
+
+
+class Bucket:
+    """A bucket with the files to pack."""
+
+    def __init__(self, server, files):
+        self.server, self.client, self.name = server, server.client(), f"bucket-{next(NUMBERS)}"
+        self.client.create_bucket(Bucket=self.name)
+        for file in files:
+            self.client.upload_file(file, self.name, f"in/{file.rsplit('/', 1)[1]}")
+        self.output = f"s3://{self.name}/out"
+
+    def pack(self, executor=None, **settings):
+        settings = {"executor": executor or Here(), "tasks": 3, "storage_options": self.server.options, **settings}
+        return hfp.fleet.pack(f"s3://{self.name}/in/*.parquet", STRATEGY, self.output, **settings)
+
+    def read(self, name):
+        return self.client.get_object(Bucket=self.name, Key=f"out/{name}")["Body"].read()
+
+    def write(self, key, content):
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+
+    def found(self):
+        """Return the names of the objects of the output folder."""
+        listed = self.client.list_objects_v2(Bucket=self.name, Prefix="out/").get("Contents", [])
+        return {each["Key"].removeprefix("out/") for each in listed}
+
+    def check(self, expected):
+        """Check that the manifest, and the objects, are those of the run on a local disk."""
+        files = json.loads(self.read("manifest.json"))["files"]
+        assert {file["name"]: file["sha256"] for file in files} == expected
+        assert {name for name in self.found() if name.endswith(".parquet")} == set(expected)
+        for name, digest in expected.items():
+            assert hashlib.sha256(self.read(name)).hexdigest() == digest
 
 
 @pytest.fixture
-def bucket(client, shards):
-    """The name of a new bucket with the files to pack."""
-    name = f"bucket-{next(NUMBERS)}"
-    client.create_bucket(Bucket=name)
-    for file in shards:
-        client.upload_file(str(file), name, f"in/{file.name}")
-    return name
+def bucket(server, local):
+    return Bucket(server, local[0])
 
 
-def keys_in(client, bucket, prefix="out/"):
-    found = client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-    return {each["Key"]: each["LastModified"] for each in found}
+def test_files_are_those_of_a_local_run(bucket, local):
+    packed = bucket.pack()
+    bucket.check(local[1])
+    assert packed.data_files == [f"s3://{bucket.name}/out/{name}" for name in local[1]]
+    puts = [(path, match) for path, match in bucket.server.puts if path.startswith(f"/{bucket.name}/out/")]
+    assert len(puts) == len(bucket.found()) == 8  # each in one piece
+    assert {match for _, match in puts} == {"*"}  # and only where there was none
+    bucket.pack()
+    assert str(bucket.pack()) == str(packed)
+    bucket.check(local[1])
 
 
-def first_writes(requests, name):
-    """Return the answers to all requests to write a file if there is none of its name."""
-    return sorted(each["status"] for each in requests if each["IF_NONE_MATCH"] and each["path"].endswith(f"/{name}"))
+def test_a_run_that_dies_at_any_put_goes_on(server, local, monkeypatch):
+    system, _ = file_system("s3://bucket", server.options)
+    put = system.put_file
+    for number, after in itertools.product(range(1, 9), (False, True)):
+        bucket = Bucket(server, local[0])
+        puts = []
+
+        def dying(*arguments, puts=puts, number=number, after=after, **options):
+            puts.append(arguments)
+            if len(puts) == number and not after:
+                raise Killed
+            put(*arguments, **options)
+            if len(puts) == number:
+                raise Killed
+
+        monkeypatch.setattr(system, "put_file", dying)
+        with pytest.raises(Killed):
+            bucket.pack()
+        monkeypatch.setattr(system, "put_file", put)
+        bucket.pack()
+        bucket.check(local[1])
 
 
-def places(bucket):
-    return f"s3://{bucket}/in/*.parquet", f"s3://{bucket}/out"
+def test_two_drivers_at_once(bucket, local):
+    both = threading.Barrier(2)
+
+    class Together(Here):
+        def submit(self, function, *arguments):
+            both.wait(60)
+            return super().submit(function, *arguments)
+
+    with ThreadPoolExecutor(2) as threads:
+        drivers = [threads.submit(bucket.pack, Together()) for _ in range(2)]
+        assert str(drivers[0].result()) == str(drivers[1].result())
+    bucket.check(local[1])
 
 
-@pytest.mark.slow
-def test_rows_and_requests(server, client, bucket, shards, digest, tmp_path):
-    """Workers are killed in all stages; nothing is listed, copied or renamed, and owners are found by put-if-absent."""
-    begin = len(server.requests)
-    kills = [("count", 1, "unplaced"), ("deal", 2, "unplaced"), ("gather", 1, "half"), ("gather", 2, "begin")]
-    faults = Faults(tmp_path / "faults", *[[*kill, "kill"] for kill in kills])
-    done = run_driver(*places(bucket), faults, shards=4, storage_options=server.options)
-    assert done[::2] == (0, "")
-    assert digest_of_fleet(places(bucket)[1], server.options) == digest
-    faults.assert_all_happened()
-    pack_here(shards, tmp_path / "local")
-    assert digest_of_fleet(tmp_path / "local") == digest
-
-    requests = [each for each in server.requests[begin:] if each["path"].startswith(f"/{bucket}")]
-    assert not any(each["X_AMZ_COPY_SOURCE"] for each in requests)
-    missed = Counter(each["path"] for each in requests if (each["method"], each["status"]) == ("HEAD", 404))
-    listed = [each["query"] for each in requests if "list-type" in each["query"] and "prefix=out" in each["query"]]
-    # s3fs asks whether a missing object is a folder
-    assert all("max-keys=1&" in query for query in listed)
-    assert len(listed) <= missed.total()
-    assert any("list-type" in each["query"] and "prefix=in" in each["query"] for each in requests)
-
-    writes = [each for each in requests if each["method"] == "PUT" and each["path"].startswith(f"/{bucket}/out/")]
-    first = {each["path"].rsplit("/", 1)[1] for each in writes if each["IF_NONE_MATCH"] == "*"}
-    assert first == {"run.json", "plan", "manifest.json"}
-    assert Counter(each["path"] for each in writes if each["path"].endswith(".parquet")).keys() == {
-        f"/{bucket}/{key}" for key in keys_in(client, bucket) if key.endswith(".parquet")
-    }
-    assert {key.removeprefix("out/") for key in keys_in(client, bucket) if ".fleet" in key} == {".fleet/run.json"}
+def test_changed_and_damaged_files_are_refused_by_name(bucket, local):
+    packed = bucket.pack()
+    name = packed.files[1].name
+    content = bucket.read(name)
+    bucket.write(f"out/{name}", content[:-9] + b"x" + content[-8:])
+    with pytest.raises(hfp.PackingError, match=f"output: .*s3://{bucket.name}/out/{name}.* is damaged"):
+        bucket.pack()
+    bucket.client.delete_object(Bucket=bucket.name, Key=f"out/{name}")
+    bucket.pack()
+    bucket.check(local[1])
+    key = "in/2.parquet"
+    bucket.write(key, bucket.client.get_object(Bucket=bucket.name, Key="in/0.parquet")["Body"].read())
+    with pytest.raises(hfp.PackingError, match=f"s3://{bucket.name}/{key}: expected the file as it was"):
+        bucket.pack()
 
 
-def test_put_if_absent(server, bucket):
-    begin, barrier = len(server.requests), Barrier(8)
-
-    def put(number):
-        barrier.wait()
-        return Store(f"s3://{bucket}/out", server.options).put_new("name", f"{number}".encode())
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(put, range(8)))
-    assert sum(won) == 1
-    assert Store(f"s3://{bucket}/out", server.options).read("name") == f"{won.index(True)}".encode()
-    assert first_writes(server.requests[begin:], "name") == [200] + 7 * [412]
-
-
-def test_reads_after_the_end(server, bucket):
-    store = Store(f"s3://{bucket}/out", server.options)
-    store.put("three", b"abc")
-    store.put("none", b"")
-    parts = [store.read("three", *ends) for ends in [(0, 9), (1, 2), (3, 9), (7, 9), (2, 2)]]
-    assert parts == [b"abc", b"b", b"", b"", b""]
-    assert [store.read("none", *ends) for ends in [(0,), (0, 24), (5, 9)]] == [b"", b"", b""]
-    for ends in [(0,), (0, 24), (5, 9)]:
-        with pytest.raises(FileNotFoundError):
-            store.read("missing", *ends)
-    assert (store.size("three"), store.size("none"), store.size("missing")) == (3, 0, None)
+def test_errors_of_texts_name_the_object(bucket):
+    bucket.write("chats/a.jsonl", b'{"text": "one"}\n{"text": ')
+    given = [f"s3://{bucket.name}/chats/*", STRATEGY, bucket.output]
+    with pytest.raises(hfp.PackingError, match=f"s3://{bucket.name}/chats/a.jsonl, line 2: expected JSON"):
+        hfp.fleet.pack(
+            *given, executor=Here(), storage_options=bucket.server.options, tokenizer=tokenizer_with(FROM_TRL["qwen3"])
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_driver_killed_and_objects_damaged(stage, server, client, bucket, digest, tmp_path):
-    faults = Faults(tmp_path / "faults", [stage, 2, "unplaced", "hold"])
-    files, output = places(bucket)
-    with driver(files, output, faults, shards=4, workers=1, storage_options=server.options) as process:
-        faults.wait_for_hold(process)
-        kill_driver(process)
-        assert session_of(process.pid)
-    kept = keys_in(client, bucket)
-    names = ["count-00000", "count-00001", "plan", "before", "deal-00000", "deal-00001", "packed-00000", "inputs"]
-    damaged = [key for key in kept if key.rsplit("/", 1)[1] in names]
-    assert len(damaged) >= {"count": 3, "deal": 7, "gather": 8}[stage]
-    for number, key in enumerate(damaged):
-        content = client.get_object(Bucket=bucket, Key=key)["Body"].read()
-        client.put_object(Bucket=bucket, Key=key, Body=content[: (len(content) // 2) * (number % 2)])
-    # an upload that was begun on a key is no object
-    for name in (f"out/.fleet/{run_key(kept)}/deal-00003", f"out/packed-{run_key(kept)}-00003-of-00004.parquet"):
-        upload = client.create_multipart_upload(Bucket=bucket, Key=name)["UploadId"]
-        client.upload_part(Bucket=bucket, Key=name, PartNumber=1, UploadId=upload, Body=b"half of a file")
-    code, _, errors = run_driver(files, output, faults, shards=4, storage_options=server.options)
-    assert (code, errors) == (0, "")
-    assert digest_of_fleet(output, server.options) == digest
-    assert faults.tasks("begin").count((stage, 2)) == 2
-
-
-def run_key(keys):
-    (key,) = {key.split("/")[2] for key in keys if key.endswith("/inputs")}
-    return key
-
-
-@pytest.mark.slow
-def test_two_drivers(server, bucket, digest, tmp_path):
-    """Both count the last file at the same time, and then make the plan."""
-    begin = len(server.requests)
-    faults = Faults(tmp_path / "faults", *[["count", 5, "begin", "hold"]] * 2)
-    files, output = places(bucket)
-    known = {"shards": 4, "workers": 1, "storage_options": server.options}
-    with driver(files, output, faults, **known) as first, driver(files, output, faults, **known) as second:
-        faults.wait_for_hold(first)
-        faults.release()
-        ends = [process.communicate() for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), ends
-    assert ends[0] == ends[1]
-    assert digest_of_fleet(output, server.options) == digest
-    assert len({pid for *_, pid in faults.lines("begin")}) > 3  # the workers of both
-    for name in ("run.json", "plan", "manifest.json"):
-        answers = first_writes(server.requests[begin:], name)
-        assert answers in ([200], [200, 412]), (name, answers)
-
-
-@pytest.mark.slow
-def test_options_that_hold_options(server, bucket, digest):
-    options = {**server.options, "client_kwargs": {"endpoint_url": server.options["endpoint_url"]}}
-    options.pop("endpoint_url")
-    assert run_driver(*places(bucket), shards=4, storage_options=options)[::2] == (0, "")
-    assert digest_of_fleet(places(bucket)[1], options) == digest
-
-
-def test_an_input_that_changed(server, client, bucket, tmp_path):
-    """This process has listed the files, and asks again."""
-    files, output = places(bucket)
-    pack = {"storage_options": server.options, "shards": 2}
-    first = pack_here(files, output, **pack)
-    write_other_rows(tmp_path / "changed.parquet", tmp_path / "other")
-    client.upload_file(str(tmp_path / "changed.parquet"), bucket, "in/1.parquet")
-    with pytest.raises(PackingError, match=f"s3://{bucket}/in/1.parquet: expected the file that was packed"):
-        pack_here(files, output, **pack)
-    assert keys_in(client, bucket).keys() == {f"out/{file.name}" for file in first.files} | {
-        "out/manifest.json",
-        "out/.fleet/run.json",
-    }
+def test_the_command_and_its_processes(bucket, local, monkeypatch):
+    for name, value in bucket.server.options.items():
+        monkeypatch.setitem(fsspec.config.conf, "s3", {**fsspec.config.conf.get("s3", {}), name: value})
+    given = ["pack", f"s3://{bucket.name}/in/*.parquet", "--max-length", "128", "--output", bucket.output]
+    for task in (2, 3, 1):
+        assert main([*given, "--task", f"{task}/3"]) == 0
+    bucket.check(local[1])
+    bucket.output += "-again"
+    bucket.pack(executor=None, workers=2)

@@ -3,8 +3,8 @@
 from typing import Any
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 

@@ -79,7 +79,7 @@ def test_a_table_travels_to_workers(rng):
     table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(64))
     table.deal(lengths[:10])
     copy = pickle.loads(pickle.dumps(table))
-    assert "_assignment" not in vars(copy)
+    assert "_slots" not in vars(copy)
     assert deal_in_shards(copy, lengths, [100, 400]) == segments_of(hfp.plan_packing(lengths, hfp.BestFit(64)))
     assert repr(copy) == repr(table)
 
@@ -137,16 +137,13 @@ def test_a_strategy_that_needs_the_order_of_documents():
 @pytest.mark.parametrize(
     ("lengths", "already", "message"),
     [
-        ([3], None, "shard_lengths: expected only document lengths that occur in .* got a length of 3"),
-        ([5, 90], None, "shard_lengths: expected only document lengths that occur in .* got a length of 90"),
-        ([5, 5, 5], None, "expected at most 2 documents of length 5 .* earlier shards have 0 .* this shard has 3"),
-        ([5], [0, 0, 0, 0, 0, 2], "expected at most 2 documents of length 5 .* earlier shards have 2 "),
-        (
-            [5],
-            np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64),
-            "already_dealt: expected at most 2 documents of length 5, .* got 9223372036854775813",
-        ),
-        ([5], [0, 9], "already_dealt: expected no documents of length 1, since .* have none, got 9"),
+        ([3], None, "shard_lengths: expected at most 0 documents of length 3, .* got 1"),
+        ([5, 90], None, "shard_lengths: expected at most 0 documents of length 90"),
+        ([5, 5, 5], None, "shard_lengths: expected at most 2 documents of length 5, .* got 3"),
+        ([5], [0, 0, 0, 0, 0, 2], "shard_lengths: expected at most 0 documents of length 5, .* got 1"),
+        ([5], [0, 0, 0, 0, 0, 3], "already_dealt: expected at most 2 documents of length 5, .* got 3"),
+        ([5], np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64), r"already_dealt: expected fewer than 2\*\*63"),
+        ([5], [0, 9], "already_dealt: expected at most 0 documents of length 1, .* got 9"),
         ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
         ([5], [0.5], "already_dealt: expected integers, got float64"),
         ([-5], None, "shard_lengths: expected no negative length"),

@@ -34,28 +34,21 @@ def test_a_plan_that_keeps_the_laws():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"segment_length": [4, 4, 1]}, "expected at most 7 tokens in pack 0, the capacity of the pack, got 8 tokens"),
-        ({"segment_length": [4, 3, 2]}, "segment 2 covers tokens 4:6 of document 0, which has 5 tokens"),
-        ({"segment_start": [0, 0, -1]}, "segment 2 covers tokens -1:0 of document 0"),
-        (
-            {"segment_start": [0, 0, 3]},
-            "segments 0 and 2 of document 0 overlap: segment 0 ends before token 4, and segment 2 starts at token 3",
-        ),
-        ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got length 0 at index 2"),
-        (
-            {"segment_document": [0, 2, 0]},
-            "expected document indices of at least 0 and below 2, .* got indices from 0 to 2",
-        ),
-        (
-            {"segment_document": [0, -1, 0]},
-            "expected document indices of at least 0 and below 2, .* got indices from -1 to 0",
-        ),
-        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected offsets that rise from 0 to 3, the number of segments"),
-        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one offset more than packs, got 2 offsets for the 2 packs"),
+        ({"segment_length": [4, 4, 1]}, "segment_length: expected at most 7 tokens in pack 0, .* got 8"),
+        ({"segment_length": [4, 3, 2]}, "segment_start: expected a number from 0 to 3 at index 2, got 4"),
+        ({"segment_start": [0, 0, -1]}, "segment_start: .* got -1"),
+        ({"segment_start": [0, 0, 3]}, "segment_start: .* segments 0 and 2 of document 0 overlap"),
+        ({"segment_length": [4, 3, 0]}, "segment_length: .* at index 2, got 0"),
+        ({"segment_document": [0, 2, 0]}, "segment_document: expected a number from 0 to 1 at index 1, got 2"),
+        ({"segment_document": [0, -1, 0]}, "segment_document: .* got -1"),
+        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: .* rise from 0 to 3, the number of segments"),
+        ({"pack_offsets": [0, 3]}, "pack_offsets: expected 3 offsets for the 2 packs"),
         ({"segment_start": [0, 0]}, "segment_start: expected one value for each of the 3 segments .* got 2 values"),
         ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got an array of float64"),
-        ({"document_length": [5, -3]}, "document_length: expected no negative length, got -3"),
+        ({"document_length": [5, -3]}, "document_length: .* got -3"),
         ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got an array of int64 with shape"),
+        ({"segment_length": [2**31] * 3}, "segment_length: .* to 2147483647 at index 0, got 2147483648"),
+        ({"pack_capacity": [2**31] * 2}, "pack_capacity: .* to 2147483647 at index 0, got 2147483648"),
     ],
 )
 def test_a_plan_that_breaks_a_law(changes, message):
@@ -67,11 +60,8 @@ def test_a_plan_that_breaks_a_law(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"segment_length": [4, 4, 1], "pack_capacity": [9, 9]},
-            "segment 1 covers tokens 0:4 of document 1, which has 3 tokens",
-        ),
-        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: expected offsets that rise from 0"),
+        ({"segment_length": [4, 4, 1], "pack_capacity": [9, 9]}, "segment_start: .* at index 1, got 0"),
+        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: .* rise from 0"),
         ({"segment_length": [4, 4, 1]}, "expected at most 7 tokens in pack 0, the capacity of the pack, got 8 tokens"),
     ],
 )
@@ -98,12 +88,6 @@ def test_long_documents_are_stored_in_64_bits():
     plan = make(document_length=[2**31 + 4, 3], segment_start=[0, 0, 2**31])
     assert plan.document_length.dtype == plan.segment_start.dtype == np.int64
     assert plan.segment_length.dtype == np.int32
-
-
-@pytest.mark.parametrize("name", ["segment_length", "pack_capacity"])
-def test_a_segment_or_a_pack_that_int32_cannot_count(name):
-    with pytest.raises(hfp.PackingError, match=f"{name}: expected at most 2147483647 tokens, got 2147483648"):
-        make(**{name: [2**31] * len(make().arrays()[name])})
 
 
 def test_read_only():
@@ -257,3 +241,17 @@ def test_no_documents():
     plan = hfp.plan_packing([], hfp.BestFit(8))
     assert (plan.num_documents, plan.num_packs) == (0, 0)
     assert hfp.plan_packing([0, 0], hfp.BestFit(8)).metrics().num_empty_documents == 2
+
+
+def test_packs_that_are_taken_keep_what_is_known_of_them():
+    plan = hfp.plan_packing([6, 6, 6, 5], hfp.Optimal(10))
+    assert plan.num_packs == plan.proven_lower_bound == 4
+    order = np.array([2, 0, 3, 1])
+    taken = plan.take_packs(order)
+    assert taken.proven_lower_bound == 4
+    assert taken.note == plan.note
+    assert taken.segment_document.tolist() == plan.segment_document[order].tolist()
+    exchanged = plan.take(np.array([1, 0, 2, 3]), plan.pack_offsets, np.arange(4))
+    assert exchanged.proven_lower_bound == exchanged.shuffle(1).proven_lower_bound == 4
+    assert plan.take_packs(order[:3]).proven_lower_bound == 3
+    assert plan.take_packs(order[:0]).metrics().lower_bound == 0

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.planning.windows import MOST_WINDOWS, WindowSize, choose_waiting, select_packs
+from hf_packing.planning.windows import MOST_WINDOWS, WindowSize, choose_waiting
 
 lengths_and_ages = st.lists(st.tuples(st.integers(0, 24), st.integers(0, MOST_WINDOWS)), max_size=60)
 
@@ -31,9 +31,9 @@ def test_at_most_a_quarter_waits_and_nobody_who_is_old(documents, strategy, pack
         return
     assert 4 * waits.sum() <= plan.num_packs
     assert 4 * plan.pack_capacity[waits].sum() <= size.tokens
-    waiting = select_packs(plan, np.flatnonzero(waits))
+    waiting = plan.take_packs(np.flatnonzero(waits))
     assert (age[waiting.segment_document] < MOST_WINDOWS).all()
-    out = select_packs(plan, np.flatnonzero(~waits))
+    out = plan.take_packs(np.flatnonzero(~waits))
     assert segments_of(out) + segments_of(waiting) == sorted(segments_of(plan), key=lambda s: s in segments_of(waiting))
 
 

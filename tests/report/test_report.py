@@ -14,8 +14,8 @@ import hf_packing as hfp
 from hf_packing.cli import main
 from hf_packing.cli.screen import plain
 from hf_packing.errors import MissingDependencyError, PackingError
-from hf_packing.report.plots import PLOTS, THEMES, picture
-from hf_packing.report.tables import REPORT_COLUMNS, report_cells
+from hf_packing.report.plots import PLOTS, picture
+from hf_packing.report.render import COLUMNS, report_cells
 from hf_packing.report.work import packed_work, padded_work
 from hf_packing.sampling.fill import LINEAR_COST
 
@@ -203,7 +203,7 @@ def test_tables(chat):
 def test_steps_stand_beside_their_documents(chat):
     """A step of padding has 16 documents of each rank, one of packs a pack of each."""
     report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
-    cells = {row[0]: dict(zip(REPORT_COLUMNS, row, strict=True)) for row in report_cells(report)}
+    cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in report_cells(report)}
     for name, each in (("padding, at most 2048", report.padded[0]), ("BestFit(2048)", report.rows[2])):
         steps, documents = each.work.steps, each.work.documents_per_step
         assert cells[name]["steps"] == f"{steps:,}"
@@ -279,12 +279,11 @@ def test_bad_arguments(arguments, message):
 @pytest.mark.parametrize("plot", fast_only(PLOTS, PLOTS[0]), ids=lambda plot: plot.name)
 def test_every_picture_has_marks(chat, plot):
     report = hfp.packing_report(chat, [2048, 4096])
-    light, dark = (picture(report, plot, theme, "svg").decode() for theme in THEMES)
-    for svg, theme in ((light, "light"), (dark, "dark")):
-        ids = [element.get("id", "") for element in ET.fromstring(svg).iter()]
-        assert sum(re.fullmatch(rf"{plot.name}-{theme}-mark-\d+", each) is not None for each in ids) > 0
-    assert light == picture(report, plot, THEMES[0], "svg").decode()
-    assert picture(report, plot, THEMES[0], "png").startswith(b"\x89PNG")
+    svg = picture(report, plot, "svg").decode()
+    ids = [element.get("id", "") for element in ET.fromstring(svg).iter()]
+    assert any(re.fullmatch(rf"{plot.name}-mark-\d+", each) for each in ids)
+    assert svg == picture(report, plot, "svg").decode()
+    assert picture(report, plot, "png").startswith(b"\x89PNG")
 
 
 def test_without_matplotlib(chat, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sizes import sizes_of
 
 IDS, LABELS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[-100, -100, 3], [-100, 5], [-100, -100, -100, 9]]
 HIDING = [{"columns": ["input_ids"]}, {"type": "numpy", "columns": ["input_ids", "attention_mask"]}]

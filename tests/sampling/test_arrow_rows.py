@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.sampling.sampled_rows import ArrowRows
+from hf_packing.sampling.rows import ArrowRows
 
 TYPES = pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint8()), pa.list_(pa.int16(), 3)
 

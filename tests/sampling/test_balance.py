@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_packing.sampling.best_fit import Limits
-from hf_packing.sampling.fill import assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
+from hf_packing.sampling.fill import Limits, assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
 
 
 @settings(max_examples=200)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 BUCKETS = np.array([8, 16, 32])
 

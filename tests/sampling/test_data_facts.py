@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hf_packing as hfp
-from hf_packing.sampling.data_facts import data_facts, difference
-from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sizes import data_facts, sizes_of
 
 ROWS = [{"input_ids": [n % 90 + 3] * (n % 7 + 1), "labels": [-100] + [n % 90 + 3] * (n % 7)} for n in range(300)]
 
@@ -31,7 +30,8 @@ def table(rows):
 
 
 def said(one, other):
-    return difference(*(data_facts(data, sizes_of(data)) for data in (one, other)), "here", "there")
+    facts, others = (data_facts(data, sizes_of(data)) for data in (one, other))
+    return facts.difference(others, 1)
 
 
 def changed(row, column, token=0):
@@ -45,15 +45,19 @@ def unseen(data):
     return data.with_transform(lambda batch: {"input_ids": [np.random.permutation(row) for row in batch["input_ids"]]})
 
 
+OTHER_SIZES = "ranks 0 and 1 have as many tokens, but rows of different lengths, segments or buckets"
+OTHER_CONTENT = "ranks 0 and 1 have rows of the same lengths, but with different tokens or labels"
+
+
 @pytest.mark.parametrize("kind", [table, list])
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (ROWS[:299], "here has 300 rows and 1,197 tokens, but there has 299 rows and 1,191 tokens"),
-        (ROWS[1:] + ROWS[:1], "row 0 has 1 tokens on here, but 2 tokens on there"),
-        (changed(299, "input_ids"), "row 299 has the same length on here and on there, but different tokens or labels"),
-        (changed(299, "labels"), "row 299 has the same length on here and on there, but different tokens or labels"),
-        (changed(103, "labels", 1), "row 103 has the same length on here and on there, but different tokens or labels"),
+        (ROWS[:299], "rank 0 has 300 rows and 1,197 tokens, but rank 1 has 299 rows and 1,191 tokens"),
+        (ROWS[1:] + ROWS[:1], OTHER_SIZES),
+        (changed(299, "input_ids"), OTHER_CONTENT),
+        (changed(299, "labels"), OTHER_CONTENT),
+        (changed(103, "labels", 1), OTHER_CONTENT),
         (ROWS, None),
     ],
 )
@@ -61,35 +65,23 @@ def test_differences(kind, rows, words):
     assert said(kind(ROWS), kind(rows)) == words
 
 
-def test_a_row_between_those_that_are_sampled_has_another_length():
-    sampled = {row for row, _ in data_facts(ROWS, sizes_of(ROWS)).contents}
-    one = next(row for row in range(300) if row not in sampled)
-    lengths = [len(row["input_ids"]) for row in ROWS]
-    other = next(row for row in range(300) if row not in sampled and lengths[row] != lengths[one])
-    rows = list(ROWS)
-    rows[one], rows[other] = rows[other], rows[one]
-    assert said(ROWS, rows) == (
-        "here and there both have 300 rows and 1,197 tokens, but some rows have different lengths, segments or buckets"
-    )
-
-
 def test_packed_rows_with_other_borders():
     packed = hfp.pack(table(ROWS), hfp.BestFit(8))
     assert said(packed, packed) is None
     whole = packed.map(lambda row: {"seq_lengths": [len(row["input_ids"])]})
     assert max(map(len, packed["seq_lengths"])) > 1
-    assert "but some rows have different lengths, segments or buckets" in said(packed, whole)
+    assert said(packed, whole) == OTHER_SIZES
 
 
 def test_rows_that_are_made_as_they_are_read():
-    assert "row 0 has the same length" in said(Made(), Made(first=1))
+    assert said(Made(), Made(first=1)) == OTHER_CONTENT
     assert said(Made(), Made()) is None
     assert said(Made(noise=True), Made(noise=True)) is None
-    assert data_facts(Made(noise=True), sizes_of(Made())).contents == ()
+    assert data_facts(Made(noise=True), sizes_of(Made())).content == ""
 
 
 def test_rows_of_a_random_transform_are_compared_before_it():
     everywhere = unseen(table([{"input_ids": [token + 1 for token in row["input_ids"]]} for row in ROWS]))
     plain = unseen(table([{"input_ids": row["input_ids"]} for row in ROWS]))
-    assert "row 0 has the same length" in said(plain, everywhere)
+    assert said(plain, everywhere) == OTHER_CONTENT
     assert said(plain, plain) is None

@@ -6,8 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.best_fit import Limits, best_fit
-from hf_packing.sampling.fill import fewest_micro_batches, fill
+from hf_packing.sampling.fill import Limits, best_fit, fewest_micro_batches, fill
 
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=60).map(np.array)
 PACKS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=60).map(np.array)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 
 INTEGERS = [pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
 

@@ -8,9 +8,10 @@ from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of, sizes_of_documents
-from hf_packing.sampling.sampler import SLOTS, InOrder, RankBatchSampler
+from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of, sizes_of_documents
 
 
 def test_the_first_micro_batches_are_skipped_without_being_read():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.batching import Epoch
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
 
@@ -244,36 +244,32 @@ def test_packed_rows_are_not_cut():
         hfp.TokenBudget(8, overflow="split").plan(sizes)
 
 
-def test_too_many_documents_per_step():
-    sizes = sizes_of_documents(np.full(100, 10))
-    message = (
-        r"expected at most as many documents as fit into 2 x 2 micro-batches \(accumulation x ranks\) of 100 tokens, "
-        "got 50 documents per optimizer step; an epoch has 100 documents; use max_tokens above 100, or "
-        "gradient_accumulation_steps=3, or match_documents_per_step=33"
-    )
-    with pytest.raises(PackingError, match=message):
-        hfp.TokenBudget(100, match_documents_per_step=50).plan(sizes, Epoch(0, 2, 2))
-
-
-def test_too_many_documents_per_step_for_a_limit_of_documents():
-    message = (
-        "match_documents_per_step: expected at most as many documents as fit into 1 x 1 micro-batches (accumulation x "
-        "ranks) of 100 tokens and 2 documents, got 5 documents per optimizer step; an epoch has 20 documents; use "
-        "max_tokens above 100, or max_documents above 2, or gradient_accumulation_steps=3, or "
-        "match_documents_per_step=2"
-    )
-    with pytest.raises(PackingError, match=re.escape(message)):
-        hfp.TokenBudget(100, max_documents=2, match_documents_per_step=5).plan(sizes_of_documents(np.full(20, 3)))
-
-
-def test_too_few_documents_per_step():
-    sizes = sizes_of_documents(np.full(10, 10))
-    message = (
-        r"expected at least one row for each of 2 x 2 micro-batches \(accumulation x ranks\), got 3 documents per "
-        "optimizer step; an epoch has 10 documents; use gradient_accumulation_steps=1, or match_documents_per_step=5"
-    )
-    with pytest.raises(PackingError, match=message):
-        hfp.TokenBudget(100, match_documents_per_step=3).plan(sizes, Epoch(0, 2, 2))
+@pytest.mark.parametrize(
+    ("budget", "lengths", "epoch", "remedies"),
+    [
+        (
+            hfp.TokenBudget(100, match_documents_per_step=50),
+            [10] * 100,
+            Epoch(0, 2, 2),
+            "gradient_accumulation_steps from 3 to 25, or match_documents_per_step from 4 to 49",
+        ),
+        (
+            hfp.TokenBudget(100, max_documents=2, match_documents_per_step=5),
+            [3] * 20,
+            Epoch(),
+            "gradient_accumulation_steps from 3 to 5, or match_documents_per_step from 1 to 2",
+        ),
+        (
+            hfp.TokenBudget(100, match_documents_per_step=3),
+            [10] * 10,
+            Epoch(0, 2, 2),
+            "gradient_accumulation_steps from 1 to 1, or match_documents_per_step from 5 to 10",
+        ),
+    ],
+)
+def test_documents_per_step_that_do_not_fit(budget, lengths, epoch, remedies):
+    with pytest.raises(PackingError, match=f"^match_documents_per_step: expected .*(; use|, or) {remedies}$"):
+        budget.plan(sizes_of_documents(np.array(lengths)), epoch)
 
 
 @given(
@@ -295,18 +291,13 @@ def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, docum
         return ""
 
     message = refusal()
-    said = {name: int(number) for name, number in re.findall(r"(\w+)(?: above |=)(\d+)(?=$|, or)", message)}
-    assert set(said) <= {"max_tokens", "gradient_accumulation_steps", "match_documents_per_step"}
-    if not message:
-        return
-    assert ("max_tokens" in said) == (not refusal(max_tokens=10**6) and "fit into" in message)
-    possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
-    if possible:
-        assert said["gradient_accumulation_steps"] in possible
-    else:
-        assert "gradient_accumulation_steps" not in said
-    if "match_documents_per_step" in said:
-        assert not refusal(match_documents_per_step=said["match_documents_per_step"])
+    found = re.findall(r"(\w+) from (\d+) to (\d+)", message)
+    said = {name: range(int(low), int(high) + 1) for name, low, high in found}
+    if message:
+        possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
+        assert list(said.get("gradient_accumulation_steps", [])) == possible
+        possible = [other for other in range(1, len(lengths) + 1) if not refusal(match_documents_per_step=other)]
+        assert list(said.get("match_documents_per_step", [])) == possible
 
 
 @pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import hf_packing as hfp
-from hf_packing.streams.shares import equal_shares
+from hf_packing.streams.shards import equal_shares
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
 
-sizes_of_shards = st.lists(st.one_of(st.just(0.0), st.floats(0.1, 1000.0)), min_size=1, max_size=12)
+sizes_of_shards = st.lists(st.floats(1.0, 10_000.0), min_size=1, max_size=12)
 
 
 @given(sizes_of_shards, st.integers(1, 70))
@@ -32,7 +32,7 @@ def test_shares_are_equal_and_have_every_part_once(sizes, shares):
     whole = sum(sizes) / shares
     for share in found:
         size = sum(sizes[part.shard] * (part.end - part.first) / part.of for part in share)
-        assert abs(size - whole) <= max(sizes) / of + 1e-6 * sum(sizes) or not sum(sizes)
+        assert abs(size - whole) <= max(sizes) / of + 1e-6 * sum(sizes)
 
 
 def turns_of(packed, rank=0, ranks=1):
@@ -72,7 +72,7 @@ def test_rows_do_not_depend_on_the_number_of_ranks(kind, streams, tmp_path):
 
 @pytest.mark.slow
 def test_workers_of_a_loader_read_every_document_once(tmp_path):
-    packed = hfp.pack(write_source(tmp_path, "row groups")(), hfp.BestFit(64), window_packs=4, streams=8)
+    packed = hfp.pack(write_source(tmp_path, "jsonl")(), hfp.BestFit(64), window_packs=4, streams=8)
     rows = list(packed)
     for workers in (1, 2):
         read = list(DataLoader(packed, batch_size=None, num_workers=workers))

@@ -16,7 +16,6 @@ from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.streams import upstream
-from hf_packing.streams.mixtures_in import divided_mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack reads:UserWarning")
 
@@ -81,15 +80,15 @@ def test_differences_of_logical_streams_cancel():
         for number, (name, length) in enumerate({"a": 20, "b": 100, "c": 500}.items())
     }
     mixed = hfp.mix(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, stopping_strategy="all_exhausted")
-    divided = divided_mixture(upstream.examples_of(mixed), 64)
-    tokens = np.array([_first_tokens(divided.shard_data_sources(64, stream), 6200) for stream in range(64)])
+    examples = upstream.examples_of(mixed)
+    tokens = np.array([_first_tokens(examples.piece(stream, 64), 6200) for stream in range(64)])
     by_source = np.array([(tokens == source).sum(1) for source in range(3)]) / 6200
     assert by_source.mean(1) == pytest.approx([0.5, 0.3, 0.2], abs=0.001)
     assert by_source[2].std() > 0.02
 
 
 def _first_tokens(examples, number):
-    tables = islice(examples.tables(), number)
+    tables = upstream.tables(examples)
     found: list[int] = []
     while len(found) < number:
         found += next(tables).column("input_ids").combine_chunks().flatten().to_pylist()
@@ -118,41 +117,20 @@ def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
         assert max(few) - min(few) <= 1
 
 
-def test_refusals_in_logical_streams():
-    mixed = hfp.mix({"a": dataset(0, 90, 5), "b": dataset(1, 90, 5)}, {"a": 1, "b": 1})
-    joined = concatenate_datasets([mixed, mixed])
-    with pytest.raises(hfp.PackingError, match="streams: expected a mixture that was not joined with other streams"):
-        hfp.pack(joined, hfp.BestFit(64), streams=2)
-    half = mixed.shard(2, 0)
-    assert half.num_shards == 32
-    with pytest.raises(hfp.PackingError, match="streams: expected at most 32, the shards that are left of the mixture"):
-        hfp.pack(half, hfp.BestFit(64), streams=64)
-    halves = [hfp.pack(mixed.shard(2, number), hfp.BestFit(64), streams=3) for number in range(2)]
-    names = [name for each in halves for name in names_in(each)]
-    assert max(Counter(names).values()) == 1
-    assert len(names) > 150
-    taken = hfp.pack(mixed.take(100), hfp.BestFit(64), streams=2)
-    assert sorted(names_in(taken)) == sorted(names_in(mixed.take(100)))
-    state = taken.state_dict() if next(iter(taken)) else None
-    other = hfp.mix({"a": dataset(0, 90, 5), "b": dataset(1, 90, 5)}, {"a": 3, "b": 1}).take(100)
-    again = hfp.pack(other, hfp.BestFit(64), streams=2)
-    again.load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match=r"of a mixture with the shares \{'a': 0.75, 'b': 0.25\}"):
-        next(iter(again))
+@pytest.mark.parametrize("streams", [1, 3, 64])
+def test_pieces_of_joined_sharded_and_taken_mixtures(streams):
+    mixed = hfp.mix({"a": dataset(0, 90, 5), "b": dataset(1, 90, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
 
+    def packed(documents):
+        return sorted(names_in(hfp.pack(documents, hfp.BestFit(64), streams=streams)))
 
-def test_other_shares_of_a_repeated_mixture():
-    def make(share):
-        mixed = hfp.mix({"a": dataset(0, 60, 5), "b": dataset(1, 60, 5)}, {"a": share, "b": 1 - share})
-        return hfp.pack(mixed.repeat(2), hfp.BestFit(64), window_packs=2, streams=2)
-
-    first, again, other = make(0.5), make(0.5), make(0.25)
-    head = list(islice(first, 3))
-    again.load_state_dict(first.state_dict())
-    assert [*head, *again] == list(make(0.5))
-    other.load_state_dict(first.state_dict())
-    with pytest.raises(hfp.PackingError, match="tokens: expected the shares 0.5, 0.5, as in the saved state"):
-        next(iter(other))
+    names = sorted(names_in(mixed))
+    assert len(names) == 180
+    assert packed(concatenate_datasets([mixed, mixed])) == sorted(2 * names)
+    assert packed(mixed.repeat(2)) == sorted(2 * names)
+    assert packed(mixed.take(100)) == sorted(names_in(mixed.take(100)))
+    assert mixed.shard(2, 0).num_shards == 32
+    assert sorted(name for number in range(2) for name in packed(mixed.shard(2, number))) == names
 
 
 def test_a_source_that_is_read_several_times_warns():
@@ -170,109 +148,68 @@ def test_shards_of_a_mixture_after_reshard():
     assert len(names) == 160
 
 
-def test_a_state_of_another_part_of_a_mixture():
-    def mixed():
-        return hfp.mix({"a": dataset(0, 90, 5), "b": dataset(1, 90, 5)}, {"a": 1, "b": 1})
-
-    def loaded(stream, state):
-        stream.load_state_dict(pickle.loads(pickle.dumps(state)))
-        return list(stream)
-
-    for make in (mixed, lambda: hfp.pack(mixed(), hfp.BestFit(32), window_packs=2)):
-        nodes = [split_dataset_by_node(make(), rank, 2) for rank in range(2)]
-        states = []
-        for stream in (make(), *nodes):
-            next(iter(stream))
-            states.append(stream.state_dict())
-        for stream, state, message in (
-            (
-                nodes[0],
-                states[0],
-                r"the state of piece 0, 1, 2, 3, ... of 64 of a mixture, .* got the state of a whole",
-            ),
-            (
-                nodes[1],
-                states[1],
-                r"the state of piece 32, .* got the state of piece 0, .* load the state that this rank",
-            ),
-            (make(), states[2], r"expected the state of a whole mixture, .* or pack the mixture with streams=64"),
-        ):
-            with pytest.raises(hfp.PackingError, match=message):
-                loaded(stream, state)
-        assert loaded(split_dataset_by_node(make(), 1, 2), states[2])
+def make_mixture(share=0.5):
+    sources = {"a": generated([documents(0, 120, 8), documents(2, 80, 8)]), "b": dataset(1, 200, 8)}
+    return hfp.mix(sources, {"a": share, "b": 1 - share}, stopping_strategy=ALL)
 
 
-def shares_at_stops(make, stops, shares):
-    """The rows of a stream that is killed after some rows, and goes on with the next shares; and what each part had."""
-    parts, state = [], None
-    for number, each in enumerate(shares):
-        stream = make(each)
-        if state is not None:
-            stream.load_state_dict(pickle.loads(state))
-        parts.append(list(islice(stream, stops[number]) if number < len(stops) else stream))
-        if parts[-1]:
-            state = pickle.dumps(stream.state_dict())
-    return parts
+@pytest.mark.parametrize("pack", [lambda mixed: mixed, lambda mixed: hfp.pack(mixed, hfp.BestFit(32), window_packs=2)])
+def test_a_state_of_another_piece_is_refused(pack):
+    streams = [pack(make_mixture()), *(split_dataset_by_node(pack(make_mixture()), rank, 2) for rank in range(2))]
+    states = []
+    for stream in streams:
+        next(iter(stream))
+        states.append(pickle.loads(pickle.dumps(stream.state_dict())))
+    for number, stream in enumerate(streams):
+        for other, state in enumerate(states):
+            stream.load_state_dict(state)
+            if number == other:
+                next(iter(stream))
+            else:
+                with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* seed 0(, piece \d of 2)?, got"):
+                    next(iter(stream))
 
 
 @settings(max_examples=15)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    st.lists(st.sampled_from([0.2, 0.5, 0.8]), min_size=5, max_size=5),
     st.sampled_from([0, None, 1, 3]),
     st.sampled_from(sorted(CHANGES)),
 )
-def test_every_document_is_read_once_however_shares_change(stops, shares, streams, change):
-    sources = {"a": generated([documents(0, 120, 8), documents(2, 80, 8)]), "b": dataset(1, 200, 8)}
+def test_resumed_at_any_row(stops, streams, change):
+    def make():
+        mixed = CHANGES[change](make_mixture())
+        return mixed if streams == 0 else hfp.pack(mixed, hfp.BestFit(64), window_packs=3, streams=streams)
 
-    def make(share):
-        mixed = CHANGES[change](hfp.mix(sources, {"a": share, "b": 1 - share}, stopping_strategy=ALL))
-        if streams == 0:
-            return mixed
-        return hfp.pack(mixed, hfp.BestFit(64), window_packs=3, streams=streams)
+    rows, seen, state = list(make()), [], None
+    assert sorted(names_in(rows)) == [*range(120), *range(MANY, MANY + 200), *range(2 * MANY, 2 * MANY + 80)]
+    for stop in [*stops, None]:
+        stream = make()
+        if state is not None:
+            stream.load_state_dict(pickle.loads(state))
+        seen += list(islice(stream, stop))
+        if stop:  # datasets loads a state when the first row is read
+            state = pickle.dumps(stream.state_dict())
+    assert seen == rows
 
-    rows = [row for part in shares_at_stops(make, stops, shares[: len(stops) + 1]) for row in part]
-    assert sorted(names_in(rows)) == sorted(name for each in sources.values() for name in names_in(each))
 
-
-@pytest.mark.parametrize("streams", [None, 2])
+@pytest.mark.parametrize("streams", [0, None, 2])
 @pytest.mark.parametrize("change", fast_only(CHANGES, "map and filter"))
-def test_new_shares_count_after_what_was_read(streams, change):
-    sources = {"a": dataset(0, 500, 8), "b": dataset(1, 500, 8)}
-
+def test_other_shares_wait_for_the_next_epoch(streams, change):
     def make(share):
-        mixed = CHANGES[change](hfp.mix(sources, {"a": share, "b": 1 - share}))
-        return hfp.pack(mixed, hfp.FixedLength(64), window_packs=2, streams=streams)
+        mixed = CHANGES[change](make_mixture(share))
+        return mixed if streams == 0 else hfp.pack(mixed, hfp.BestFit(64), window_packs=3, streams=streams)
 
-    whole = list(make(0.5))
-    for stops in ((3,), (20, 3, 2)):
-        parts = shares_at_stops(make, stops, [0.5, 0.9, 0.9, 0.2][: len(stops)] + [0.2])
-        kept = parts[0]
-        assert kept == whole[: len(kept)]
-        share = share_of_first(parts[-1][len(parts[-1]) // 2 :])  # after the window, in which the old shares count
-        assert share == pytest.approx(0.2, abs=0.03)
-    parts = shares_at_stops(make, (20, 5), [0.5, 0.9, 0.9])
-    killed_once = shares_at_stops(make, (20,), [0.5, 0.9])
-    assert [*parts[1], *parts[2]] == killed_once[1]
+    stream, other = make(0.5), make(0.9)
+    next(iter(stream))
+    other.load_state_dict(stream.state_dict())
+    with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* a \(0.9\), b \(0.1\) .* a \(0.5\), b \(0.5\)"):
+        next(iter(other))
 
 
-@pytest.mark.parametrize("change", fast_only(CHANGES, "maps in batches"))
-def test_new_shares_of_a_mixture_that_is_not_packed(change):
-    sources = {"a": dataset(0, 250, 8), "b": dataset(1, 250, 8)}
-
-    def make(share):
-        return CHANGES[change](hfp.mix(sources, {"a": share, "b": 1 - share}, stopping_strategy=ALL))
-
-    whole = sorted(names_in(make(0.5)))
-    parts = shares_at_stops(make, (160, 3, 80), [0.5, 0.9, 0.2, 0.5])
-    assert sorted(name for part in parts for name in names_in(part)) == whole
-    after = shares_at_stops(make, (160,), [0.5, 0.9])[1][50:180]
-    assert share_of_first(after) == pytest.approx(0.9, abs=0.03)
-
-
-def test_shares_change_in_a_training_of_files(tmp_path):
-    """Through `attach`, with a state for all ranks: no document is trained on twice."""
-    files = {name: write_jsonl(tmp_path / name, [documents(source, 60, 8)] * 1) for source, name in enumerate("ab")}
+def test_other_shares_in_the_next_epoch_of_a_training(tmp_path):
+    """Through `attach`, with a state for all ranks: a state from the end of an epoch takes other shares."""
+    files = {name: write_jsonl(tmp_path / name, [documents(source, 60, 8)] * 2) for source, name in enumerate("ab")}
 
     def loader(share):
         opened = {name: read_stream("json", files[name]).remove_columns("text") for name in files}
@@ -280,11 +217,16 @@ def test_shares_change_in_a_training_of_files(tmp_path):
         packed = hfp.pack(mixed, hfp.BestFit(64), window_packs=2, streams=2)
         return hfp.prepare_dataloader(Accelerator(cpu=True), packed, hfp.TokenBudget(64))
 
-    first = loader(0.5)
-    seen = [batch["input_ids"][0].tolist() for batch in islice(first, 5)]
-    again = loader(0.9)
+    first, again = loader(0.5), loader(0.9)
+    seen = [batch["input_ids"][0].tolist() for batch in first]
     again.load_state_dict(first.state_dict())
-    seen += [batch["input_ids"][0].tolist() for batch in again]
-    names = Counter(token for row in seen for token in row if token >= NAMES)
-    assert len(names) == 120
-    assert set(names.values()) == {1}
+    assert again.epoch == 1
+    other = [batch["input_ids"][0].tolist() for batch in again]
+    assert [sorted(token for row in rows for token in row if token >= NAMES) for rows in (seen, other)] == [
+        sorted(2 * [NAMES + name for name in (*range(60), *range(MANY, MANY + 60))])
+    ] * 2
+    middle = loader(0.5)
+    for _ in islice(middle, 3):
+        pass
+    with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* a \(0.9\), b \(0.1\)"):
+        again.load_state_dict(middle.state_dict())

@@ -151,7 +151,7 @@ def test_no_document_waits_for_more_than_four_windows(monkeypatch):
         oldest.append(int(age.max()))
         return choose_waiting(window, age, size)
 
-    monkeypatch.setattr("hf_packing.streams.packed_examples.choose_waiting", noting)
+    monkeypatch.setattr("hf_packing.streams.packed.choose_waiting", noting)
     documents = [[1] * length for length in [*[9, 9, 9, 9] * 600]]  # packs of 16 never fill
     list(hfp.pack(stream_of(documents), hfp.BestFit(16), window_packs=12))
     assert 0 < max(oldest) <= 4

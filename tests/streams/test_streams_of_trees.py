@@ -82,18 +82,3 @@ def test_a_resumed_stream_goes_on_with_the_next_row():
             again = packed(streams)
             again.load_state_dict(states[number])
             assert list(again) == rows[number + 1 :]
-    other = hfp.pack(stream_of(documents), hfp.BestFit(100), window_packs=4)
-    other.load_state_dict(packed(None).state_dict())
-    stream = packed(None)
-    next(iter(stream))
-    other.load_state_dict(stream.state_dict())
-    with pytest.raises(hfp.PackingError, match="got the state of a stream that was made by .* with share_prefixes=16"):
-        list(other)
-
-
-def test_refusals():
-    with pytest.raises(hfp.PackingError, match="padding_threshold: expected 1 with share_prefixes"):
-        hfp.pack(stream_of([[1]]), hfp.Bucket((4, 8)), share_prefixes=True)
-    columns = {"parents": [[1]]}
-    with pytest.raises(hfp.PackingError, match="column 'parents': expected no such column in the documents"):
-        hfp.pack(stream_of([[1]], **columns), hfp.BestFit(8), share_prefixes=True)

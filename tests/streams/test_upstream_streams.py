@@ -19,7 +19,7 @@ def test_examples_of_a_stream():
 
 
 def test_methods_of_examples():
-    """PackedExamples, LogicalStreams, ShareOfShards and Wrapped define these; add one that datasets begins to call."""
+    """PackedExamples, LogicalStreams and MixedExamples define these; add one that datasets begins to call."""
     base = {name for name in vars(iterable_dataset._BaseExamplesIterable) if not name.startswith("__")}
     assert base == {
         "_init_state_dict",
@@ -38,7 +38,7 @@ def test_methods_of_examples():
 
 
 def test_states_are_merged_key_by_key():
-    """saved_state: a state is replaced as a whole only because datasets merges nothing but dicts and lists."""
+    """state: a state is replaced as a whole only because datasets merges nothing but dicts and lists."""
     examples = stream_of(make_documents(5))._ex_iterable
     examples._init_state_dict()
     examples._state_dict["shard_idx"] = None

@@ -2,15 +2,14 @@
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-
-from hf_packing.text.text_tokenizer import TextTokenizer
+from transformers import PreTrainedTokenizerFast
 
 WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
 
 
 @pytest.fixture
-def tokenizer():
-    """A token for every word."""
+def words():
+    """A tokenizer with a token for every word."""
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return TextTokenizer("words", backend)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="<end>")

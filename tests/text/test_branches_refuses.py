@@ -21,7 +21,7 @@ PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is 
             {"messages": [PLAIN, [user(PICTURE), *PLAIN]]},
             "^row 1 of the batch, message 0: expected text, .*'image'",
         ),
-        ("chatml", {"messages": [["one"]]}, "^row 0 of the batch, expected a list of messages, each a mapping"),
+        ("chatml", {"messages": [["one"]]}, "^row 0 of the batch, expected messages with a role"),
         ("chatml", {"messages": [CHAT], "tools": ["{"]}, "^row 0 of the batch, expected tools as a list or as JSON"),
         (
             "chatml",

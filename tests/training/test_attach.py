@@ -20,7 +20,7 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Batching, EpochPlan, keep_rows
+from hf_packing.sampling.batching import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 

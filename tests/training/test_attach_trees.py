@@ -97,7 +97,7 @@ def test_evaluation_on_trees(tmp_path):
 
 
 def test_rows_of_other_kinds_of_datasets_have_the_same_sizes():
-    from hf_packing.sampling.row_sizes import sizes_of
+    from hf_packing.sampling.sizes import sizes_of
 
     packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
     one, other = sizes_of(packed), sizes_of(packed.to_list())
@@ -118,7 +118,7 @@ def test_copies_are_masked():
     trees = TreesOfDocuments.find(DATA.select(range(3)), 128, 2, "error")
     assert len(trees) == 1
     rows = hfp.pack(DATA.select(range(6)), hfp.BestFit(64), share_prefixes=2)
-    from hf_packing.sampling.row_sizes import sizes_of
+    from hf_packing.sampling.sizes import sizes_of
 
     sampler = RankBatchSampler(hfp.TokenBudget(64), sizes_of(rows), world_size=1, accumulation=1)
     loader = rows_loader(rows, sampler)

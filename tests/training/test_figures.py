@@ -13,9 +13,10 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.ranks import Predictions, micro_batch_counts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed

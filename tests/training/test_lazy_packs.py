@@ -12,9 +12,8 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.sampling.data_facts import data_facts
-from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import data_facts, sizes_of
 from hf_packing.training.loader import rows_loader
 
 pytestmark = [

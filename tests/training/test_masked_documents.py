@@ -24,8 +24,9 @@ from transformers import (
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.row_sizes import sizes_of
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.masked_documents import MaskedRows
 from hf_packing.training.masking import Masking
 

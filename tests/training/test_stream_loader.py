@@ -398,7 +398,7 @@ def test_refused_states(files, tmp_path):
         return str(error.value)
 
     assert "format 1, got format 7" in error_of(loader_of(packed(files)), state | {"format": 7})
-    assert "streams: expected 8, as when the state was saved, got 4" in error_of(loader_of(packed(files, streams=4)))
+    assert "in 8 logical streams; make the stream as before" in error_of(loader_of(packed(files, streams=4)))
     assert "that is made as now, by BestFit(max_length=48" in error_of(loader_of(packed(files, window_packs=3)))
     assert "max_tokens: expected as many tokens as when" in error_of(
         loader_of(packed(files), hfp.TokenBudget(2 * CAPACITY))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from literal_trie import forests, tokens_of_trie
 
 import hf_packing.trees.find as find_module
-import hf_packing.trees.find as sort_module
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.trees.find import find_trees
@@ -76,8 +75,8 @@ def test_values_of_other_columns_split_prefixes(documents, least, data):
     check_sharing(found.forest, keys)
     assert found.forest.sizes.sum() == tokens_of_trie(keys, least)
     with pytest.MonkeyPatch.context() as patch:  # as if all documents together were too many to sort at once
-        for name, value in (("SORTED_AT_ONCE", 4), ("_FEWEST_AT_ONCE", 1), ("_MOST_AT_ONCE", 2)):
-            patch.setattr(sort_module, name, value)
+        for name, value in (("_SORTED_AT_ONCE", 4), ("_FEWEST_AT_ONCE", 1), ("_MOST_AT_ONCE", 2)):
+            patch.setattr(find_module, name, value)
         again, _ = find(documents, least, weights=weights, labels=labels)
     assert again.forest.sizes.sum() == found.forest.sizes.sum()
     check_sharing(again.forest, keys)
@@ -123,16 +122,16 @@ def test_blocks_and_lengths_of_comparison_change_nothing(monkeypatch, rng):
     ]
     whole = find(documents, 4)[0].forest
     assert (whole.shared > 0).sum() > 100
-    for module, name, value in (
-        (find_module, "SORTED_AT_ONCE", 60),
-        (find_module, "_HASHED_AT_ONCE", 9),
-        (sort_module, "_COMPARED_AT_ONCE", 7),
-        (sort_module, "_LONG", 5),
-        (sort_module, "SORTED_AT_ONCE", 60),
-        (sort_module, "_FEWEST_AT_ONCE", 2),
-        (sort_module, "_MOST_AT_ONCE", 3),
+    for name, value in (
+        ("_TOKENS_OF_BLOCK", 60),
+        ("_HASHED_AT_ONCE", 9),
+        ("_COMPARED_AT_ONCE", 7),
+        ("_LONG", 5),
+        ("_SORTED_AT_ONCE", 60),
+        ("_FEWEST_AT_ONCE", 2),
+        ("_MOST_AT_ONCE", 3),
     ):
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(find_module, name, value)
         again = find(documents, 4)[0].forest
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()

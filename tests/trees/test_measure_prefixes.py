@@ -79,10 +79,10 @@ def test_the_command_reports_and_packs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--strategy", "fixed_length"], "--share-prefixes: strategy: expected a strategy that cuts no document"),
+        (["--strategy", "fixed_length"], "strategy: expected a strategy that cuts no document"),
         (
             ["--engine", "local", "--strategy", "bucket", "--max-length", "8", "16"],
-            "--share-prefixes: padding_threshold: expected 1 with share_prefixes",
+            "padding_threshold: expected 1 with --share-prefixes",
         ),
     ],
 )

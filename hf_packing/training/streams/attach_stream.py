@@ -20,9 +20,8 @@ from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.token_budget import with_linear_cost
-from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
@@ -185,7 +184,7 @@ def _check(
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
-        batching = within_shapes(batching, *shapes)
+        batching = batching.within(shapes)
     config = None if trainer.model is None else inner_model(trainer.model).config
     batches = StreamedBatches(trainer, with_linear_cost(batching, config), loss, prove, shapes)
     stream = batches.training_stream(trainer, planned_from)

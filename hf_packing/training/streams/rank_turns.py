@@ -26,8 +26,8 @@ from hf_packing.columns import (
     TREE_COLUMNS,
 )
 from hf_packing.planning.lengths import IntArray
-from hf_packing.streams.logical_streams import LogicalStreams, Position, Turn
-from hf_packing.streams.mixed_examples import MixedExamples
+from hf_packing.streams.logical import LogicalStreams, Position, Turn
+from hf_packing.streams.mixture import MixedExamples
 from hf_packing.trees.segments import TreeSegments
 
 Row = dict[str, Any]

@@ -28,7 +28,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.streams.logical_streams import Position
+from hf_packing.streams.logical import Position
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.streams.dispatch import Dispatched
 from hf_packing.training.streams.lockstep import Answer, in_lockstep

@@ -14,11 +14,10 @@ from hf_packing.attention import (
     patch_for_training,
     unpatched_on_error,
 )
-from hf_packing.batch.cut_batch import with_segments_cut
+from hf_packing.batch.segments import with_segments_cut
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.token_budget import longest_segment, with_linear_cost
-from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.loader import items_of_step
@@ -163,7 +162,7 @@ def _open(
     check_accelerator(accelerator)
     balanced = with_linear_cost(batching, None if model is None else inner_model(model).config)
     if shapes != (None, None):
-        balanced = within_shapes(balanced, *shapes)
+        balanced = balanced.within(shapes)
     stream = training_stream("dataset", dataset, balanced, data_rank(accelerator).world_size)
     planned_from.note_settings(
         dataset=stream,

@@ -14,17 +14,16 @@ from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
-from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
-from hf_packing.streams.logical_streams import LogicalStreams
-from hf_packing.streams.mixed_examples import MixedExamples
-from hf_packing.streams.mixtures_in import warn_of_reading
-from hf_packing.streams.packed_examples import PackedExamples, StreamPacking
-from hf_packing.streams.shard_sizes import fingerprint_of_files
-from hf_packing.streams.sources import open_source
+from hf_packing.streams.logical import LogicalStreams, warn_of_reading
+from hf_packing.streams.mixture import MixedExamples
+from hf_packing.streams.packed import PackedExamples, StreamPacking
+from hf_packing.streams.reader import open_source
+from hf_packing.streams.shards import fingerprint_of_files
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""

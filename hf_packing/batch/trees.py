@@ -1,0 +1,177 @@
+"""Concatenate rows of trees into one batch. In a row of trees, documents share their prefixes.
+
+The columns of a batch are those that `PackingCollator` describes. A batch of trees has neither labels nor cu_seq_lens:
+with these, a model would compute its own loss, in which each token predicts the next one in the row, or would treat
+segments as documents.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_packing.batch.segments import check_length
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    ENDS,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    PARENTS,
+    POSITION_IDS,
+    SEGMENT_COLUMNS,
+    SEGMENT_LENGTHS,
+    TOKEN_TYPE_IDS,
+    TRAINED,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+)
+from hf_packing.errors import PackingError
+from hf_packing.rows.trained_tokens import num_training, trained_pieces
+from hf_packing.trees.segments import TreeSegments
+
+_OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
+"""Columns of packed rows and documents, which have another meaning or none in a row of trees."""
+
+_Integers = npt.NDArray[np.int64]
+_Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
+"""The values of each row, by name of the column."""
+
+
+def is_tree_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a row of trees, perhaps one that has lost some of its columns."""
+    names = row.keys() & set(TREE_COLUMNS)
+    if INPUT_IDS in row:  # a document may have a column `ends` of its own
+        return not names.isdisjoint((TREE_INPUT_IDS, TREE_LABELS)) or {SEGMENT_LENGTHS, PARENTS} <= names
+    return bool(names)
+
+
+def check_tree_row(row: Mapping[str, Any], number: int) -> None:
+    """Raise PackingError unless a row has all columns of a row of trees, and none of other rows."""
+    if other := [name for name in _OF_OTHER_ROWS if name in row]:
+        if not is_tree_row(row):
+            raise PackingError(
+                f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put "
+                "rows of trees and other rows in different batches"
+            )
+        raise PackingError(
+            f"column {other[0]!r}: expected no such column in row {number}, which has the columns of a row of trees; "
+            f"the tokens of trees are in {TREE_INPUT_IDS!r}, and the collator makes the columns for the model"
+        )
+    if missing := [name for name in TREE_COLUMNS if name not in row]:
+        raise PackingError(
+            f"column {missing[0]!r}: expected this column in row {number}, a row of trees, got the columns "
+            f"{', '.join(row) or 'none'}. Trainer removes columns that the model does not take; pass "
+            "remove_unused_columns=False to TrainingArguments"
+        )
+
+
+def collate_trees(columns: _Columns) -> dict[str, Any]:
+    """Concatenate rows of trees into one batch.
+
+    Args:
+        columns: the values of each row in the columns TREE_COLUMNS, and perhaps token_type_ids: integers [values].
+
+    Returns:
+        The batch, as `PackingCollator` describes it. The indices of segments and documents count on from row to row.
+
+    Raises:
+        PackingError: the rows have no tokens, or the columns of a row contradict each other.
+    """
+    _check_lengths(columns)
+    joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
+    tokens, labels, ends, parents = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS, PARENTS))
+    if not len(tokens):
+        raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
+    segments, documents, runs = (
+        np.array([len(values) // each for values in columns[name]])
+        for name, each in ((PARENTS, 1), (ENDS, 1), (TRAINED, 3))
+    )
+    first_segment, first_document = np.cumsum(segments) - segments, np.cumsum(documents) - documents
+
+    trees = _segments_of(columns, parents + np.where(parents < 0, 0, np.repeat(first_segment, segments)))
+    outside = (ends < 0) | (ends >= np.repeat(segments, documents))
+    _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
+    ends = ends + np.repeat(first_segment, documents)
+    trained = joined[TRAINED].reshape(-1, 3)
+    outside = (trained[:, 0] < 0) | (trained[:, 0] >= np.repeat(documents, runs))
+    _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
+    trained[:, 0] += np.repeat(first_document, runs)
+    _check_runs(trained, (trees.depths + np.diff(trees.begins))[ends], first_document, runs)
+    is_trained = num_training(trained_pieces(trees, ends, trained), len(tokens)) > 0
+    expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
+    in_rows = np.array([*map(len, columns[TREE_INPUT_IDS])])
+    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows)
+    batch = {
+        INPUT_IDS: tokens[None],
+        POSITION_IDS: trees.position_ids[None].astype(np.int64),
+        SEGMENT_LENGTHS: joined[SEGMENT_LENGTHS],
+        PARENTS: np.array(trees.parents, np.int64),
+        ENDS: ends,
+        TRAINED: trained,
+        TREE_LABELS: labels[None],
+        **{name: joined[name][None] for name in joined.keys() & {TOKEN_TYPE_IDS}},
+    }
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def _check_lengths(columns: _Columns) -> None:
+    """Raise PackingError unless the columns of each row have lengths that fit together."""
+    for number, tokens in enumerate(columns[TREE_INPUT_IDS]):
+        for name in columns.keys() & {TREE_LABELS, TOKEN_TYPE_IDS}:
+            check_length(name, columns[name][number], len(tokens), number)
+        lengths, parents, trained = (columns[name][number] for name in (SEGMENT_LENGTHS, PARENTS, TRAINED))
+        total, runs = int(lengths.sum()), -(-len(trained) // 3)
+        for name, expected, got, what in (
+            (SEGMENT_LENGTHS, len(tokens), total, "the number of tokens, as the sum"),
+            (PARENTS, len(lengths), len(parents), "values, one for each segment"),
+            (TRAINED, 3 * runs, len(trained), "values, three for each run"),
+        ):
+            if expected != got:
+                raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
+
+
+def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
+    """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
+    try:
+        return TreeSegments.from_arrays(np.concatenate(columns[SEGMENT_LENGTHS]), parents)
+    except PackingError:
+        for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
+            try:
+                TreeSegments.from_arrays(*row)
+            except PackingError as error:
+                raise PackingError(f"{error} of row {number}") from None
+        raise
+
+
+def _check_runs(trained: _Integers, lengths: _Integers, first_document: _Integers, runs: _Integers) -> None:
+    """Raise PackingError unless documents train on runs of their tokens, but the first, that do not overlap.
+
+    Args:
+        trained: int64 [runs, 3]: document in the batch, place in the document, number of tokens.
+        lengths: int64 [documents]: the number of tokens in each document.
+        first_document: int64 [rows].
+        runs: int64 [rows]: the number of runs.
+    """
+    document, first, length = trained.T
+    wrong = (first < 1) | (length < 1) | (length > lengths[document] - first)
+    order = np.lexsort((first, document))
+    document, first, length = trained[order].T
+    overlaps = np.zeros(len(trained), dtype=bool)
+    overlaps[order[1:]] = (document[1:] == document[:-1]) & (first[1:] < (first + length)[:-1])
+    if (wrong | overlaps).any():
+        in_row = trained - np.repeat(first_document, runs)[:, None] * (1, 0, 0)
+        _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", in_row, runs)
+        _refuse(TRAINED, overlaps, "runs that do not overlap", in_row, runs)
+
+
+def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, per_row: _Integers) -> None:
+    """Raise PackingError if a value is wrong; `per_row` has the number of values in each row."""
+    if wrong.any():
+        place = int(wrong.argmax())
+        row = int(np.searchsorted(np.cumsum(per_row), place, side="right"))
+        raise PackingError(f"column {name!r}: expected {expected}, got {values[place].tolist()} in row {row}")

@@ -1,0 +1,469 @@
+"""Measure a dataset's rows before training: the tokens, segments, attention cost and bucket of every row.
+
+Ranks exchange facts about these sizes and about the content of a few rows, to detect that their datasets differ.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from datasets.utils import tqdm
+
+from hf_packing.checks import check_whole_number, check_whole_numbers
+from hf_packing.columns import (
+    BUCKET,
+    ENDS,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    PARENTS,
+    SEGMENT_COLUMNS,
+    SEGMENT_LENGTHS,
+    SEQ_LENGTHS,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+    check_has_tokens,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, sums_of
+from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
+from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    is_list,
+    is_token_type,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
+from hf_packing.trees.segments import attention_costs
+
+_SAMPLED = (INPUT_IDS, LABELS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
+"""The columns of which a sample is taken."""
+
+_IN_ALL_ROWS = (SEQ_LENGTHS, TREE_INPUT_IDS, LABELS, *LOSS_MASKS)
+"""The columns that all rows have, or none."""
+
+_SAMPLED_ROWS = 256
+_SAMPLED_TOKENS = 64
+"""The largest number of tokens to take from the beginning of each sampled row."""
+
+_READ_TWICE = 32
+"""The largest number of rows to read twice. Two reads of a row show whether the content of the row changes."""
+
+
+@dataclass(frozen=True)
+class TreeCounts:
+    """Counts of the documents of a dataset whose rows are trees."""
+
+    documents: int
+    """Number of documents, or pieces of documents, in trees."""
+    raw_tokens: int
+    """Number of their tokens. Tokens that documents share are counted once for each document."""
+    unique_tokens: int
+    """Number of tokens in all trees. Tokens that documents share are counted once."""
+    left_out: int = 0
+    """Number of documents that are empty, or too long and dropped, so that they are in no tree."""
+    lost_tokens: int = 0
+    """Number of tokens in dropped documents and in the cut-off ends of truncated documents."""
+
+    @property
+    def shared_ratio(self) -> float:
+        """The number of raw tokens for each token that stands in a row; 1 if nothing is shared."""
+        return self.raw_tokens / max(self.unique_tokens, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"shared prefixes: {self.documents:,} documents of {self.raw_tokens:,} tokens are trees of "
+            f"{self.unique_tokens:,} tokens, {self.shared_ratio:.2f} times fewer; the documents of a tree are in one "
+            "optimizer step"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowSizes:
+    """The sizes of a dataset's rows, which are packs, trees or plain documents."""
+
+    tokens: IntArray
+    """int64 [rows]: the number of tokens in each row."""
+    segments: IntArray
+    """int64 [rows]: the number of segments in each row; 1 for a document, 0 for an empty row; documents of trees."""
+    squared_lengths: IntArray
+    """int64 [rows]: the attention cost: the sum of squared segment lengths, or `TreeSegments.attention_cost`."""
+    bucket: IntArray | None = None
+    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
+    packed: bool = False
+    """True if rows are packs, which cannot be cut."""
+    patches: IntArray | None = None
+    """int64 [rows]: the number of patches in the pictures of each row; None for rows of text."""
+    sample: bytes = b""
+    """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
+    trees: TreeCounts | None = None
+    """Counts of the documents in rows of trees; None for other rows."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
+        digest = hashlib.sha256(self.sample)
+        patches = [] if self.patches is None else [self.patches]
+        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket, *patches):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+def sizes_of_documents(lengths: IntArray) -> RowSizes:
+    """Return the sizes of rows that hold one document each.
+
+    Args:
+        lengths: integers [rows], tokens: the length of each document.
+    """
+    tokens = lengths.astype(np.int64)
+    return RowSizes(tokens, (tokens > 0).astype(np.int64), tokens**2)
+
+
+def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | None = None) -> RowSizes:
+    """Return the sizes of rows that hold one pack each.
+
+    Args:
+        seq_lengths: integers [segments], tokens: the lengths of all segments, row by row.
+        offsets: integers [rows + 1]: the segments of row r have lengths seq_lengths[offsets[r]:offsets[r + 1]].
+        bucket: integers [rows], tokens: the capacity of each pack; None if packs have no bucket.
+    """
+    lengths = seq_lengths.astype(np.int64)
+    tokens, squared = (sums_of(values, offsets) for values in (lengths, lengths**2))
+    return RowSizes(tokens, np.diff(offsets), squared, None if bucket is None else bucket.astype(np.int64), packed=True)
+
+
+def sizes_of(dataset: Any) -> RowSizes:
+    """Return the sizes of a dataset's rows.
+
+    For a `datasets.Dataset` without a transform, the sizes come from the Arrow columns, and the tokens of only a few
+    rows are read. A dataset may also have the sizes of its rows as an attribute `sizes`, such as TreesOfDocuments. For
+    any other dataset, all rows are read.
+
+    Args:
+        dataset: a map-style dataset of packed rows, with a column `seq_lengths`, of rows of trees, with a column
+            `tree_input_ids`, or of documents, with a column `input_ids`. Columns that the dataset's format hides are
+            ignored.
+
+    Raises:
+        PackingError: the dataset is not map-style, or has neither column; the seq_lengths of a row do not add up to its
+            number of tokens; the rows are packed, but the dataset's format or transform hides the segment borders; or
+            the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
+    """
+    refuse_cells(dataset)
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        return _sizes_in_table(dataset)
+    if (lazy := lazy_rows(dataset)) is not None and lazy[0].plan.segment_shared is None:
+        return _sizes_of_lazy_rows(*lazy, dataset.format["columns"])
+    if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
+        return known
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise PackingError(
+            f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
+            "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
+        )
+    sizes = _sizes_by_reading(dataset)
+    if isinstance(dataset, datasets.Dataset) and not sizes.packed:
+        _check_transform_keeps_borders(dataset)
+    return sizes
+
+
+class _Lists(NamedTuple):
+    """A column with a list of integers in each row."""
+
+    values: IntArray
+    """int64 [values of all rows], row by row."""
+    per_row: IntArray
+    """int64 [rows]: number of values in each row."""
+
+    def with_any(self, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which rows have a wrong value, bool [rows]; `wrong` is bool [values of all rows]."""
+        return np.diff(offsets_of(wrong)[offsets_of(self.per_row)]) > 0
+
+    def check(self, name: str, wrong: npt.NDArray[np.bool_], expected: str, of_row: IntArray) -> None:
+        """Raise PackingError if a row is wrong.
+
+        Args:
+            name: name of the column.
+            wrong: bool [rows].
+            expected: what is expected, with a place for a number.
+            of_row: integers [rows]: this number.
+        """
+        if wrong.any():
+            row = int(wrong.argmax())
+            got = np.split(self.values, np.cumsum(self.per_row)[:-1])[row].tolist()
+            raise PackingError(f"column {name!r}: expected {expected.format(of_row[row])} of row {row}, got {got}")
+
+
+def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
+    """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
+    names, numbers = visible_columns(dataset), row_numbers(dataset)
+    _check_columns(names)
+    table = with_typed_empty_lists(dataset.data.table.select(names))
+    lists = _columns_of_sizes(names)
+    sampled = _SAMPLED[-2:] if TREE_INPUT_IDS in names else _SAMPLED[:-2]
+    columns: dict[str, TokenColumn] = {}
+    for name in (*lists, *(name for name in sampled if name in names)):
+        kind = table.schema.field(name).type
+        if name in (*lists, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+            raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+        if is_token_type(kind):
+            columns[name] = TokenColumn(name, table.column(name), numbers)
+    sample = b"".join(_sample_of_column(columns[name]) for name in sampled if name in columns)
+    tokens = next((columns[name].length for name in (TREE_INPUT_IDS, INPUT_IDS) if name in columns), None)
+    bucket = _buckets_in_table(table, numbers) if lists and BUCKET in names else None
+    return replace(_sizes({name: _lists_in(columns[name]) for name in lists}, tokens, bucket), sample=sample)
+
+
+def _sizes_of_lazy_rows(rows: DocumentRows, packs: IntArray, names: Sequence[str]) -> RowSizes:
+    """Return the sizes of rows of `pack(..., lazy=True)`, of which only a few are built."""
+    _check_columns(names)
+    plan = rows.plan
+    segments = np.diff(plan.pack_offsets)[packs]
+    lengths = plan.segment_length[indices_in_ranges(plan.pack_offsets[packs], segments)]
+    sizes = sizes_of_packs(lengths, offsets_of(segments), plan.pack_capacity[packs] if BUCKET in names else None)
+    sampled = [{name: row[name] for name in names} for row in rows.read(packs[rows_to_sample(len(packs))])]
+    return replace(sizes, sample=sample_of_rows(sampled))
+
+
+def _sizes_by_reading(dataset: Any) -> RowSizes:
+    """Read all rows of a dataset and return their sizes, for a dataset whose rows are computed on access."""
+    first: Mapping[str, Any] = {}
+    tokens, buckets, lists = [], [], defaultdict(list)
+    for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
+        row = dataset[number]
+        if not isinstance(row, Mapping):
+            raise PackingError(f"dataset: expected rows that are mappings, but row {number} is a {type(row).__name__}")
+        _check_columns(row)
+        first = first or row
+        if differing := [name for name in _IN_ALL_ROWS if (name in row) != (name in first)]:
+            raise PackingError(
+                f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
+                "row 0"
+            )
+        for name in _columns_of_sizes(row):
+            lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
+        if lists and BUCKET in first:
+            buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
+        column = next((name for name in (TREE_INPUT_IDS, INPUT_IDS) if name in row), None)
+        if column is not None:
+            few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
+            check_whole_numbers(f"column {column!r}, row {number}", few)
+        tokens.append(int(lists[SEQ_LENGTHS][-1].sum()) if column is None else len(row[column]))
+    joined = {
+        name: _Lists(np.concatenate([np.zeros(0, np.int64), *values], dtype=np.int64), np.array([*map(len, values)]))
+        for name, values in lists.items()
+    }
+    sizes = _sizes(joined, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
+    if not isinstance(dataset, Sequence):
+        return sizes
+    return replace(sizes, sample=sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
+
+
+def _columns_of_sizes(names: Any) -> tuple[str, ...]:
+    """Return the columns with the sizes of segments; a document has none."""
+    if TREE_INPUT_IDS in names:
+        return SEGMENT_LENGTHS, PARENTS, ENDS
+    return (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
+
+
+def _sizes(lists: Mapping[str, _Lists], tokens: IntArray | None, bucket: IntArray | None) -> RowSizes:
+    """Return the sizes of rows.
+
+    Args:
+        lists: the columns with the sizes of segments, by name.
+        tokens: integers [rows]: the number of tokens in each row; None if only lists tell.
+        bucket: integers [rows], or None.
+    """
+    if SEGMENT_LENGTHS in lists:
+        assert tokens is not None
+        return _sizes_of_trees(tokens, lists[SEGMENT_LENGTHS], lists[PARENTS], lists[ENDS], bucket)
+    if SEQ_LENGTHS not in lists:
+        assert tokens is not None
+        return sizes_of_documents(tokens)
+    segments = lists[SEQ_LENGTHS]
+    sizes = sizes_of_packs(segments.values, offsets_of(segments.per_row), bucket)
+    tokens = sizes.tokens if tokens is None else tokens
+    wrong = (sizes.tokens != tokens) | segments.with_any(segments.values < 1)
+    segments.check(SEQ_LENGTHS, wrong, "positive lengths that add up to the {} tokens", tokens)
+    return sizes
+
+
+def _sizes_of_trees(
+    tokens: IntArray, segments: _Lists, parents: _Lists, ends: _Lists, bucket: IntArray | None
+) -> RowSizes:
+    """Return the sizes of rows of trees, if each segment has a parent before it, and each document ends in a segment.
+
+    Args:
+        tokens: integers [rows]: number of tokens in each row.
+        segments: the lengths of the segments.
+        parents: the parents of the segments, as indices in the row.
+        ends: the segments in which the documents end, as indices in the row.
+        bucket: integers [rows], or None.
+    """
+    parents.check(PARENTS, parents.per_row != segments.per_row, "one parent for each of the {} segments", segments[1])
+    offsets = offsets_of(segments.per_row)
+    begin, most = np.repeat(offsets[:-1], segments.per_row), np.repeat(segments.per_row, ends.per_row)
+    late = parents.with_any(parents.values >= np.arange(len(begin)) - begin)
+    parents.check(PARENTS, late, "the parent of each of the {} segments before it", segments.per_row)
+    outside = ends.with_any((ends.values < 0) | (ends.values >= most))
+    ends.check(ENDS, outside, "numbers of the {} segments", segments.per_row)
+    depths = _depths(segments.values, np.where(parents.values < 0, -1, parents.values + begin))
+    found, work = (
+        np.diff(offsets_of(values)[offsets]) for values in (segments.values, attention_costs(segments.values, depths))
+    )
+    segments.check(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the {} tokens", tokens)
+    raw = int((depths + segments.values)[ends.values + np.repeat(offsets[:-1], ends.per_row)].sum())
+    counts = TreeCounts(len(ends.values), raw, int(found.sum()))
+    return RowSizes(found, ends.per_row, work, bucket, packed=True, trees=counts)
+
+
+def _depths(lengths: IntArray, parents: IntArray) -> IntArray:
+    """Return the number of tokens above each segment, int64 [segments].
+
+    Args:
+        lengths: int64 [segments]: number of tokens in each segment.
+        parents: int64 [segments]: index of each segment's parent among the segments of all rows; -1 for a root.
+    """
+    depths = np.zeros(len(lengths), dtype=np.int64)
+    known = parents < 0
+    while not known.all():
+        ready = np.flatnonzero(~known & known[parents])
+        depths[ready] = depths[parents[ready]] + lengths[parents[ready]]
+        known[ready] = True
+    return depths
+
+
+def _lists_in(column: TokenColumn) -> _Lists:
+    every = np.arange(len(column.length))
+    values = column.gather(every, np.zeros_like(every), column.length)
+    return _Lists(values.astype(np.int64), column.length.astype(np.int64))
+
+
+def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray:
+    column = table.column(BUCKET)
+    if column.null_count or not pa.types.is_integer(column.type):
+        raise PackingError(
+            f"column 'bucket': expected an integer in every row, got {column.type} with {column.null_count} nulls"
+        )
+    bucket: IntArray = column.to_numpy()
+    return bucket if numbers is None else bucket[numbers]
+
+
+def _check_columns(names: Any) -> None:
+    if TREE_INPUT_IDS in names:
+        if missing := [name for name in TREE_COLUMNS if name not in names]:
+            raise PackingError(
+                f"column {missing[0]!r}: expected this column beside {TREE_INPUT_IDS}, in rows of documents that share "
+                f"prefixes, got the columns {', '.join(names)}"
+            )
+    elif SEQ_LENGTHS not in names:
+        check_has_tokens(names)
+        if packed := [name for name in SEGMENT_COLUMNS if name in names]:
+            raise PackingError(
+                f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed "
+                "rows; pack() writes both columns"
+            )
+
+
+def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
+    """Raise PackingError if the dataset stores packed rows, but its transform removes the columns with segment borders.
+
+    This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
+    transform.
+    """
+    refuse_lost_borders(dataset, dataset.column_names)
+    if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
+        raise PackingError(
+            f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
+            "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
+            "remove the column if the rows are not packed"
+        )
+
+
+def rows_to_sample(num_rows: int) -> IntArray:
+    """Return the numbers of the rows to sample, int64 [sampled rows]. These rows are spread evenly over a dataset."""
+    return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
+
+
+def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the first tokens, labels and mask values of the given rows as bytes, one column after another.
+
+    `_sizes_in_table` makes the same bytes from an Arrow table of these rows.
+    """
+    return b"".join(_sample_of_values(row[name]) for name in _SAMPLED for row in rows if name in row)
+
+
+def _sample_of_values(values: Any) -> bytes:
+    """Return the first values of a row's column as bytes. Malformed values raise no error here, but in the collator."""
+    try:
+        with np.errstate(invalid="ignore"):  # converting NaN or infinity to integers warns
+            return np.asarray(values)[:_SAMPLED_TOKENS].astype("<i8").tobytes()
+    except (TypeError, ValueError, IndexError):
+        return repr(values).encode()
+
+
+def _sample_of_column(column: TokenColumn) -> bytes:
+    rows = rows_to_sample(len(column.length))
+    values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], _SAMPLED_TOKENS))
+    return values.astype("<i8").tobytes()
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Facts about one rank's dataset, small enough to send to all other ranks."""
+
+    rows: int
+    tokens: int
+    sizes: str
+    """Hex digest of the sizes of all rows."""
+    content: str
+    """Hex digest of a few rows; empty if rows change between two reads."""
+
+    def difference(self, other: "DataFacts", rank: int) -> str | None:
+        """Return how these data, of rank 0, and those of another rank differ; None if the facts show no difference."""
+        if (self.rows, self.tokens) != (other.rows, other.tokens):
+            return (
+                f"rank 0 has {self.rows:,} rows and {self.tokens:,} tokens, but rank {rank} has {other.rows:,} rows "
+                f"and {other.tokens:,} tokens"
+            )
+        if self.sizes != other.sizes:
+            return f"ranks 0 and {rank} have as many tokens, but rows of different lengths, segments or buckets"
+        if self.content and other.content and self.content != other.content:
+            return f"ranks 0 and {rank} have rows of the same lengths, but with different tokens or labels"
+        return None
+
+
+def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
+    """Return the facts about this rank's dataset, for comparison with the datasets of other ranks.
+
+    Args:
+        dataset: a map-style dataset.
+        sizes: sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
+    """
+    content = sizes.sample or _content_of(dataset, len(sizes))
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest() if content else ""
+    return DataFacts(len(sizes), int(sizes.tokens.sum()), replace(sizes, sample=b"").fingerprint, digest)
+
+
+def _content_of(dataset: Any, rows: int) -> bytes:
+    """Return a few rows as bytes: those that a Dataset stores, before any transform; or nothing, if rows change."""
+    sampled = rows_to_sample(rows)
+    numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
+    if isinstance(dataset, datasets.Dataset):
+        return repr(dataset.with_format("arrow")[numbers].to_pydict()).encode()
+    once, twice = (sample_of_rows([dataset[number] for number in numbers]) for _ in range(2))
+    return once if once == twice else b""

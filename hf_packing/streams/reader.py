@@ -1,0 +1,254 @@
+"""Open a stream of documents, read about as many tokens as wanted, and know the place in the stream."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.errors import PackingError
+from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    check_no_padding,
+    check_same_lengths,
+    columns_left_out,
+    find_token_columns,
+    is_token_type,
+)
+from hf_packing.streams import upstream
+from hf_packing.streams.shards import Share
+
+_EXAMPLES_AT_ONCE = 64
+"""Examples that come one by one are made into tables of so many, so that a resumed stream reads few of them twice."""
+
+
+class Source(NamedTuple):
+    """A stream of documents."""
+
+    examples: upstream.Examples
+    """The object that reads the documents."""
+    schema: pa.Schema
+    """Names and types of the token columns, without attention_mask."""
+    names: list[str]
+    """Names of all columns."""
+    left_out: list[str]
+    """Names and types of the columns that are not token columns."""
+
+
+def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[str] = ()) -> Source:
+    """Return the documents of a stream.
+
+    Args:
+        name: the name of the stream in error messages.
+        stream: the stream.
+        unread: names of columns that are not read.
+
+    Raises:
+        PackingError: the stream yields no document, has no input_ids, is packed already, or has a shuffle buffer.
+    """
+    features = upstream.with_known_features(name, stream).features
+    if not features:
+        raise PackingError(f"{name}: expected a stream of documents, got a stream that yields no document")
+    if set(unread) & set(features):
+        stream = stream.select_columns([each for each in features if each not in unread])
+    examples = upstream.examples_of(stream)
+    if upstream.has_shuffle_buffer(examples):
+        raise PackingError(
+            f"{name}: expected a stream without a shuffle buffer, since a saved state does not hold the documents in "
+            "the buffer, so a resumed run would lose them. Leave shuffle(buffer_size=...) out: packing puts the rows "
+            "of every window in random order, and every epoch after the first reads the files in another order"
+        )
+    schema = features.arrow_schema.remove_metadata()
+    refuse_lost_borders(stream, schema.names)
+    columns = find_token_columns(schema.empty_table())
+    read = pa.schema((each, _type_to_read(each, schema.field(each).type)) for each in columns if each not in unread)
+    return Source(examples, read, schema.names, columns_left_out(schema))
+
+
+def _type_to_read(name: str, kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column of lists of any length, with 32 bits for tokens and labels."""
+    value = pa.int32() if name in (INPUT_IDS, LABELS) else kind.value_type
+    return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
+
+
+class Place(NamedTuple):
+    """A place between two documents of a stream."""
+
+    part: int = 0
+    """The number of the part of the stream's share."""
+    state: dict[str, Any] | None = None
+    """The state of the part's shard at this place, or shortly before it; None for the start of the shard."""
+    at_state: int = 0
+    """The number of documents of the shard before that state."""
+    document: int = 0
+    """The number of documents of the shard before this place."""
+
+
+START = Place()
+"""The start of a stream."""
+
+
+class DocumentReader:
+    """Reads the token columns of a stream's documents, and knows the place at which reading has to go on.
+
+    Args:
+        examples: the object that reads the stream.
+        schema: names and types of the columns to read; lists of numbers.
+        place: the place to start from.
+        share: the parts of the stream's shards to read, in order; None to read the stream as it is.
+
+    Attributes:
+        ended: True if all documents have been read.
+    """
+
+    def __init__(
+        self, examples: upstream.Examples, schema: pa.Schema, place: Place = START, share: Share | None = None
+    ) -> None:
+        self._examples, self._schema, self._share = examples, schema, share
+        self._parts = 1 if share is None else len(share)
+        self._open(place)
+
+    def _open(self, place: Place) -> None:
+        """Go to a place."""
+        self._part, self._at_state, self._next = place.part, place.at_state, place.document
+        self._rest, self._numbers = self._schema.empty_table(), np.zeros(0, np.int64)
+        self.ended = place.part == self._parts
+        if self.ended:
+            return
+        self._shard = self._examples
+        if self._share is not None:
+            shards = upstream.num_shards(self._examples)
+            self._shard = upstream.sharded(self._examples, shards, self._share[place.part].shard)
+        self._shard._init_state_dict()
+        if place.state is not None:
+            self._shard.load_state_dict(place.state)
+        self._tables = _tables_of(self._shard, self._schema)
+
+    @property
+    def place(self) -> Place:
+        """The place after the documents that were read."""
+        if self.ended:
+            return Place(self._part)
+        if self._rest.num_rows:
+            return Place(self._part, *self._before, int(self._numbers[0]))
+        return Place(self._part, self._shard.state_dict(), self._at_state, max(self._at_state, self._next))
+
+    def read(self, tokens: int, documents: int, most_tokens: int) -> pa.Table:
+        """Return the next documents: until they have so many tokens and are so many; all that are left if they are few.
+
+        Args:
+            tokens: the tokens to read at least.
+            documents: the documents to read at least, unless they have `most_tokens` tokens.
+            most_tokens: reading ends when the documents have so many tokens.
+
+        Raises:
+            PackingError: a column is missing, or an attention_mask has padding.
+        """
+        read = [self._schema.empty_table()]
+        while (tokens > 0 or documents > 0) and most_tokens > 0 and (table := self.at_hand()).num_rows:
+            total = np.cumsum(lengths_of(table), dtype=np.int64)
+            enough = max(int(np.searchsorted(total, tokens)) + 1 if tokens > 0 else 0, documents)
+            wanted = min(enough, int(np.searchsorted(total, most_tokens)) + 1, len(total))
+            tokens, most_tokens = tokens - int(total[wanted - 1]), most_tokens - int(total[wanted - 1])
+            documents -= wanted
+            read.append(self.take(wanted))
+        return pa.concat_tables(read)
+
+    def at_hand(self) -> pa.Table:
+        """Return the next documents, as many as were read together; none if the stream has ended."""
+        while not self._rest.num_rows and not self.ended:
+            self._before = self._shard.state_dict(), self._at_state
+            table = next(self._tables, None)
+            if table is None:
+                self._open(Place(self._part + 1))
+            else:
+                self._keep(_selected(table, self._schema))
+        return self._rest
+
+    def _keep(self, table: pa.Table) -> None:
+        """Keep the documents that are read, of a table of the shard's next documents."""
+        numbers = np.arange(self._at_state, self._at_state + table.num_rows)
+        self._at_state += table.num_rows
+        wanted = numbers >= self._next
+        if self._share is not None:
+            _, first, end, of = self._share[self._part]
+            wanted &= (numbers % of >= first) & (numbers % of < end)
+        if not wanted.all():
+            numbers, table = numbers[wanted], table.filter(pa.array(wanted))
+        self._numbers, self._rest = numbers, _typed(table, self._schema)
+
+    def take(self, documents: int) -> pa.Table:
+        """Return so many of the documents at hand, and go on after them."""
+        taken, self._rest = self._rest.slice(0, documents), self._rest.slice(documents)
+        self._numbers = self._numbers[documents:]
+        return taken
+
+
+def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the number of tokens in each document, int64 [documents]."""
+    lengths: npt.NDArray[Any] = pc.fill_null(pc.list_value_length(documents.column(INPUT_IDS)), 0).to_numpy()
+    return lengths.astype(np.int64)
+
+
+def _selected(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema, of any types, and an attention_mask if there is one."""
+    if missing := [name for name in schema.names if name not in table.column_names]:
+        raise PackingError(
+            f"column {missing[0]!r}: expected this column in all documents of the stream, got documents with the "
+            f"columns {', '.join(table.column_names)}"
+        )
+    if late := [name for name in (LABELS, *LOSS_MASKS) if name in table.column_names and name not in schema.names]:
+        raise PackingError(
+            f"column {late[0]!r}: expected the columns of the first documents, {', '.join(schema.names)}, got a "
+            f"document that also has {late[0]!r}; give all documents the same columns, or pass features=, with all "
+            "columns, to map or from_generator"
+        )
+    return table.select([*schema.names, *([ATTENTION_MASK] if ATTENTION_MASK in table.column_names else [])])
+
+
+def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema, with its types. An attention_mask is checked for padding, and left out."""
+    if ATTENTION_MASK in table.column_names and is_token_type(table.schema.field(ATTENTION_MASK).type):
+        columns = {name: TokenColumn(name, table.column(name)) for name in (INPUT_IDS, ATTENTION_MASK)}
+        check_same_lengths(columns)
+        check_no_padding(columns[ATTENTION_MASK])
+    try:
+        return table.select(schema.names).cast(schema)
+    except pa.ArrowInvalid as error:
+        raise PackingError(
+            f"dataset: expected the columns {', '.join(f'{field.name} ({field.type})' for field in schema)}, got "
+            f"values of other types: {error}"
+        ) from error
+
+
+def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the documents of a stream as tables; of a few documents if they come one by one, as dicts."""
+    if (tables := upstream.tables(examples)) is not None:
+        yield from tables
+        return
+    rows = (row for _, row in examples)
+    while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
+        arrays = {}
+        for name in dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK)):
+            if not any(name in row for row in block):
+                continue
+            kind = schema.field(name).type if name in schema.names else None
+            values = [_as_list(row.get(name)) for row in block]
+            try:
+                array = pa.array(values)  # with the type, pyarrow would cut fractions off in silence
+                arrays[name] = array if kind is None else array.cast(kind)
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+                expected = "lists of numbers" if kind is None else str(kind)
+                raise PackingError(f"column {name!r}: expected {expected}, got the error: {error}") from error
+        yield pa.table(arrays)
+
+
+def _as_list(value: Any) -> Any:
+    """Return a row's value as a list or an array; a value of any other kind, such as a tensor, as an array."""
+    return value if value is None or isinstance(value, (list, np.ndarray)) else np.asarray(value)

@@ -1,0 +1,311 @@
+"""Turn a row (a plain text, a prompt with its completion, or a chat) into the text to tokenize."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from hf_packing.columns import INPUT_IDS
+from hf_packing.errors import PackingError
+
+ROW_KINDS = (INPUT_IDS, "text", "prompt", "messages")
+"""Fields that determine the kind of a row. If a row has several of these fields, the first in this order counts."""
+TRAIN_ON = ("assistant", "completion", "all")
+"""What the tokens of a document can be trained on: the assistant's turns, the completion after a prompt, or all."""
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% macro body(message) %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}"
+    "{% if part.text is string %}{{ part.text }}{% else %}{{ raise_exception('only text parts can be written') }}"
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endmacro %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% generation %}{{ body(message) }}{% endgeneration %}{% else %}{{ body(message) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The chat template for a tokenizer that has none. Tools are written as JSON, in a system message at the beginning."""
+
+Message = Mapping[str, Any]
+Settings = Mapping[str, Any]
+"""Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
+Span = tuple[int, int]
+"""A part of a text, as a slice (start, stop) of characters."""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How a template marks the assistant's parts; transformers looks for the same pattern."""
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages with the model's thinking. Each chat template knows one of these names."""
+_END_OF_THINKING = "</think>"
+"""Where thinking ends that is part of the content. Templates write it in their own way."""
+_MOST_OF_A_REASON = 1000
+"""The most characters of another library's error that a message shows."""
+
+
+class BadRowError(PackingError):
+    """The error for a row that cannot be used. The message says what was expected and what the row has."""
+
+
+class Rendered(NamedTuple):
+    """The text of a row, and the parts of the text that are not trained on."""
+
+    text: str
+    masked: tuple[Span, ...] = ()
+    """The parts of the text that are not trained on, in order."""
+    complete: bool = False
+    """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
+    lacks_text: bool = False
+    """True if the chat template has left out content, thinking or tool calls of an assistant turn."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template, and the tokenizer of transformers that writes chats with it."""
+
+    tokenizer: Any
+    source: Any
+    """The template's text; or several, by name."""
+
+    @property
+    def has_marks(self) -> bool:
+        """True if the template marks the assistant's parts with `{% generation %}`."""
+        return isinstance(self.source, str) and _MARKS.search(self.source) is not None
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """All special tokens of the tokenizer, also those without a name such as `eos_token`."""
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return tuple({*self.tokenizer.all_special_tokens, *added})
+
+    @cached_property
+    def for_training(self) -> "ChatTemplate":
+        """TRL's training version of the tokenizer's template, which SFTTrainer takes; or this template."""
+        if self.source != self.tokenizer.chat_template:
+            return self
+        try:
+            from trl import get_training_chat_template
+
+            version = get_training_chat_template(self.tokenizer)
+        except (ImportError, ValueError):  # no TRL, or a template that it does not know
+            return self
+        return ChatTemplate(self.tokenizer, version) if version else self
+
+    def write(self, messages: Sequence[Message], ask: bool, settings: Settings) -> str:
+        """Return a chat as text, if `ask` with the generation prompt."""
+        options = {**settings, "chat_template": self._source_for(settings), "tokenize": False}
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, **options))
+        except Exception as error:  # templates may raise anything
+            raise _refused(error) from None
+
+    def mark(self, messages: Sequence[Message], settings: Settings) -> tuple[str, list[Span]]:
+        """Return a chat as text, and the assistant's parts."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template calls it
+
+        options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": self._source_for(settings)}
+        try:
+            (text,), (spans,) = render_jinja_template([list(messages)], return_assistant_tokens_mask=True, **options)
+        except Exception as error:  # templates may raise anything
+            raise _refused(error) from None
+        return text, spans
+
+    def _source_for(self, settings: Settings) -> str:
+        """Return the template's text; raise BadRowError if the template does not write the tools in `settings`."""
+        given = self.source if isinstance(self.source, str) else None
+        text: str = self.tokenizer.get_chat_template(given, settings.get("tools"))
+        if settings.get("tools") and "tools" not in text:
+            raise BadRowError("expected a chat template that writes tools, since the row has tools")
+        return text
+
+
+def render(
+    row: Mapping[str, Any],
+    template: ChatTemplate,
+    text_field: str | None = None,
+    separator: str | None = None,
+    train_on: str | None = None,
+) -> Rendered:
+    """Return the text of a row, and the parts of the text that are not trained on.
+
+    Args:
+        row: a row of the documents.
+        template: the chat template.
+        text_field: name of the field with the text; None to take the first of ROW_KINDS that the row has.
+        separator: the text between a prompt and a completion that are both text; None for no text.
+        train_on: one of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts.
+
+    Raises:
+        BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, or the
+            template cannot write the chat.
+    """
+    wanted = (text_field,) if text_field else ROW_KINDS
+    kind = next((name for name in wanted if row.get(name) is not None), None)
+    if kind is None or (kind == "prompt" and row.get("completion") is None):
+        expected = "prompt and completion" if text_field == "prompt" else text_field
+        raise BadRowError(
+            f"expected {expected or 'text, prompt and completion, or messages'}, got the fields "
+            f"{', '.join(row) or 'none'}; text_field names the field with the text"
+        )
+    if kind == INPUT_IDS:
+        raise BadRowError("expected rows without input_ids, which are tokens already")
+    if separator is not None and kind != "prompt":
+        raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
+    if kind == "messages":
+        train_on = _choose(train_on, "messages", "assistant", "all")
+        return _render_chat([], messages_of(row[kind]), row, template, train_on)
+    if kind != "prompt":
+        _choose(train_on, "text", "all")
+        if not isinstance(row[kind], str):
+            raise BadRowError(f"expected text in the field {kind!r}, got {type(row[kind]).__name__}")
+        return Rendered(_unicode(row[kind]))
+    prompt, completion = row["prompt"], row["completion"]
+    if not (isinstance(prompt, str) and isinstance(completion, str)):
+        train_on = _choose(train_on, "a chat", "completion", "assistant", "all")
+        before, after = messages_of(prompt), messages_of(completion)
+        if not after:
+            raise BadRowError("expected at least one message in the completion, got an empty list")
+        return _render_chat(before, after, row, template, train_on)
+    prompt += separator or ""
+    train_on = _choose(train_on, "a prompt and a completion that are text", "completion", "all")
+    return Rendered(_unicode(prompt + completion), () if train_on == "all" else ((0, len(prompt)),))
+
+
+def _choose(train_on: str | None, of: str, *fitting: str) -> str:
+    """Return what to train on, the first of `fitting` by default; raise BadRowError for anything else."""
+    if train_on not in (None, *fitting):
+        expected = " or ".join(map(repr, fitting))
+        raise BadRowError(f"expected train_on={expected} for documents with {of}, got train_on={train_on!r}")
+    return train_on or fitting[0]
+
+
+def _render_chat(
+    prompt: Sequence[Message],
+    completion: Sequence[Message],
+    row: Mapping[str, Any],
+    template: ChatTemplate,
+    train_on: str,
+) -> Rendered:
+    """Return the text of a chat, and its parts that are not trained on."""
+    messages, settings = [*prompt, *completion], settings_of(row)
+    if train_on == "assistant":
+        template = template.for_training
+        text, trained = _find_turns(messages, template, settings)
+    else:
+        text = template.write(messages, False, settings)
+        trained = [(0, len(text))]
+    begin = len(_prefix(text, prompt, True, template, settings)) if prompt and train_on != "all" else 0
+    kept = [(max(start, begin), stop) for start, stop in trained if stop > begin]
+    edges = [0, *(edge for span in kept for edge in span), len(text)]
+    masked = tuple(span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1])
+    turns = [message for message in messages if message["role"] == "assistant"]
+    lacks_text = any(part.strip() not in text for message in turns for part in texts_of(message))
+    return Rendered(_unicode(text), masked, complete=True, lacks_text=lacks_text)
+
+
+def _find_turns(messages: Sequence[Message], template: ChatTemplate, settings: Settings) -> tuple[str, list[Span]]:
+    """Return a chat as text, and the parts that the assistant wrote.
+
+    Without marks in the template, the text before a turn, written alone, shows where the turn begins, and so does the
+    text up to its end.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if template.has_marks:
+        text, spans = template.mark(messages, settings)
+        if turns and not spans:
+            raise BadRowError(
+                "expected a chat template that marks the assistant's turns, but it marks none of this chat"
+            )
+        return text, spans
+    text = template.write(messages, False, settings)
+    spans = []
+    for turn in turns:
+        start = len(_prefix(text, messages[:turn], True, template, settings)) if turn else 0
+        spans.append((start, len(_prefix(text, messages[: turn + 1], False, template, settings))))
+    return text, spans
+
+
+def _prefix(text: str, messages: Sequence[Message], ask: bool, template: ChatTemplate, settings: Settings) -> str:
+    """Return the text of the first messages of a chat; raise BadRowError if the chat does not begin with that text."""
+    prefix = template.write(messages, ask, settings)
+    if not text.startswith(prefix):
+        raise BadRowError(
+            f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
+            f"{len(messages)} messages when others follow, so the tokens to train on cannot be found. Install trl, "
+            "which has training versions of many templates; take a template with {% generation %} marks; or make a "
+            "document of each turn with hf_packing.branches"
+        )
+    return prefix
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """Yield the texts of a message that a chat template should write: content, thinking, and names of called tools."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content.rpartition(_END_OF_THINKING)[2]
+    yield from (part["text"] for part in (content if isinstance(content, list) else []) if "text" in part)
+    yield from (str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or [])
+    yield from (message[name] for name in _THINKING if isinstance(message.get(name), str))
+
+
+def messages_of(value: Any) -> Sequence[Message]:
+    """Return the messages of a chat, without null fields.
+
+    Args:
+        value: list of mappings, each with a role, and with content or tool calls.
+
+    Raises:
+        BadRowError: the value is something else.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRowError(f"expected a list of messages, got {type(value).__name__}: {str(value)[:40]}")
+    for message in value:
+        if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(message)[:40]}")
+    kept: list[Message] = _without_nulls(list(value))
+    return kept
+
+
+def settings_of(row: Mapping[str, Any]) -> Settings:
+    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL.
+
+    Raises:
+        BadRowError: the tools are neither a list nor JSON, or the other arguments are not a mapping.
+    """
+    tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRowError(f"expected tools as a list or as JSON, got the error: {error}") from None
+    if not isinstance(tools, (list, type(None))):
+        raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
+    if not isinstance(others, (Mapping, type(None))):
+        raise BadRowError(f"expected chat_template_kwargs as a mapping, got {type(others).__name__}")
+    return ({"tools": tools} if tools else {}) | dict(others or {})
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
+
+
+def _refused(error: Exception) -> BadRowError:
+    return BadRowError(f"expected messages that the chat template accepts, got the error: {reason_of(error)}")
+
+
+def _unicode(text: str) -> str:
+    """Return the text unchanged; raise BadRowError if the text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
+    return text
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without null fields, at any depth. Arrow adds a null field to a row if only other rows have it."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,81 @@
+"""A driver of a fleet in a process of its own, whose workers die where a test asks for it.
+
+python fleet_driver.py FILES OUTPUT [SETTINGS AS JSON]
+
+"kill" among the settings is [number of a task, point, file]; the worker that reaches this point of the task kills
+itself, unless the file is there, which it makes before:
+
+    begin     before the task
+    read      the files are read
+    half      a part of the rows is written
+    unplaced  all rows are written, but not yet in place
+    placed    the rows are in place, and it is not yet noted
+    done      the task is done, but the driver does not know it yet
+
+"start" is a file for which the driver waits, so that several drivers start together.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import hf_packing as hfp
+from hf_packing.fleet import manifest, pack_files
+
+do_task = pack_files.do_task
+
+
+def dying_task(number, point, mark, task):
+    """Do a task, in a process that dies at a point of one task unless there is a file `mark`."""
+
+    def reach(here):
+        if here == point and task.number == number and not Path(mark).exists():
+            with suppress(OSError):
+                Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(home, name, before=None, after=None):
+        function = getattr(home, name)
+
+        def watched(*arguments, **options):
+            if before:
+                reach(before)
+            found = function(*arguments, **options)
+            if after:
+                reach(after)
+            return found
+
+        setattr(home, name, watched)
+
+    reach("begin")
+    around(pack_files, "find_token_columns", before="read")
+    around(pack_files.pq.ParquetWriter, "write_table", after="half")
+    around(manifest.Folder, "put", before="unplaced", after="placed")
+    found = do_task(task)
+    reach("done")
+    return found
+
+
+def main(files, output, settings="{}"):
+    known = {"tasks": 3, "workers": 2, **json.loads(settings)}
+    warnings.simplefilter("ignore", UserWarning)
+    if kill := known.pop("kill", None):
+        dying = functools.partial(dying_task, *kill)  # as a function for Ray, and importable for processes
+        pack_files.do_task = (lambda task: dying(task)) if known.get("executor") == "ray" else dying
+    start = known.pop("start", None)
+    while start and not Path(start).exists():
+        time.sleep(0.001)
+    try:
+        hfp.fleet.pack(files, hfp.BestFit(128), output, **known)
+    except hfp.PackingError as error:
+        sys.exit(f"PackingError: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

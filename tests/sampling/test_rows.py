@@ -1,0 +1,180 @@
+"""Rows as a sampler asks for them: whole, as pieces, and copies that have nothing to train on."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from plain_dataset import Plain
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
+
+
+def sampled(dataset, budget, **ranks):
+    return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
+
+
+def packed(documents):
+    return hfp.pack(documents.select([0, 1, 3]).remove_columns("name"), hfp.BestFit(6))
+
+
+def loader_of(rows, **options):
+    return torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator(), **options)
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate"])
+@pytest.mark.parametrize(
+    "dataset_of",
+    [
+        lambda documents: documents,
+        lambda documents: documents.map(lambda row: {"completion_mask": [0, *[1] * 9][: len(row["input_ids"])]}),
+        lambda documents: documents.select([3, 0, 1]),
+        lambda documents: packed(documents),
+        lambda documents: packed(documents).shuffle(seed=0),
+    ],
+    ids=["documents", "with masks", "selected", "packed", "packed and shuffled"],
+)
+def test_the_same_batches_as_through_a_transform(documents, dataset_of, overflow):
+    """Rows of a plain dataset are read from the Arrow table; those of a transform are not."""
+    dataset = dataset_of(documents)
+    budget = hfp.TokenBudget(4 if "seq_lengths" not in dataset.column_names else 6, overflow=overflow)
+    loaders = [
+        loader_of(sampled(each, budget, world_size=2, rank=1))
+        for each in (dataset, dataset.with_transform(lambda rows: rows))
+    ]
+    assert [loader.dataset._arrow_rows is None for loader in loaders] == [False, True]
+    direct, transformed = map(list, loaders)
+    assert len(direct) == len(transformed) > 0
+    for one, other in zip(direct, transformed, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            value, expected = torch.as_tensor(value), torch.as_tensor(other[name])
+            assert value.dtype == expected.dtype
+            assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("overflow", ["error", "truncate"])
+@pytest.mark.parametrize("kind", [Plain, list])
+@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, None, torch.tensor(5)])
+def test_labels_of_another_length(overflow, labels, kind):
+    budget = hfp.TokenBudget(8 if overflow == "error" else 2, overflow=overflow)
+    dataset = sampled(kind([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
+    with pytest.raises(PackingError, match="column 'labels': expected 3 values in row 0, as many as input_ids"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("labels", [1, 0.5, None, "a", [[1], [2, 3]]], ids=str)
+def test_labels_that_are_not_about_tokens(labels):
+    rows = sampled([{"input_ids": [5, 6], "labels": labels}] * 2, hfp.TokenBudget(4))
+    with pytest.raises(PackingError, match="column 'labels': expected 2 values in row [01]"):
+        list(loader_of(rows))
+
+
+def test_lengths_without_tokens():
+    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got columns: seq_lengths"):
+        sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
+
+
+def test_rows_with_lengths_but_no_tokens():
+    rows = sampled(Plain([{"seq_lengths": [2, 1], "inputs_embeds": [[0.5]] * 3}]), hfp.TokenBudget(8))
+    with pytest.raises(PackingError, match="expected a column 'input_ids', but row 0 has columns: seq_lengths"):
+        rows[0]
+
+
+def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
+    class Several(Plain):
+        def __getitems__(self, numbers):
+            return (self.rows[number] for number in numbers)
+
+    rows = sampled(Several([{"input_ids": [1, 2]}, {"input_ids": [3]}]), hfp.TokenBudget(8))
+    assert [row["input_ids"] for row in rows.__getitems__([(1, False), (0, False)])] == [[3], [1, 2]]
+
+
+def test_copies_have_nothing_to_train_on(documents):
+    rows = sampled(documents, hfp.TokenBudget(8))
+    row, copy = rows.__getitems__([(3, False), (0, True)])
+    assert row["labels"].tolist() == [9, 10, 11, 12, 13]
+    assert copy["input_ids"].tolist() == [5, 6, 7]
+    assert copy["labels"].tolist() == [-100] * 3
+    assert rows[0]["labels"].tolist() == [5, 6, 7]
+
+
+def test_labels_of_the_dataset_stay(documents):
+    rows = sampled(documents.map(lambda row: {"labels": [-100] * len(row["input_ids"])}), hfp.TokenBudget(8))
+    assert rows[0]["labels"].tolist() == [-100] * 3
+
+
+@pytest.mark.parametrize("kind", ["arrow", "plain"])
+def test_loss_masks_make_labels_where_there_are_none(documents, kind):
+    masked = documents.map(lambda row: {"completion_mask": [0] + [1] * (len(row["input_ids"]) - 1)})
+    dataset = masked if kind == "arrow" else Plain(list(masked))
+    row = sampled(dataset, hfp.TokenBudget(8))[0]
+    assert np.asarray(row["labels"]).tolist() == [-100, 6, 7]
+    assert "completion_mask" not in row
+
+
+def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(documents):
+    masked = documents.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
+    labelled = masked.map(lambda row: {"labels": row["input_ids"]})
+    assert "completion_mask" in sampled(labelled, hfp.TokenBudget(8))[0]
+    sampler = RankBatchSampler(hfp.TokenBudget(8), sizes_of(masked))
+    row = SampledRows(masked, sampler, apply_masks=False)[0]
+    assert "labels" not in row
+    assert "completion_mask" in row
+    assert "completion_mask" not in SampledRows(masked, sampler, unread=["completion_mask"])[0]
+
+
+def test_rows_that_change():
+    rows = [{"input_ids": [1, 2, 3]}]
+    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
+    rows[0] = {"input_ids": [1, 2]}
+    with pytest.raises(PackingError, match="expected 3 tokens in row 0, as when batches were planned, got 2"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
+    transformed = documents.with_transform(
+        lambda rows: {"input_ids": rows["input_ids"] * (times if len(rows["input_ids"]) > 1 else 1)}
+    )
+    rows = sampled(transformed, hfp.TokenBudget(8))
+    assert rows[0]["input_ids"] == [5, 6, 7]
+    with pytest.raises(PackingError, match=f"expected one row for each of 2 row numbers, got {2 * times} rows"):
+        rows.__getitems__([(0, False), (1, False)])
+
+
+@pytest.mark.parametrize("kind", ["arrow", "plain"])
+def test_pieces_of_long_documents(documents, kind):
+    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in documents["input_ids"]])
+    rows = sampled(dataset, hfp.TokenBudget(2, overflow="split"))
+    pieces = [np.asarray(rows[index]["input_ids"]).tolist() for index in range(len(rows))]
+    assert sorted(pieces) == [[5, 6], [7], [8], [9, 10], [11, 12], [13]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_through_a_data_loader(documents, workers):
+    loader = loader_of(sampled(documents, hfp.TokenBudget(5)), num_workers=workers)
+    assert len(loader) == 2
+    assert sorted(token for batch in loader for token in batch["input_ids"][0].tolist()) == list(range(5, 14))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_through_a_data_loader(workers):
+    rows = Plain([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 3]}, {"input_ids": [4, 4, 4]}])
+    labels = []
+    for rank in range(2):
+        loader = loader_of(sampled(rows, hfp.TokenBudget(3), world_size=2, rank=rank), num_workers=workers)
+        labels += [batch["labels"][0].tolist() for batch in loader]
+    assert sorted(labels) == [[-100, -100, -100], [-100, 4, 4], [-100, 6, 7], [-100, 9, 3]]
+
+
+def test_rows_that_come_or_go():
+    rows = [{"input_ids": [1, 2, 3]}]
+    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
+    rows.append({"input_ids": [4]})
+    for read in (lambda: dataset[0], lambda: dataset.set_epoch(1)):
+        with pytest.raises(PackingError, match="expected 1 rows, as when batches were planned, got 2"):
+            read()

@@ -1,0 +1,151 @@
+"""A row as text: which field it is known by, what chats become, and what is not trained on."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from chat_templates import tokenizer_with
+
+from hf_packing.errors import PackingError
+from hf_packing.text.render import CHATML, ChatTemplate
+from hf_packing.text.render import render as render_with
+
+TOKENIZER = tokenizer_with(None)
+
+
+def template_of(source):
+    return ChatTemplate(TOKENIZER, source)
+
+
+def render(row, source=CHATML, **options):
+    return render_with(row, template_of(source), **options)
+
+
+def test_without_a_template_chats_are_written_as_chatml():
+    calls = [{"name": "find", "arguments": {}}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    text = render({"messages": messages}, train_on="all").text
+    assert text == (f"<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n{json.dumps(calls)}<|im_end|>\n")
+    text = render({"messages": [USER], "tools": TOOLS}).text
+    assert text == f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n{ASKED}"
+    assert render({"messages": [USER], "tools": None}).text == ASKED
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "text"),
+    [
+        ({"id": 1, "text": "a"}, None, "a"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, None, "a"),
+        ({"text": "a", "content": "b"}, "content", "b"),
+        ({"text": "a", "input_ids": [1]}, "text", "a"),
+        ({"text": None, "prompt": "a", "completion": "b"}, None, "ab"),
+    ],
+)
+def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
+    assert render(row, text_field=field).text == text
+
+
+def test_a_prompt_is_masked_with_the_separator():
+    row = {"prompt": "one", "completion": "two"}
+    assert render(row)[:2] == ("onetwo", ((0, 3),))
+    assert render(row, separator="\n")[:2] == ("one\ntwo", ((0, 4),))
+
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
+TURN = ASKED + BEGUN + ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "pieces"),
+    [
+        ({"messages": [USER, ASSISTANT]}, "all", [(TURN, True)]),
+        ({"messages": [USER, ASSISTANT] * 2}, None, [(ASKED + BEGUN, False), (ANSWERED, True)] * 2),
+        (
+            {"messages": [USER, ASSISTANT, USER]},
+            "assistant",
+            [(ASKED + BEGUN, False), (ANSWERED, True), (ASKED, False)],
+        ),
+        ({"messages": [ASSISTANT, USER]}, None, [(BEGUN, False), (ANSWERED, True), (ASKED, False)]),
+        ({"messages": [USER]}, "assistant", [(ASKED, False)]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, None, [(ASKED + BEGUN, False), (ANSWERED, True)]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "all", [(TURN, True)]),
+        (
+            {"prompt": [USER], "completion": [ASSISTANT, USER]},
+            "completion",
+            [(ASKED + BEGUN, False), (ANSWERED + ASKED, True)],
+        ),
+        (
+            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+            "assistant",
+            [(TURN + ASKED + BEGUN, False), (ANSWERED, True)],
+        ),
+    ],
+)
+def test_pieces_that_are_trained_on(row, train_on, pieces):
+    rendered = render(row, train_on=train_on)
+    assert rendered.text == "".join(text for text, _ in pieces)
+    ends = [0]
+    for text, _ in pieces:
+        ends.append(ends[-1] + len(text))
+    assert rendered.masked == tuple(
+        span for span, (_, trained) in zip(pairwise(ends), pieces, strict=True) if not trained
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    last_only = "{{ messages[-1].content }}{% if add_generation_prompt %}?{% endif %}"
+    row = {"prompt": [USER], "completion": [ASSISTANT]}
+    with pytest.raises(
+        PackingError, match="expected a chat template that leaves earlier turns as they are, .* first 1"
+    ):
+        render(row, last_only)
+    assert render(row, last_only, train_on="all").text == "A"
+
+
+def test_text_that_the_template_leaves_out_is_noticed():
+    row = {"messages": [USER, {**ASSISTANT, "reasoning_content": "Hm."}]}
+    assert render(row).lacks_text
+    assert not render({"messages": [USER, {**ASSISTANT, "content": "<think>Hm.</think>A"}]}).lacks_text
+    assert not render(row, f"{CHATML}Hm.", train_on="all").lacks_text
+
+
+TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds what is lost"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        ({"prompt": "a"}, {}, "text, prompt and completion, or messages, got the fields prompt; text_field names"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion, got the fields prompt"),
+        ({"text": "a"}, {"text_field": "body"}, "body, got the fields text"),
+        ({}, {}, "text, prompt and completion, or messages, got the fields none"),
+        ({"input_ids": [1]}, {}, "rows without input_ids"),
+        ({"text": 5}, {}, "text in the field 'text', got int"),
+        ({"text": "\ud800"}, {}, "Unicode"),
+        ({"messages": "one"}, {}, "a list of messages, got str"),
+        ({"messages": ["one"]}, {}, "messages with a role"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role, .* got .*from"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "messages that .* only text parts"),
+        ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages, got str"),
+        ({"prompt": [USER], "completion": []}, {}, "at least one message in the completion"),
+        ({"text": "a"}, {"separator": ""}, "a row with prompt and completion, got one with text"),
+        ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all' for documents with messages"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "train_on='completion' or 'all'"),
+        ({"text": "a"}, {"train_on": "assistant"}, "train_on='all' for documents with text"),
+        ({"messages": [USER], "tools": "{"}, {}, "tools as a list or as JSON"),
+        ({"messages": [USER], "tools": {"name": "find"}}, {}, "tools as a list or as JSON, got dict"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, {}, "chat_template_kwargs as a mapping, got list"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, options, reason):
+    with pytest.raises(PackingError, match=f"expected {reason}"):
+        render(row, **options)
+
+
+def test_a_template_that_writes_no_tools():
+    with pytest.raises(PackingError, match="expected a chat template that writes tools"):
+        render({"messages": [USER], "tools": TOOLS}, "{% for message in messages %}{{ message.content }}{% endfor %}")
