@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -62,71 +61,9 @@ class PackingMetrics:
     """
 
 
-def measure_plan(
-    document_length: IntArray,
-    segment_document: IntArray,
-    segment_length: IntArray,
-    pack_capacity: IntArray,
-    proven_lower_bound: int,
-    segment_shared: IntArray | None = None,
-) -> PackingMetrics:
-    """Return the metrics of a plan, computed from the plan's arrays.
-
-    Args:
-        document_length: integers [documents]: length of each document, in tokens.
-        segment_document: integers [segments]: index of the document that each segment is cut from.
-        segment_length: integers [segments]: length of each segment, in tokens.
-        pack_capacity: integers [packs]: capacity of each pack, in tokens.
-        proven_lower_bound: lower bound on the number of packs, as proven by the strategy; 0 if the strategy proves no
-            bound.
-        segment_shared: integers [segments]: tokens that each segment takes from the one before it in its pack; None if
-            no segments share tokens.
-    """
-    segments = segment_totals(document_length, segment_document, segment_length, segment_shared)
-    return make_metrics(**segments, **pack_totals(segment_length, pack_capacity, proven_lower_bound, segment_shared))
-
-
-def segment_totals(
-    document_length: IntArray,
-    segment_document: IntArray,
-    segment_length: IntArray,
-    segment_shared: IntArray | None = None,
-) -> dict[str, Any]:
-    """Return the arguments of `make_metrics` that do not depend on packs. The arguments are those of `measure_plan`."""
-    segments_of = np.bincount(segment_document, minlength=len(document_length))
-    single = segments_of[segment_document] == 1
-    shortened = single & (segment_length < document_length[segment_document])
-    empty = int((document_length == 0).sum())
-    squared = float((segment_length.astype(np.float64) ** 2).sum())
-    if segment_shared is not None:
-        squared -= float((segment_shared.astype(np.float64) ** 2).sum())
-    return {
-        "documents": len(document_length),
-        "segments": len(segment_document),
-        "tokens": int(document_length.sum(dtype=np.int64)),
-        "packed_tokens": int(segment_length.sum(dtype=np.int64)),
-        "cut": int((segments_of > 1).sum() + shortened.sum()),
-        "dropped": int((segments_of == 0).sum()) - empty,
-        "empty": empty,
-        "squared_segments": squared,
-        "shared_tokens": 0 if segment_shared is None else int(segment_shared.sum(dtype=np.int64)),
-    }
-
-
-def pack_totals(
-    segment_length: IntArray, pack_capacity: IntArray, proven_lower_bound: int, segment_shared: IntArray | None = None
-) -> dict[str, Any]:
-    """Return the other arguments of `make_metrics`. The arguments are those of `measure_plan`."""
-    packs, sizes = len(pack_capacity), segment_length
-    if segment_shared is not None and packs:
-        sizes = np.add.reduceat(segment_length - segment_shared, np.flatnonzero(segment_shared == 0))
-    bound = pack_lower_bound(np.bincount(sizes), int(pack_capacity.max())) if packs else 0
-    return {
-        "packs": packs,
-        "slots": int(pack_capacity.sum(dtype=np.int64)),
-        "squared_capacities": float((pack_capacity.astype(np.float64) ** 2).sum()),
-        "lower_bound": max(bound, proven_lower_bound),
-    }
+def sum_of_squares(lengths: IntArray) -> float:
+    """Return the sum of squared lengths as a float, since it may exceed int64."""
+    return float((lengths.astype(np.float64) ** 2).sum())
 
 
 def make_metrics(

@@ -226,15 +226,14 @@ class Cuts:
         """
         return histogram(self.piece_length, np.repeat(self.documents, self.pieces_each))
 
+    @cached_property
     def ranks(self) -> tuple[IntArray, IntArray]:
-        """Return two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
+        """Two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
 
         The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). A group
         consists of documents of one length that are cut in the same way. In document n of a group (the first document
-        has n = 0), the piece with index i in `piece_length` has the rank `first_rank[i] + n * stride[i]`.
-
-        Returns:
-            int64 [pieces]: `first_rank`; int64 [pieces]: `stride`.
+        has n = 0), the piece with index i in `piece_length` has the rank `first_rank[i] + n * stride[i]`. Both
+        arrays are int64 [pieces].
         """
         by_length = np.argsort(self.piece_length, kind="stable")
         group = np.repeat(np.arange(len(self.documents)), self.pieces_each)[by_length]

@@ -15,7 +15,7 @@ import numpy as np
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type
-from hf_packing.planning.metrics import PackingMetrics, measure_plan
+from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import load_arrays, save_arrays
 
@@ -138,13 +138,30 @@ class PackingPlan:
 
     @cached_property
     def _metrics(self) -> PackingMetrics:
-        return measure_plan(
-            self.document_length,
-            self.segment_document,
-            self.segment_length,
-            self.pack_capacity,
-            self.proven_lower_bound,
-            self.segment_shared,
+        lengths, document, length = self.document_length, self.segment_document, self.segment_length
+        capacity, shared = self.pack_capacity, self.segment_shared
+        segments_of = np.bincount(document, minlength=len(lengths))
+        shortened = (segments_of[document] == 1) & (length < lengths[document])
+        empty = int((lengths == 0).sum())
+        squared, sizes = sum_of_squares(length), length
+        if shared is not None and len(capacity):
+            squared -= sum_of_squares(shared)
+            sizes = np.add.reduceat(length - shared, np.flatnonzero(shared == 0))
+        bound = pack_lower_bound(np.bincount(sizes), int(capacity.max())) if len(capacity) else 0
+        return make_metrics(
+            documents=len(lengths),
+            segments=len(document),
+            packs=len(capacity),
+            tokens=int(lengths.sum(dtype=np.int64)),
+            packed_tokens=int(length.sum(dtype=np.int64)),
+            cut=int((segments_of > 1).sum() + shortened.sum()),
+            dropped=int((segments_of == 0).sum()) - empty,
+            empty=empty,
+            slots=int(capacity.sum(dtype=np.int64)),
+            squared_segments=squared,
+            squared_capacities=sum_of_squares(capacity),
+            lower_bound=max(bound, self.proven_lower_bound),
+            shared_tokens=0 if shared is None else int(shared.sum(dtype=np.int64)),
         )
 
     def metrics(self) -> PackingMetrics:

@@ -17,6 +17,7 @@ In this module, the rank of a piece is the index of the piece in the list of all
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -238,8 +239,7 @@ class PatternTable:
             shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
             already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
                 together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may end
-                before the longest length; missing counts are 0. A LengthCounts gives the same numbers for some lengths
-                only, which must include those of the shard. None for the first shard.
+                before the longest length; missing counts are 0. None for the first shard.
 
         Returns:
             DealtShard with all segments of the shard's documents. Together, the results for all shards contain every
@@ -250,14 +250,24 @@ class PatternTable:
                 have more documents of some length than the table has.
         """
         lengths = check_lengths(shard_lengths, "shard_lengths")
-        dealt = np.zeros(len(self.cuts.by_length.length), dtype=np.int64)
-        if already_dealt is not None:
-            if not isinstance(already_dealt, LengthCounts):
-                already_dealt = counts_of_histogram(check_counts(already_dealt, "already_dealt"))
-            dealt = self._take_from_counts("already_dealt", already_dealt, dealt)
+        before = counts_of_histogram(check_counts(() if already_dealt is None else already_dealt, "already_dealt"))
+        dealt = self._take_from_counts("already_dealt", before, np.zeros_like(self.cuts.by_length.documents))
         in_shard = self._take_from_counts("shard_lengths", count_lengths(lengths), dealt)
         kind = np.repeat(np.arange(len(in_shard)), in_shard)
-        return self._deal(sort_by_length(lengths), kind, dealt[kind] + indices_in_ranges(0, in_shard))
+        number = dealt[kind] + indices_in_ranges(0, in_shard)
+        cuts, listed_at = self.cuts, self._places_in_list(kind, number)
+        group = np.searchsorted(np.cumsum(cuts.documents), listed_at, side="right")
+        nth_of_group = listed_at - (np.cumsum(cuts.documents) - cuts.documents)[group]
+        nth, piece, rank = self._rank_pieces(group, nth_of_group)
+        pack, place = np.empty_like(nth), np.empty_like(nth)
+        for begin in range(0, len(nth), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            places = self._slots.find(cuts.piece_length[piece[block]], rank[block])
+            pack[block], place[block] = self._final_pack(places.pack), places.place
+        document = sort_by_length(lengths)[nth]
+        in_order = np.argsort(document, kind="stable")
+        start, length = cuts.piece_start[piece[in_order]], cuts.piece_length[piece[in_order]]
+        return DealtShard(document[in_order], start, length, pack[in_order], place[in_order])
 
     def _take_from_counts(self, name: str, taken: LengthCounts, dealt: IntArray) -> IntArray:
         """Return the number of documents of each length of the table in `taken`, int64 [lengths].
@@ -282,72 +292,26 @@ class PatternTable:
         result[place] = taken.documents[known]
         return result
 
-    def _deal(self, order: IntArray, kind: IntArray, number: IntArray) -> DealtShard:
-        """Assign the documents of one shard to packs.
-
-        Args:
-            order: int64 [documents]: indices of the shard's documents, sorted by document length.
-            kind: int64 [documents]: for each document in sorted order, the index of its length in `Cuts.by_length`.
-            number: int64 [documents]: for each document in sorted order, the number of earlier documents of the same
-                length, counted in this shard and in all shards before this shard.
-        """
-        cuts = self.cuts
-        listed_at = self._places_in_list(kind, number)
-        group = np.searchsorted(np.cumsum(cuts.documents), listed_at, side="right")
-        nth_of_group = listed_at - (np.cumsum(cuts.documents) - cuts.documents)[group]
-        nth, piece = self._pieces_of_documents(group)
-        first_rank, stride = self._piece_ranks
-        pack, place = np.empty(len(nth), dtype=np.int64), np.empty(len(nth), dtype=np.int64)
-        for begin in range(0, len(nth), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            rank = first_rank[piece[block]] + nth_of_group[nth[block]] * stride[piece[block]]
-            places = self._slots.find(cuts.piece_length[piece[block]], rank)
-            pack[block], place[block] = self._final_pack(places.pack), places.place
-        document = order[nth]
-        in_document_order = np.argsort(document, kind="stable")
-        return DealtShard(
-            document=document[in_document_order],
-            start=cuts.piece_start[piece][in_document_order],
-            length=cuts.piece_length[piece][in_document_order],
-            pack=pack[in_document_order],
-            place=place[in_document_order],
-        )
-
-    def pack_capacity(self, first: int, end: int) -> IntArray:
-        """Return the capacities of the packs first:end of the plan in tokens, int32 [end - first]."""
-        pack = np.arange(first, end)
-        if self.seed is not None:
-            pack = permute_back(pack, *self._key_of_packs)
-        pattern = np.searchsorted(np.cumsum(self.patterns.packs), pack, side="right")
-        capacity: IntArray = self.patterns.capacity[pattern]
-        return capacity
-
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""
-        return make_metrics(**self.totals())
-
-    def totals(self) -> dict[str, Any]:
-        """Return the totals that the metrics are made of: the arguments of `make_metrics`."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
-        length = np.arange(len(counts), dtype=np.float64)
-        capacity = patterns.capacity.astype(np.int64)
-        largest = int(capacity.max(initial=0))
+        largest = int(patterns.capacity.max(initial=0))
         dropped = (cuts.pieces_each == 0) & (cuts.document_length > 0)
-        return {
-            "documents": self.num_documents,
-            "segments": int(counts.sum()),
-            "packs": self.num_packs,
-            "tokens": int(cuts.documents @ cuts.document_length),
-            "packed_tokens": int(cuts.documents @ cuts.tokens_kept),
-            "cut": int(cuts.documents[cuts.cut].sum()),
-            "dropped": int(cuts.documents[dropped].sum()),
-            "empty": int(cuts.documents[cuts.document_length == 0].sum()),
-            "slots": int(patterns.packs.astype(object) @ capacity.astype(object)) if len(capacity) else 0,
-            "squared_segments": float(counts @ length**2),
-            "squared_capacities": float(patterns.packs @ capacity.astype(np.float64) ** 2),
-            "lower_bound": max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
-        }
+        return make_metrics(
+            documents=self.num_documents,
+            segments=int(counts.sum()),
+            packs=self.num_packs,
+            tokens=int(cuts.documents @ cuts.document_length),
+            packed_tokens=int(cuts.documents @ cuts.tokens_kept),
+            cut=int(cuts.documents[cuts.cut].sum()),
+            dropped=int(cuts.documents[dropped].sum()),
+            empty=int(cuts.documents[cuts.document_length == 0].sum()),
+            slots=sum(map(operator.mul, patterns.packs.tolist(), patterns.capacity.tolist())),
+            squared_segments=float(counts @ np.arange(len(counts), dtype=np.float64) ** 2),
+            squared_capacities=float(patterns.packs @ patterns.capacity.astype(np.float64) ** 2),
+            lower_bound=max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the constructor with its arguments, so that a table for another worker has no cached properties."""
@@ -365,10 +329,6 @@ class PatternTable:
         return Slots(self.patterns, self.seed)
 
     @cached_property
-    def _piece_ranks(self) -> tuple[IntArray, IntArray]:
-        return self.cuts.ranks()
-
-    @cached_property
     def _cut_in_several_ways(self) -> IntArray:
         """True for each length whose documents are cut in several ways, bool [lengths]."""
         several: IntArray = np.unique(self.cuts.document_length, return_counts=True)[1] > 1
@@ -380,7 +340,9 @@ class PatternTable:
         A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
         groups of one length, documents of that length are first shuffled, unless the seed is None.
 
-        `kind` and `number` describe the documents, and are explained in `_deal`.
+        Args:
+            kind: int64 [documents]: index of each document's length in `Cuts.by_length`.
+            number: int64 [documents]: number of earlier documents of the same length, in this and earlier shards.
         """
         counts = self.cuts.by_length
         first = offsets_of(counts.documents)
@@ -407,22 +369,25 @@ class PatternTable:
         listed[self._places_in_list(kind, nth)] = order[offsets_of(counts.documents)[kind] + nth]
         return listed
 
-    def _pieces_of_documents(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return all pieces of some documents.
+    def _rank_pieces(self, group: IntArray, nth_of_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return all pieces of some documents, and their ranks.
 
         Args:
             group: int64 [documents]: index of each document's group in `Cuts`.
+            nth_of_group: int64 [documents]: number of documents of the group before each document.
 
         Returns:
-            int64 [pieces]: document of the piece, as an index into `group`; int64 [pieces]: index of the piece in
-            `Cuts.piece_length`.
+            Three arrays, int64 [pieces]: document of the piece, as an index into `group`; index of the piece in
+            `Cuts.piece_length`; rank of the piece.
         """
         pieces_each = self.cuts.pieces_each[group]
         nth = np.repeat(np.arange(len(group)), pieces_each)
-        return nth, indices_in_ranges(self.cuts.piece_offsets[group], pieces_each)
+        piece = indices_in_ranges(self.cuts.piece_offsets[group], pieces_each)
+        first_rank, stride = self.cuts.ranks
+        return nth, piece, first_rank[piece] + nth_of_group[nth] * stride[piece]
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece. Pieces are listed in the order that `Cuts` describes.
+        """Return the document and the start of every piece, in the order of their ranks.
 
         Returns:
             integers [pieces]: index of the piece's document; int64 [pieces]: index of the piece's first token in the
@@ -432,29 +397,24 @@ class PatternTable:
         if cuts.whole.all():
             return listed, None
         stays_whole = np.repeat(cuts.whole, cuts.documents)
-        whole, cut = listed[stays_whole], listed[~stays_whole]
-        group = np.repeat(np.flatnonzero(~cuts.whole), cuts.documents[~cuts.whole])
-        nth, piece = self._pieces_of_documents(group)
-        by_length = sort_by_length(cuts.piece_length[piece])
-        document, piece = cut[nth[by_length]], piece[by_length]
-        # among pieces of one length, whole documents come before pieces of cut documents
-        whole_up_to = offsets_of(cuts.documents[cuts.whole])
-        at = whole_up_to[np.searchsorted(cuts.document_length[cuts.whole], cuts.piece_length[piece], side="right")]
+        other = np.flatnonzero(~cuts.whole)
+        number = cuts.documents[other]
+        nth, piece, rank = self._rank_pieces(np.repeat(other, number), indices_in_ranges(0, number))
+        document = np.empty(np.count_nonzero(stays_whole) + len(rank), dtype=listed.dtype)
+        is_whole = np.ones(len(document), dtype=bool)
+        is_whole[rank] = False
+        document[is_whole], document[rank] = listed[stays_whole], listed[~stays_whole][nth]
         start = None
         if cuts.piece_start.any():
-            start = np.zeros(len(whole) + len(document), dtype=np.int64)
-            start[at + np.arange(len(at))] = cuts.piece_start[piece]
-        return np.insert(whole, at, document), start
-
-    @property
-    def _key_of_packs(self) -> tuple[IntArray, IntArray]:
-        """The size and the key of the permutation of packs; the seed is not None."""
-        assert self.seed is not None
-        return np.array([self.num_packs]), np.array([derive_key(self.seed, "packs")])
+            start = np.zeros(len(document), dtype=np.int64)
+            start[rank] = cuts.piece_start[piece]
+        return document, start
 
     def _final_pack(self, pack: IntArray) -> IntArray:
         """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""
-        return pack if self.seed is None else permute(pack, *self._key_of_packs)
+        if self.seed is None:
+            return pack
+        return permute(pack, np.array([self.num_packs]), np.array([derive_key(self.seed, "packs")]))
 
     def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.

@@ -75,6 +75,8 @@ class Strategy(ABC):
 
     has_buckets: ClassVar[bool] = False
     """True if packs have several capacities. Packed rows then have a column `bucket` with the capacity of the pack."""
+    fills_one_pack_at_a_time: ClassVar[bool] = False
+    """True if documents go into packs in their order. In a stream, the last pack then waits until it is full."""
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
@@ -113,6 +115,8 @@ class Strategy(ABC):
             WindowPlan: the plan, and the packs that documents of the next window could fill.
         """
         plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
+        if self.fills_one_pack_at_a_time:
+            return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
         return WindowPlan(plan, packs_with_room(plan, self.most_documents))
 
     def with_seed_for(self: _S, purpose: str) -> _S:

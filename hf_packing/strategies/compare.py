@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -70,40 +70,26 @@ def name_of(strategy: Strategy) -> str:
     return f"{type(strategy).__name__}({', '.join(changed)})"
 
 
-class Comparison(Sequence[ComparedStrategy]):
-    """The result of `compare`: a sequence of ComparedStrategy, in the order of the strategies passed to `compare`.
+class Comparison(tuple[ComparedStrategy, ...]):
+    """The result of `compare`: a tuple of ComparedStrategy, in the order of the strategies passed to `compare`.
 
-    `print` and notebooks show the sequence as a table.
+    `print` and notebooks show the rows as a table.
     """
 
-    def __init__(self, rows: Sequence[ComparedStrategy], shared: SharedPrefixes | None = None) -> None:
-        self.rows = tuple(rows)
-        self.shared = shared
-        """How much smaller the documents become if they share prefixes; None if `compare` did not get the documents."""
+    shared: SharedPrefixes | None
+    """How much smaller the documents become if they share prefixes; None if `compare` did not get the documents."""
 
-    @overload
-    def __getitem__(self, number: int) -> ComparedStrategy: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[ComparedStrategy]: ...
-    def __getitem__(self, number: int | slice) -> ComparedStrategy | Sequence[ComparedStrategy]:
-        return self.rows[number]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    def __new__(cls, rows: Iterable[ComparedStrategy], shared: SharedPrefixes | None = None) -> Comparison:
+        comparison = super().__new__(cls, rows)
+        comparison.shared = shared
+        return comparison
 
     def __repr__(self) -> str:
-        table = aligned([_HEADER, *(_table_row(row) for row in self.rows)])
-        return f"{table}\n{said}" if (said := self._about_prefixes()) else table
+        table = aligned([_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self)])
+        return f"{table}\n{self.shared.sentence()}".rstrip() if self.shared else table
 
     def _repr_html_(self) -> str:
-        head, *body = [_HEADER, *(_table_row(row) for row in self.rows)]
-        lines = ["".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells) for cells in body]
-        header = "".join(f"<th>{escape(name)}</th>" for name in head)
-        table = f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-        return f"{table}<p>{escape(said)}</p>" if (said := self._about_prefixes()) else table
-
-    def _about_prefixes(self) -> str:
-        return self.shared.sentence() if self.shared else ""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = None) -> Comparison:
@@ -132,18 +118,18 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
         >>> [row.gap for row in hfp.compare(lengths, [hfp.BestFit(30), hfp.Optimal(30)])]
         [0.33333333333333326, 0.0]
     """
-    if isinstance(strategies, Strategy) or not isinstance(strategies, Iterable) or isinstance(strategies, str):
+    if not isinstance(strategies, Iterable) or isinstance(strategies, str):
         raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
     found = [(measured, workload_of(plan, measured.strategy)) for measured, plan in each_planned(lengths, chosen)]
-    if documents is None:
-        return Comparison(with_best_bounds(found))
-    from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
+    shared = None
+    if documents is not None:
+        from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
 
-    longest = max(strategy.largest_capacity for strategy in chosen)
-    return Comparison(with_best_bounds(found), measure_shared_prefixes(documents, longest))
+        shared = measure_shared_prefixes(documents, max(strategy.largest_capacity for strategy in chosen))
+    return Comparison(with_best_bounds(found), shared)
 
 
 def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
@@ -189,19 +175,14 @@ class _Workload(NamedTuple):
     """The maximum number of segments in a pack; infinity for no limit."""
 
     def is_as_hard_as(self, other: _Workload) -> bool:
-        """Return True if this workload is known to need at least as many packs as the other workload.
-
-        This is known if both workloads have the same capacity and segments, and the limit on segments per pack in this
-        workload is not higher than in the other workload.
-        """
+        """Return True if this workload surely needs at least as many packs: the segments are the same, limits lower."""
         return self[:2] == other[:2] and self.limit <= other.limit
 
 
 def workload_of(plan: PackingPlan, strategy: Strategy) -> _Workload:
-    """Return the workload of a strategy: the segments of the strategy's plan, and the limits on each pack."""
-    limit = strategy.most_documents
-    counts = np.bincount(plan.segment_length, minlength=1)
-    return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
+    """Return the workload of a strategy, given the strategy's plan."""
+    counts = np.bincount(plan.segment_length)
+    return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), strategy.most_documents or np.inf)
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")
@@ -217,7 +198,8 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
-def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
+def cells_of(row: ComparedStrategy) -> tuple[str, ...]:
+    """Return the name of a strategy, and the metrics that a table shows."""
     m = row.metrics
     return (
         row.name,
@@ -227,5 +209,4 @@ def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
         f"{m.concatenation_ratio:.2f}",
         f"{m.num_packs:,}",
         "" if row.gap is None else f"{row.gap:.4%}",
-        f"{row.seconds:.2f}",
     )

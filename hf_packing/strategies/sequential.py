@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from hf_packing.planning.best_fit import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.lengths import (
     IntArray,
     Overflow,
+    Pieces,
     check_fitting,
     check_num_pieces,
     cut_to_pieces,
@@ -30,7 +31,7 @@ from hf_packing.planning.lengths import (
 from hf_packing.planning.permutation import random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import Slots
-from hf_packing.planning.windows import WindowPlan, packs_with_room
+from hf_packing.planning.windows import WindowPlan
 from hf_packing.strategies.base import Strategy, TreeLimits, limits_of_trees, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
@@ -58,6 +59,8 @@ class FixedLength(Strategy):
         [[1, 2, 3, 4], [5, 6]]
     """
 
+    fills_one_pack_at_a_time: ClassVar[bool] = True
+
     max_length: int
     seed: int | None = field(default=0, kw_only=True)
 
@@ -68,23 +71,6 @@ class FixedLength(Strategy):
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, (self.max_length,), self.seed)
-
-    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
-        plan = self.with_seed_for(f"window {number}").plan_lengths(lengths)
-        return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
-
-
-class _Concatenated(NamedTuple):
-    """The segments of documents that were concatenated and cut, and the number of segments in each pack.
-
-    `document`, `start` and `length` describe the segments in the same way as the arrays `segment_document`,
-    `segment_start` and `segment_length` of PackingPlan.
-    """
-
-    document: IntArray
-    start: IntArray
-    length: IntArray
-    pack_sizes: IntArray
 
 
 def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int | None) -> PackingPlan:
@@ -100,29 +86,55 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
             packs are sorted by capacity, and documents keep their order.
     """
     bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
-    buckets = []
+    segments, pack_capacity = [], []
     for number, capacity in enumerate(capacities):
-        document = np.flatnonzero(bucket == number)
-        segments = _cut_every(lengths[document], capacity)
-        buckets.append(segments._replace(document=document[segments.document]))
-    document, start, length, pack_sizes = map(np.concatenate, zip(*buckets, strict=True))
-    pack_capacity = np.repeat(np.array(capacities, dtype=np.int32), [len(segments.pack_sizes) for segments in buckets])
-    pack_offsets = offsets_of(pack_sizes)
+        documents = np.flatnonzero(bucket == number)
+        document, start, length, sizes = _cut_every(lengths[documents], capacity)
+        segments.append((documents[document], start, length, sizes))
+        pack_capacity.append(np.full(len(sizes), capacity))
+    document, start, length, sizes = map(np.concatenate, zip(*segments, strict=True))
+    pieces = Pieces(document, start, length)
+    return _plan_pieces(lengths, pieces, offsets_of(sizes), np.concatenate(pack_capacity), seed)[0]
+
+
+def _plan_pieces(
+    lengths: IntArray, pieces: Pieces, offsets: IntArray, capacity: IntArray, seed: int | None, lower_bound: int = 0
+) -> tuple[PackingPlan, IntArray]:
+    """Return the plan of packs of pieces, shuffled if there is a seed.
+
+    Args:
+        lengths: integers [documents]: document lengths in tokens.
+        pieces: the pieces of all packs, pack by pack.
+        offsets: int64 [packs + 1]: the pieces of pack p are offsets[p]:offsets[p + 1].
+        capacity: integers [packs]: capacity of each pack, in tokens.
+        seed: seed for shuffling the packs and the pieces in each pack; None for no shuffling.
+        lower_bound: proven lower bound on the number of packs.
+
+    Returns:
+        The plan, and for each of its packs the index of the pack before shuffling, int64 [packs].
+    """
+    packs = np.arange(len(capacity))
     if seed is not None:
-        order, pack_offsets, packs = shuffle_packs(pack_offsets, seed)
-        document, start, length, pack_capacity = document[order], start[order], length[order], pack_capacity[packs]
-    return PackingPlan(
+        order, offsets, packs = shuffle_packs(offsets, seed)
+        pieces, capacity = pieces.take(order), capacity[packs]
+    plan = PackingPlan(
         document_length=lengths,
-        segment_document=document.astype(smallest_index_type(len(lengths)), copy=False),
-        segment_start=start.astype(lengths.dtype, copy=False),
-        segment_length=length.astype(np.int32),
-        pack_offsets=pack_offsets,
-        pack_capacity=pack_capacity,
+        segment_document=pieces.document,
+        segment_start=pieces.start,
+        segment_length=pieces.length,
+        pack_offsets=offsets,
+        pack_capacity=capacity,
+        proven_lower_bound=lower_bound,
     )
+    return plan, packs
 
 
-def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
-    """Concatenate documents of the given lengths, cut the result every `capacity` tokens, and return the segments."""
+def _cut_every(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Concatenate documents and cut the result every `capacity` tokens.
+
+    Returns:
+        int64 [segments]: document, start and length of each segment; int64 [packs]: number of segments in each pack.
+    """
     end = np.cumsum(lengths, dtype=np.int64)
     start = end - lengths
     first_pack = start // capacity
@@ -132,7 +144,7 @@ def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
     pack = indices_in_ranges(first_pack, packs_touched)
     segment_begin = np.maximum(start[document], pack * capacity)
     segment_end = np.minimum(end[document], (pack + 1) * capacity)
-    return _Concatenated(document, segment_begin - start[document], segment_end - segment_begin, np.bincount(pack))
+    return document, segment_begin - start[document], segment_end - segment_begin, np.bincount(pack)
 
 
 @register_strategy
@@ -198,20 +210,9 @@ class FirstCome(Strategy):
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
         pieces = pieces.take(_arrival(pieces.length, self.order, self.seed))
         first = _first_of_each_pack(pieces.length, self.max_length, self.max_documents or len(pieces.length))
-        offsets, filled = np.append(first, len(pieces.length)), np.arange(len(first))
-        if self.seed is not None:
-            segments, offsets, filled = shuffle_packs(offsets, self.seed)
-            pieces = pieces.take(segments)
-        plan = PackingPlan(
-            document_length=lengths,
-            segment_document=pieces.document,
-            segment_start=pieces.start,
-            segment_length=pieces.length,
-            pack_offsets=offsets,
-            pack_capacity=np.full(len(first), self.max_length, dtype=np.int32),
-            proven_lower_bound=-(-len(pieces.length) // self.max_documents) if self.max_documents else 0,
-        )
-        return plan, filled
+        bound = -(-len(pieces.length) // self.max_documents) if self.max_documents else 0
+        capacity = np.full(len(first), self.max_length)
+        return _plan_pieces(lengths, pieces, np.append(first, len(pieces.length)), capacity, self.seed, bound)
 
 
 def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
@@ -308,17 +309,10 @@ class Multipack(Strategy):
             window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
             order.append(begin + window_order)
             sizes.append(window_sizes)
-        pack_offsets = offsets_of(np.concatenate(sizes))
-        segments, pack_offsets, _ = shuffle_packs(pack_offsets, self.seed)
-        pieces = pieces.take(np.concatenate(order)[segments])
-        return PackingPlan(
-            document_length=lengths,
-            segment_document=shuffled[pieces.document],
-            segment_start=pieces.start,
-            segment_length=pieces.length,
-            pack_offsets=pack_offsets,
-            pack_capacity=np.full(len(pack_offsets) - 1, self.max_length, dtype=np.int32),
-        )
+        pieces = pieces.take(np.concatenate(order))
+        pieces = Pieces(shuffled[pieces.document], pieces.start, pieces.length)
+        offsets = offsets_of(np.concatenate(sizes))
+        return _plan_pieces(lengths, pieces, offsets, np.full(len(offsets) - 1, self.max_length), self.seed)[0]
 
     def tree_limits(self) -> TreeLimits:
         return limits_of_trees(self.max_length, self.overflow)

@@ -7,7 +7,8 @@ document. That document then stands in its row as a whole, which repeats the tok
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,18 +98,6 @@ def cheapest_cuts(length: IntArray, shared: IntArray, capacity: int) -> IntArray
     return np.array(cuts[::-1], dtype=np.int64)
 
 
-@dataclass(eq=False)
-class _Branching:
-    """A place at which documents branch off."""
-
-    depth: int
-    """Number of tokens above the branching."""
-    branches: list["_Branching | int"] = field(default_factory=list)
-    """What is below: further branchings, and single documents by their place in the tree."""
-    size: int = 0
-    """Number of tokens below the branching; shared tokens count once."""
-
-
 def smallest_first(length: IntArray, shared: IntArray) -> tuple[list[int], list[int]]:
     """Return the documents of a tree in an order that visits small branches before large ones.
 
@@ -123,56 +112,23 @@ def smallest_first(length: IntArray, shared: IntArray) -> tuple[list[int], list[
         The places of the documents in the new order, and the number of tokens that each then shares with the one before
         it. The order is depth-first, too.
     """
-    lengths = length.tolist()
-    root = _branchings(lengths, shared.tolist())
+    depth, before = shared.tolist(), offsets_of(length - shared).tolist()
     order, taken = [], []
-    waiting: list[tuple[_Branching | int, int]] = [(root, 0)]
+    waiting = [(0, len(depth), 0)]  # first document of a branch, end, and tokens shared with the branch before it
     while waiting:
-        branch, above = waiting.pop()
-        if isinstance(branch, int):
-            order.append(branch)
+        begin, end, above = waiting.pop()
+        if end - begin == 1:
+            order.append(begin)
             taken.append(above)
             continue
-        sizes = [_end_of(each, lengths) for each in branch.branches]
-        ranked = sorted(range(len(sizes)), key=sizes.__getitem__)
-        waiting += [(branch.branches[number], branch.depth) for number in ranked[:0:-1]]
-        waiting.append((branch.branches[ranked[0]], above))
+        top = min(depth[begin + 1 : end])
+        borders = [begin, *(place for place in range(begin + 1, end) if depth[place] == top), end]
+        branches = sorted(
+            pairwise(borders), key=lambda branch: before[branch[1]] - before[branch[0]] + depth[branch[0]]
+        )
+        waiting += [(*branch, top) for branch in branches[:0:-1]]
+        waiting.append((*branches[0], above))
     return order, taken
-
-
-def _branchings(lengths: list[int], shared: list[int]) -> _Branching:
-    """Return the root of the branchings of a tree, with the sizes of all branchings."""
-    path = [_Branching(0)]
-    last: _Branching | int = 0
-    for document in range(1, len(lengths)):
-        depth = shared[document]
-        last = _close(path, depth, last, lengths)
-        if path[-1].depth < depth:
-            path.append(_Branching(depth))
-        _add(path[-1], last, lengths)
-        last = document
-    root = path[0]
-    last = _close(path, 0, last, lengths)
-    _add(root, last, lengths)
-    return root
-
-
-def _close(path: list[_Branching], depth: int, last: _Branching | int, lengths: list[int]) -> _Branching | int:
-    """Complete the branchings that are deeper than `depth`, with `last` as their last branch; return the topmost."""
-    while path[-1].depth > depth:
-        _add(path[-1], last, lengths)
-        last = path.pop()
-    return last
-
-
-def _end_of(branch: _Branching | int, lengths: list[int]) -> int:
-    """Return the number of tokens of a branch, with those above it."""
-    return lengths[branch] if isinstance(branch, int) else branch.depth + branch.size
-
-
-def _add(branching: _Branching, branch: _Branching | int, lengths: list[int]) -> None:
-    branching.branches.append(branch)
-    branching.size += _end_of(branch, lengths) - branching.depth
 
 
 FEWEST_SHARED = 16
@@ -227,30 +183,18 @@ def plan_forest(
             f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
             f"{len(sizes)} trees"
         )
-    return place_pieces(forest, pieces, lengths, plan)
-
-
-def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: PackingPlan) -> PackingPlan:
-    """Return the plan of the documents whose trees are packed by another plan.
-
-    Args:
-        forest: the forest of the pieces.
-        pieces: the pieces of the documents.
-        lengths: integers [documents]: length of each document before cutting, in tokens.
-        trees_plan: a plan whose documents are the trees of the forest, none of them cut.
-    """
-    trees = trees_plan.segment_document
-    sizes = np.diff(forest.offsets)[trees]
-    places = indices_in_ranges(forest.offsets[trees], sizes)
+    trees = plan.segment_document
+    number = np.diff(forest.offsets)[trees]
+    places = indices_in_ranges(forest.offsets[trees], number)
     segments = pieces.take(forest.order[places])
     return PackingPlan(
         document_length=lengths,
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=offsets_of(sizes)[trees_plan.pack_offsets],
-        pack_capacity=trees_plan.pack_capacity,
+        pack_offsets=offsets_of(number)[plan.pack_offsets],
+        pack_capacity=plan.pack_capacity,
         segment_shared=forest.shared[places],
-        proven_lower_bound=trees_plan.proven_lower_bound,
-        note=trees_plan.note,
+        proven_lower_bound=plan.proven_lower_bound,
+        note=plan.note,
     )

@@ -69,7 +69,7 @@ def test_cuts_are_the_pieces_of_each_document(lengths, capacity, overflow):
 def test_ranks_count_through_pieces_of_equal_length():
     cuts = cut_by_overflow(LengthCounts(np.array([3, 10, 23]), np.array([2, 3, 2])), 10, "split")
     assert cuts.piece_length.tolist() == [3, 10, 10, 10, 3]
-    first, stride = cuts.ranks()
+    first, stride = cuts.ranks
     assert first.tolist() == [0, 4, 7, 8, 2]
     assert stride.tolist() == [1, 1, 2, 2, 1]
 

@@ -177,20 +177,9 @@ def test_bucket_by_length_document_by_document(case):
 
 
 @pytest.mark.parametrize("strategy", [hfp.Bucket, hfp.BucketByLength])
-@pytest.mark.parametrize(
-    ("bucket_lengths", "message"),
-    [
-        ((), "bucket_lengths: expected at least one length, got an empty sequence"),
-        ((4, 2), "bucket_lengths: expected ascending lengths without repeats, got 4, 2"),
-        ((2, 2), "bucket_lengths: expected ascending lengths without repeats, got 2, 2"),
-        ((0, 2), "bucket_lengths: expected an integer from 1 to 2147483647, got 0"),
-        ((2, 4.5), "bucket_lengths: expected an integer from 1 to 2147483647, got 4.5"),
-        (2048, "bucket_lengths: expected a sequence of integers, got 2048"),
-        ("2048", "bucket_lengths: expected a sequence of integers, got '2048'"),
-    ],
-)
-def test_bad_bucket_lengths(strategy, bucket_lengths, message):
-    with pytest.raises(hfp.PackingError, match=message):
+@pytest.mark.parametrize("bucket_lengths", [(), (4, 2), (2, 2), (0, 2), (2, 4.5), 2048, "2048"])
+def test_bad_bucket_lengths(strategy, bucket_lengths):
+    with pytest.raises(hfp.PackingError, match="^bucket_lengths: expected .* got "):
         strategy(bucket_lengths)
 
 

@@ -43,7 +43,7 @@ def test_compare_says_it():
     comparison = hfp.compare(LENGTHS, [hfp.BestFit(80), hfp.BestFit(800)], documents=DOCUMENTS)
     assert comparison.shared.ratio == 20 * 62 / (60 + 40)
     assert repr(comparison).splitlines()[-1] == f"{SHRUNK} 12.4 times"
-    assert f"<p>{SHRUNK} 12.4 times</p>" in comparison._repr_html_()
+    assert f"{SHRUNK} 12.4 times</pre>" in comparison._repr_html_()
     unlike = [[number] * 9 for number in range(9)]
     for alone in (hfp.compare(LENGTHS, [hfp.BestFit(80)]), hfp.compare([9] * 9, [hfp.BestFit(80)], documents=unlike)):
         assert "shrink" not in repr(alone)
@@ -81,7 +81,7 @@ def test_the_command_reports_and_packs(tmp_path, capsys):
     [
         (["--strategy", "fixed_length"], "strategy: expected a strategy that cuts no document"),
         (
-            ["--engine", "local", "--strategy", "bucket", "--max-length", "8", "16"],
+            ["--strategy", "bucket", "--max-length", "8", "16"],
             "padding_threshold: expected 1 with --share-prefixes",
         ),
     ],
