@@ -20,7 +20,6 @@ HOME_OF = {
     "find_token_columns": "rows.token_columns",
     "blocks_of_packs": "rows.packed_rows",
     "find_trees": "trees.find",
-    "TreesPlan": "trees.rows",
     "plan_trees": "trees.rows",
     "tree_rows": "trees.rows",
     # the logical streams of a mixture: mixtures
@@ -32,7 +31,6 @@ HOME_OF = {
     "sizes_of_packs": "sampling.sizes",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
-    "ArrowRows": "sampling.rows",
     "RankBatchSampler": "sampling.sampler",
     "rows_loader": "training.loader",
     "MaskedRows": "training.masked_documents",

@@ -340,22 +340,11 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         >>> hfp.plan_counts([0, 0, 1, 1, 0, 1, 0, 1], hfp.BestFit(8)).num_packs
         3
     """
-    counting = check_counting(strategy, "the length of each document; use plan_packing with this strategy")
-    return counting.plan_counts(counts_of_histogram(check_counts(counts)))
-
-
-def check_counting(strategy: Any, needed: str) -> CountingStrategy:
-    """Return `strategy` unchanged, or raise PackingError if it needs more than the counts of lengths.
-
-    Args:
-        strategy: the strategy to check.
-        needed: what other strategies need, for the error message.
-    """
     check_strategy(strategy)
     if not isinstance(strategy, CountingStrategy):
         counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
             f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
-            f"{strategy!r}, which needs {needed}"
+            f"{strategy!r}; use plan_packing with this strategy"
         )
-    return strategy
+    return strategy.plan_counts(counts_of_histogram(check_counts(counts)))
