@@ -186,32 +186,18 @@ def _sort_pieces(
         if end - begin > 1 and left.sum(dtype=np.int64) > _SORTED_AT_ONCE:
             tokens = min(max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
         following = Pieces(pieces.document[group], pieces.start[group] + depth, np.minimum(left, tokens))
-        by_content, same = _sort_by(columns, following, depth, splits)
+        keys = read_keys(columns, following, are_beginnings=depth == 0)
+        ends = np.cumsum(following.length, dtype=np.int64)
+        by_content = _sort(keys.words, ends)
+        length = following.length[by_content].astype(np.int64)
+        same = _common_prefixes(keys.words, ends[by_content] - length, length)
+        _count_splits(keys, ends[by_content] - length, length, same, splits)
         order[begin:end] = group[by_content]
         common[begin + 1 : end] = same[1:] + depth
         firsts = np.flatnonzero(same < tokens)
         sizes = np.diff(firsts, append=end - begin)
         for first, size in zip(firsts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
             waiting.append((begin + first, begin + first + size, depth + tokens))
-    return order, common
-
-
-def _sort_by(columns: TokenColumns, pieces: Pieces, depth: int, splits: dict[str, int]) -> tuple[IntArray, IntArray]:
-    """Return the order of pieces by their content, and what neighbors have in common; both int64 [pieces].
-
-    Args:
-        columns: the token columns of the documents.
-        pieces: the pieces, from the token number `depth` on.
-        depth: the number of tokens that pieces have before.
-        splits: as in `_sort_pieces`.
-    """
-    keys = read_keys(columns, pieces, are_beginnings=depth == 0)
-    ends = np.cumsum(pieces.length, dtype=np.int64)
-    order = _sort(keys.words, ends)
-    length = pieces.length[order].astype(np.int64)
-    begin = ends[order] - length
-    common = _common_prefixes(keys.words, begin, length)
-    _count_splits(keys, begin, length, common, splits)
     return order, common
 
 
@@ -274,7 +260,7 @@ def _count_splits(keys: TokenKeys, begin: IntArray, length: IntArray, common: In
             splits[name] = splits.get(name, 0) + number
 
 
-def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool = True) -> TokenKeys:
+def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> TokenKeys:
     """Return the values by which pieces are compared, piece by piece.
 
     Args:
