@@ -31,7 +31,6 @@ HOME_OF = {
     "sizes_of_packs": "sampling.sizes",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
-    "ArrowRows": "sampling.rows",
     "RankBatchSampler": "sampling.sampler",
     "rows_loader": "training.loader",
     "MaskedRows": "training.masked_documents",

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from internals import ArrowRows, RankBatchSampler, rows_loader, sizes_of
+from internals import RankBatchSampler, rows_loader, sizes_of
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
@@ -49,10 +49,9 @@ def epoch_of(loader: DataLoader) -> Callable[[], int]:
     return lambda: sum(1 for _ in loader)
 
 
-def through_datasets(rows: datasets.Dataset, workers: int, **form: Any) -> Callable[[], int]:
-    formatted = rows.with_format(**form) if form else rows
+def through_datasets(rows: datasets.Dataset, workers: int) -> Callable[[], int]:
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-    return epoch_of(DataLoader(formatted, collate_fn=hfp.PackingCollator(), **options))
+    return epoch_of(DataLoader(rows, collate_fn=hfp.PackingCollator(), **options))
 
 
 def through_attach(rows: datasets.Dataset, tokens: int, workers: int) -> Callable[[], int]:
@@ -64,11 +63,10 @@ def differing_rows(one: datasets.Dataset, other: datasets.Dataset) -> int:
     """Count rows with a different value or dtype in any column."""
     assert one.column_names == other.column_names == list(COLUMNS)
     assert len(one) == len(other)
-    sides = [ArrowRows(rows, COLUMNS) for rows in (one, other)]
     different = 0
     for first in range(0, len(one), ROWS_COMPARED_AT_ONCE):
         numbers = range(first, min(first + ROWS_COMPARED_AT_ONCE, len(one)))
-        for row, expected in zip(*(side.read(numbers) for side in sides), strict=True):
+        for row, expected in zip(*(side.__getitems__(numbers) for side in (one, other)), strict=True):
             different += not all(
                 row[name].dtype == expected[name].dtype and np.array_equal(row[name], expected[name])
                 for name in COLUMNS
@@ -76,12 +74,10 @@ def differing_rows(one: datasets.Dataset, other: datasets.Dataset) -> int:
     return different
 
 
-def bytes_beside(rows: datasets.Dataset) -> int:
-    """Return the bytes of all files that pack has written for these rows."""
-    file = Path(rows.cache_files[0]["filename"])
-    places = [file.parent] if file.parent.suffix == ".lazy" else [file, file.with_suffix(".plan")]
-    found = [each for place in places for each in (place.rglob("*") if place.is_dir() else [place])]
-    return sum(each.stat().st_size for each in found if each.is_file())
+def bytes_beside(documents: datasets.Dataset) -> int:
+    """Return the bytes of all files that pack has written beside the documents."""
+    home = Path(documents.cache_files[0]["filename"]).parent
+    return sum(file.stat().st_size for file in home.glob("packed-*/**/*") if file.is_file())
 
 
 def compare_first_batch(documents: datasets.Dataset, row: int, rounds: int) -> None:
@@ -94,22 +90,24 @@ def compare_first_batch(documents: datasets.Dataset, row: int, rounds: int) -> N
     print(f"lazy is sooner by a factor of {ratio(seconds['pack'], seconds['lazy'])}")
 
 
-def compare_rows(packed: datasets.Dataset, lazy: datasets.Dataset, row: int, workers: int, rounds: int) -> None:
+def compare_rows(rows: dict[str, dict[str, datasets.Dataset]], row: int, workers: int, rounds: int) -> None:
+    """Time the rows of each side, which are given in each format."""
     sides: dict[str, Callable[[], int]] = {}
-    for name, rows in ("packed", packed), ("lazy", lazy):
-        sides[f"{name}, lists"] = through_datasets(rows, workers)
-        sides[f"{name}, NumPy"] = through_datasets(rows, workers, type="numpy", dtype=np.int32)
-        sides[f"{name}, attach"] = through_attach(rows, row, workers)
+    for name, formats in rows.items():
+        for form, formatted in formats.items():
+            sides[f"{name}, {form}"] = through_datasets(formatted, workers)
+        sides[f"{name}, attach"] = through_attach(formats["lists"], row, workers)
+    num_rows = len(rows["lazy"]["lists"])
     for side in sides.values():  # starts the workers, and reads the files for the first time
-        assert side() == len(packed)
+        assert side() == num_rows
     seconds = in_turn(sides, rounds)
     for side, taken in seconds.items():
-        figure(what="rows", side=side, row=row, workers=workers, rows=len(packed), seconds=taken)
+        figure(what="rows", side=side, row=row, workers=workers, rows=num_rows, seconds=taken)
     print(f"\nrows of {row:,} tokens per second, {workers} workers")
     print(f"{'':>14}{'packed':>10}{'lazy':>10}{'lazy / packed':>24}{'lazy attach / packed':>24}")
     for way in ("lists", "NumPy", "attach"):
         one, other = seconds[f"packed, {way}"], seconds[f"lazy, {way}"]
-        speeds = [len(packed) / statistics.median(taken) for taken in (one, other)]
+        speeds = [num_rows / statistics.median(taken) for taken in (one, other)]
         print(
             f"{way:>14}{speeds[0]:>10,.0f}{speeds[1]:>10,.0f}{ratio(one, other):>24}"
             f"{ratio(one, seconds['lazy, attach']):>24}"
@@ -131,17 +129,25 @@ def main() -> None:
         for row in arguments.lengths:
             print(f"\n{len(documents):,} documents, rows of {row:,} tokens")
             compare_first_batch(documents, row, arguments.rounds)
-            packed, lazy = (hfp.pack(documents, hfp.BestFit(row), lazy=lazy) for lazy in (False, True))
-            for side, rows in ("packed", packed), ("lazy", lazy):
-                size = bytes_beside(rows)
+            rows: dict[str, dict[str, datasets.Dataset]] = {}
+            arrays = documents.with_format("numpy", dtype=np.int32)
+            for side, lazy in ("packed", False), ("lazy", True):
+                before = bytes_beside(documents)
+                arrays_packed = hfp.pack(arrays, hfp.BestFit(row), lazy=lazy)
+                size = bytes_beside(documents) - before
+                rows[side] = {"lists": hfp.pack(documents, hfp.BestFit(row), lazy=lazy), "NumPy": arrays_packed}
                 figure(what="disk", side=side, row=row, documents=len(documents), bytes=size)
                 print(f"on disk, {side}: {size / len(documents):,.1f} bytes a document")
-            numbers = np.random.default_rng(1).permutation(len(packed))[: max(arguments.read // row, 1)]
+            num_rows = len(rows["packed"]["lists"])
+            numbers = np.random.default_rng(1).permutation(num_rows)[: max(arguments.read // row, 1)]
+            chosen = {
+                side: {form: each.select(numbers) for form, each in formats.items()} for side, formats in rows.items()
+            }
             for workers in arguments.workers:
-                compare_rows(packed.select(numbers), lazy.select(numbers), row, workers, arguments.rounds)
-            different = differing_rows(lazy, packed)
-            figure(what="differing rows", row=row, rows=len(packed), different=different)
-            print(f"\n{different} of {len(packed):,} rows differ")
+                compare_rows(chosen, row, workers, arguments.rounds)
+            different = differing_rows(rows["lazy"]["NumPy"], rows["packed"]["NumPy"])
+            figure(what="differing rows", row=row, rows=num_rows, different=different)
+            print(f"\n{different} of {num_rows:,} rows differ")
 
 
 if __name__ == "__main__":

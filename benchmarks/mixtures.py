@@ -57,7 +57,7 @@ def off_of_documents(mixed: datasets.IterableDataset, streams: int, tokens: int)
     examples, counts, each = examples_of(mixed), np.zeros(3), tokens // streams
     for stream in range(streams):
         left = each
-        for table in examples.shard_data_sources(streams, stream).tables():
+        for table in examples.piece(stream, streams).tables():
             ids = table.column("input_ids").combine_chunks().flatten()[:left]
             counts += np.bincount(ids.to_numpy(), minlength=3)
             left -= len(ids)

@@ -4,7 +4,6 @@ Public names are imported when they are first used, so that `import hf_packing` 
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
@@ -29,7 +28,6 @@ _HOME_OF = {
     "NonNegativeLeastSquares": "strategies.nnls",
     "Optimal": "strategies.optimal.strategy",
     "PackedLoader": "training.loader",
-    "PackedTokens": "rows.lazy.packed_tokens",
     "PackingCollator": "batch.collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.planning.table import DealtShard, PatternTable
     from hf_packing.report.report import PackingReport, packing_report
-    from hf_packing.rows.lazy.packed_tokens import PackedTokens
     from hf_packing.rows.pack import pack
     from hf_packing.rows.unpack import unpack
     from hf_packing.sampling.batching import EpochPlan
@@ -116,7 +113,6 @@ __all__ = [
     "NonNegativeLeastSquares",
     "Optimal",
     "PackedLoader",
-    "PackedTokens",
     "PackingCollator",
     "PackingError",
     "PackingMetrics",
@@ -162,7 +158,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
-
-
-if "datasets" in sys.modules:  # datasets loads saved lazy packs only if their feature is registered
-    importlib.import_module("hf_packing.rows.lazy.packed_tokens")

@@ -101,8 +101,8 @@ def sampled(rows, chosen):
 @cache
 def filler_of_streams(share_prefixes):
     """The batch of a rank that has no row in a step, while other ranks have one."""
-    few = datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 3))
-    stream = hfp.pack(few, hfp.BestFit(3), streams=4, window_packs=1, share_prefixes=share_prefixes)
+    few = datasets.Dataset.from_list([{"input_ids": [5, 6, 7]}] * 3).to_iterable_dataset(num_shards=3)
+    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1, share_prefixes=share_prefixes)
     stream = training_stream("train_dataset", stream, hfp.TokenBudget(3), 1)
     batches = list(StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), accumulation=4))
     return next(each for each in batches if (each.get("labels", each.get("tree_labels")) == -100).all())

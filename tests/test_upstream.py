@@ -3,23 +3,17 @@
 import inspect
 import re
 import sys
-import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from datasets.arrow_writer import ArrowWriter
-from datasets.features.features import _FEATURE_TYPES, _check_if_features_can_be_aligned, register_feature
 from datasets.fingerprint import Hasher
-from datasets.table import ConcatenationTable, MemoryMappedTable
+from datasets.table import MemoryMappedTable
 from tiny_models import build
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.data import DataLoader
@@ -102,56 +96,6 @@ def test_datasets_keeps_descriptions():
     joined = datasets.concatenate_datasets([other, one])
     changed = (joined, one.select_columns("a"), one.map(lambda _: {"c": 1}), one.with_format("torch").shuffle())
     assert [each.info.description for each in changed] == ["Mine"] * 4
-
-
-def test_features_of_other_packages(tmp_path):
-    """data.lazy.packed_tokens: without these, lazy packs cannot be read, saved, or concatenated with other ones."""
-    assert list(inspect.signature(register_feature).parameters) == ["feature_cls", "feature_type"]
-    assert "embed_table_storage(pa_table, local_files=True, remote_files=False)" in inspect.getsource(ArrowWriter)
-    assert "name2feature[k] != v" in inspect.getsource(_check_if_features_can_be_aligned)
-    seen = []
-
-    @dataclass
-    class Doubled:
-        pa_type: ClassVar = pa.int64()
-        _type: str = field(default="Doubled", init=False)
-
-        def __call__(self):
-            return self.pa_type
-
-        def decode_example(self, value, token_per_repo_id=None):  # noqa: ARG002
-            seen.append(type(value))
-            return 2 * value
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        register_feature(Doubled, "Doubled")
-    try:
-        features = datasets.Features({"number": Doubled()})
-        datasets.Dataset(pa.table({"number": [3]}).cast(features.arrow_schema)).save_to_disk(tmp_path)
-        dataset = datasets.load_from_disk(tmp_path)
-        assert dataset[0]["number"] == dataset.with_format("numpy")[0]["number"] == 6
-        assert seen == [int, np.int64]
-    finally:
-        del _FEATURE_TYPES["Doubled"]
-
-
-def test_files_of_a_dataset(tmp_path):
-    """data.lazy.upstream.mapped_tables and token_files: without them, tokens cannot be found in their files."""
-    datasets.Dataset.from_dict({"input_ids": [[1], [2]]}).save_to_disk(tmp_path, num_shards=2)
-    dataset = datasets.load_from_disk(tmp_path)
-    assert isinstance(dataset.data, ConcatenationTable)
-    blocks = [block for (block,) in dataset.data.blocks]
-    assert [type(block) for block in blocks] == [MemoryMappedTable] * 2
-    assert [block.path for block in blocks] == [file["filename"] for file in dataset.cache_files]
-    for block, chunk in zip(blocks, dataset.data.table.column(0).chunks, strict=True):
-        buffer = chunk.values.buffers()[1]
-        root = buffer
-        while root.parent is not None:
-            root = root.parent
-        content = Path(block.path).read_bytes()
-        assert root.size == len(content)
-        assert content[buffer.address - root.address :][:4] == buffer.to_pybytes()[:4]
 
 
 def test_the_batch_of_a_map_holds_an_arrow_table():

@@ -276,12 +276,12 @@ STAGES = [
     ("counts", "how many of\neach length", "planning"),
     ("patterns", "packs, by\ntheir lengths", "strategies"),
     ("PackingPlan", "which slice\ngoes where", "planning"),
-    ("packed rows", "in Arrow,\non disk", "data"),
-    ("batch", "[1, tokens]\nand borders", "collate,\nsampling"),
+    ("packed rows", "in Arrow,\non disk", "rows"),
+    ("batch", "[1, tokens]\nand borders", "batch,\nsampling"),
     ("forward", "documents\napart", "attention"),
     ("loss", "of a whole\nstep", "training"),
 ]
-ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "data": COLORS[2], "collate,\nsampling": COLORS[5]}
+ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "rows": COLORS[2], "batch,\nsampling": COLORS[5]}
 ROOMS |= {"attention": COLORS[4], "training": COLORS[3]}
 
 

@@ -21,7 +21,7 @@ from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, PO
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.rows.token_columns import TokenColumn, row_numbers
+from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
 
 _TWO_DOCUMENTS = {
     INPUT_IDS: [1, 1, 1, 1],
@@ -86,8 +86,8 @@ def _refuse_labels_across_borders(row: PackedRow, labels: Any) -> None:
 
 
 def _segment_lengths(dataset: Any) -> IntArray | None:
-    """Return the lengths of all segments of a dataset, integers [segments]; None for a stream."""
-    if not hasattr(dataset, "data"):
+    """Return the lengths of all segments of a dataset, integers [segments]; None for streams and lazy rows."""
+    if not hasattr(dataset, "data") or not is_token_type(dataset.data.table.schema.field(SEQ_LENGTHS).type):
         return None
     column = TokenColumn(SEQ_LENGTHS, dataset.data.table.column(SEQ_LENGTHS), row_numbers(dataset))
     rows = np.arange(len(column.length))

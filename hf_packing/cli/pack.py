@@ -8,7 +8,7 @@ from hf_packing.cli.fleet import is_fleet, run_fleet
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
 from hf_packing.planning.storage import put_in_place
-from hf_packing.rows.cache import CachedPacks
+from hf_packing.rows.cache import StoredRows
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.compare import name_of
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     with documents_of(given, beside=output) as read:
         packed = pack(read.tokens, strategy, share_prefixes=given.share_prefixes)
-        origin = CachedPacks(Path(packed.cache_files[0]["filename"])).load_origin()
+        origin = StoredRows(Path(packed.cache_files[0]["filename"]).parent).load()
         if not origin.plan.num_packs:
             raise PackingError(f"data: expected documents with tokens, got none in {given.data!r}")
         packed.save_to_disk(read.folder / "packed")
@@ -48,15 +48,15 @@ def run(given: argparse.Namespace) -> int:
             "output": str(given.output),
             "strategy": name_of(strategy),
             "rows": len(packed),
-            "trained_tokens": origin.trained_tokens,
+            "trained_tokens": origin.facts["trained_tokens"],
             "skipped": read.skipped,
-            "loss_masks": origin.loss_masks,
+            "loss_masks": origin.facts["loss_masks"],
             "left_out": [field.name for field in schema if not is_token_type(field.type)],
         }
         print_json(facts | vars(origin.plan.metrics()))
         return 0
     say(out, str(origin.plan))
-    say(out, f"{origin.trained_tokens:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
+    say(out, f"{origin.facts['trained_tokens']:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
     print_skipped(read.skipped)
     say(out, f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
     return 0

@@ -14,7 +14,7 @@ from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.planning.lengths import Pieces
 from hf_packing.report.render import check_page
 from hf_packing.report.report import packing_report
-from hf_packing.rows.label_counts import count_labels
+from hf_packing.rows.changes import count_labels
 from hf_packing.rows.token_columns import find_token_columns
 
 

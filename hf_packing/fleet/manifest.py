@@ -27,7 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
-from hf_packing.rows.packed_rows import describe_changes
+from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
 Identity = list[Any]
@@ -274,17 +274,14 @@ class PackedCorpus:
             "splits": sum_of(file.splits for file in self.files),
             "trained_tokens": counts["trained_tokens"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
-            "dropped_tokens": counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],
             "empty_documents": counts["num_empty_documents"],
         }
-        said = describe_changes(facts)
+        said = describe_changes(facts, left_out=lists["left_out"])
         if number := counts["skipped_rows"]:
             said.append(f"leaves out {number:,} rows that cannot be used; the first one: {lists['skipped'][0]}")
         if number := counts["shortened_chats"]:
             said.append(f"has {number:,} chats without content, thinking or tool calls, which the template leaves out")
-        if lists["left_out"]:
-            said.append(f"leaves out columns without one number for each token: {', '.join(lists['left_out'])}")
         return said
 
     def __str__(self) -> str:
@@ -312,5 +309,9 @@ def sum_of(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 def read_manifest(output: str, options: Mapping[str, Any] | None = None) -> PackedCorpus | None:
     """Return what the manifest of an output folder says; None if there is none, since tasks are missing."""
     folder = Folder(output, options or {})
-    known = folder.read(MANIFEST)
-    return known and PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
+    if (known := folder.read(MANIFEST)) is None:
+        return None
+    try:
+        return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
+    except (KeyError, TypeError) as error:
+        raise PackingError(f"output: expected the manifest of a fleet in {output!r}, got another: {error!r}") from None

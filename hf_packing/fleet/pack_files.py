@@ -38,7 +38,7 @@ from hf_packing.fleet.manifest import (
     identity_of,
     is_local,
 )
-from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (

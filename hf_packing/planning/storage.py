@@ -154,7 +154,7 @@ def load_arrays(
     for name in (*names, *(name for name in optional if (folder / f"{name}.npy").exists())):
         file = folder / f"{name}.npy"
         try:
-            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
+            arrays[name] = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))  # faster to index
         except (OSError, ValueError, EOFError) as error:
             raise PackingError(
                 f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "

@@ -12,15 +12,13 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.report.work import Work, packed_work, padded_work, sums_of_packs, values_of_ranks
+from hf_packing.report.work import Work, in_rows, packed_work, padded_work, sums_of_packs
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
 
 _POINTS = 200
 """Number of points on the curve of how full packs are."""
-_BINS = 24
-"""Number of bins of document lengths, equally wide on a logarithmic scale; each pack capacity adds one more edge."""
 _STEPS = 48
 """Number of training steps for which a picture shows the work of the ranks."""
 
@@ -53,27 +51,9 @@ class LengthSummary:
     counts: IntArray = field(repr=False)
     """int64 [longest + 1]: the number of documents of each length."""
 
-    def share_longer_than(self, tokens: int) -> float:
-        """Return the share of all tokens that belong to documents longer than `tokens`."""
-        longer = np.arange(tokens + 1, len(self.counts)) @ self.counts[tokens + 1 :]
-        return float(longer / self.tokens)
-
-    def longer_than(self, tokens: int) -> int:
-        """Return the number of documents longer than `tokens`."""
-        return int(self.counts[tokens + 1 :].sum())
-
-    def shortest_row_for(self, share: float) -> int:
-        """Return the shortest row length such that at most `share` of all documents are longer than a row."""
-        longer = self.documents - np.cumsum(self.counts)
-        return int(np.argmax(longer <= share * self.documents))
-
 
 def summary_of_lengths(lengths: IntArray) -> LengthSummary:
-    """Return statistics of document lengths.
-
-    Args:
-        lengths: integers [documents]: the number of tokens in each document; at least one number is above zero.
-    """
+    """Return statistics of the lengths of documents, integers [documents], of which at least one is above zero."""
     real = lengths[lengths > 0]
     median, p90, p99 = np.percentile(real, [50, 90, 99]).tolist()
     return LengthSummary(
@@ -103,10 +83,10 @@ class PaddedRow:
     @property
     def padding_ratio(self) -> float:
         """The share of padding among all token positions of the padded batches."""
-        return 1 - self.work.tokens / self.work.slots if self.work.slots else 0.0
+        return 1 - self.work.tokens / self.work.slots
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReportRow:
     """The result of packing the documents with one strategy."""
 
@@ -117,8 +97,10 @@ class ReportRow:
     """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
     speed_up: float
     """Time per token with padding to the same max_length / time per token of `leveled`; counted in operations."""
-    sample: PlanSample
-    """Data of the plan for the pictures of a report."""
+    fill: npt.NDArray[np.float64]
+    """float64 [at most 200]: the filled share of packs, from the emptiest pack to the fullest."""
+    attention: npt.NDArray[np.float64]
+    """float64 [at most 48 steps, ranks]: attention cost of the pack that each rank runs, in the order of the plan."""
 
     @property
     def name(self) -> str:
@@ -134,22 +116,6 @@ class ReportRow:
     def metrics(self) -> PackingMetrics:
         """The metrics of the strategy's plan."""
         return self.compared.metrics
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSample:
-    """Data of one plan for the pictures of a report; small, even if the plan is large."""
-
-    fill: npt.NDArray[np.float64]
-    """float64 [points]: the filled share of packs, emptiest pack first."""
-    documents_per_pack: npt.NDArray[np.int64]
-    """int64 [most documents in a pack + 1]: the number of packs with 0, 1, 2, ... documents."""
-    length_edges: npt.NDArray[np.float64]
-    """float64 [bins + 1], tokens: edges of length bins. Each pack capacity separates two bins."""
-    cut: npt.NDArray[np.float64]
-    """float64 [bins]: the share of documents in each bin that are not whole in one pack; nan for an empty bin."""
-    attention: npt.NDArray[np.float64]
-    """float64 [steps, ranks]: attention cost of the pack that each rank runs, with packs in the order of the plan."""
 
 
 @dataclass(frozen=True)
@@ -223,66 +189,22 @@ class Figures:
 
 
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Return the result of padding without packing, for documents that are cut to at most max_length tokens.
-
-    Args:
-        lengths: integers [documents]: the number of tokens in each document.
-        max_length: the most tokens that a row may have.
-        setup: assumptions about the training run.
-    """
-    work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost, seed=0)
+    """Return the result of padding without packing, for documents that are cut to at most max_length tokens."""
     longer = lengths[lengths > max_length].astype(np.int64)
+    work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost)
     return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
 
 
-def row_of_strategy(
-    compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: dict[int, PaddedRow]
-) -> ReportRow:
-    """Return the result of packing documents with a strategy.
-
-    Args:
-        compared: the strategy, with its metrics.
-        plan: the plan that the strategy made.
-        setup: assumptions about the training run.
-        padded: the results of padding, by max_length.
-    """
-    work = packed_work(plan, setup.ranks, setup.linear_cost)
+def row_of_strategy(compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: Work) -> ReportRow:
+    """Return the result of packing documents with a strategy; `padded` is the work of padding to the same length."""
     leveled = packed_work(plan, setup.ranks, setup.linear_cost, leveled=True)
-    before = padded[compared.strategy.largest_capacity].work.time_per_token
-    speed_up = before / leveled.time_per_token if leveled.tokens else 0.0
-    return ReportRow(compared, work, leveled, speed_up, _sample_of(plan, setup.ranks))
-
-
-def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
     tokens, squares = sums_of_packs(plan)
-    filled = np.sort(tokens / plan.pack_capacity)
-    place = np.linspace(0, len(filled) - 1, min(_POINTS, len(filled))).astype(np.int64)
-    edges, cut = _cut_by_length(plan)
-    return PlanSample(
-        fill=filled[place],
-        documents_per_pack=np.bincount(np.diff(plan.pack_offsets)),
-        length_edges=edges,
-        cut=cut,
-        attention=values_of_ranks(squares[: _STEPS * ranks], ranks),
+    fill = np.sort(tokens / plan.pack_capacity)
+    return ReportRow(
+        compared,
+        packed_work(plan, setup.ranks, setup.linear_cost),
+        leveled,
+        padded.time_per_token / leveled.time_per_token if leveled.tokens else 0.0,
+        fill[np.linspace(0, len(fill) - 1, _POINTS).astype(np.int64)] if len(fill) else fill,
+        in_rows(squares[: _STEPS * setup.ranks], setup.ranks),
     )
-
-
-def _cut_by_length(plan: PackingPlan) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Divide documents by length into bins, and return for each bin the share of documents that are not whole.
-
-    Returns:
-        float64 [bins + 1], tokens: the edges of the bins; and float64 [bins]: the share of the documents in each bin
-        that are not whole in one pack, nan for an empty bin.
-    """
-    length = plan.document_length
-    whole = np.zeros(len(length), dtype=bool)
-    complete = plan.segment_length == length[plan.segment_document]
-    whole[plan.segment_document[complete]] = True
-    beyond = max(int(length.max(initial=1)) + 1, 2)
-    edges = np.geomspace(1, beyond, _BINS + 1)
-    too_long = np.unique(plan.pack_capacity) + 1
-    edges = np.union1d(edges, too_long[too_long < beyond])
-    documents, _ = np.histogram(length, edges)
-    cut, _ = np.histogram(length[~whole & (length > 0)], edges)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return edges, cut / documents

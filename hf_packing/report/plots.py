@@ -16,8 +16,6 @@ _CHARACTERS_OF_A_LINE = 36
 """Number of characters that fit in a line of a legend."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
-_ROW_LENGTHS = 200
-"""Number of points on the curves over row lengths."""
 
 
 _INK, _FAINT = "#1f2430", "#d5d9e0"
@@ -102,15 +100,6 @@ def shown_rows(report: Figures) -> list[ReportRow]:
     return [taken, *others][:_MOST_CURVES]
 
 
-def _look_of(row: ReportRow, report: Figures) -> dict[str, float]:
-    """Return the line width and the drawing order of a strategy's curve.
-
-    The curve of the recommended strategy is drawn first, as a wide line, so that an identical curve stays visible on
-    top.
-    """
-    return {"linewidth": 3.5, "zorder": 2} if row is report.taken else {"linewidth": 1.4, "zorder": 3}
-
-
 def _in_tokens(axes: Any) -> None:
     """Make the x-axis a logarithmic axis of document lengths, with labels such as 512 and 4k."""
     axes.set_xscale("log", base=2)
@@ -124,62 +113,23 @@ def _draw_lengths(axes: Any, report: Figures) -> None:
     edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), _LENGTH_BINS).astype(int))
     documents, _ = np.histogram(np.arange(len(counts)), edges, weights=counts)
     axes.bar(edges[:-1], documents, np.diff(edges), align="edge", color=_CURVES[0])
-    _mark_max_lengths(axes, report)
+    for padded in report.padded:
+        axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--")
+    axes.lines[0].set_label("max_length")
     _in_tokens(axes)
     axes.set_ylabel("documents")
 
 
-def _mark_max_lengths(axes: Any, report: Figures) -> None:
-    for number, padded in enumerate(report.padded):
-        label = None if number else "max_length"
-        axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--", label=label)
-
-
-def _draw_row_lengths(axes: Any, report: Figures) -> None:
-    lengths = report.lengths
-    documents = np.cumsum(lengths.counts)
-    tokens = np.cumsum(np.arange(len(lengths.counts)) * lengths.counts)
-    before_shortest = max(int(np.flatnonzero(lengths.counts)[0]) - 1, 1)
-    shown = np.unique(np.geomspace(before_shortest, lengths.longest, _ROW_LENGTHS).astype(int))
-    axes.plot(shown, 100 * (1 - documents[shown] / lengths.documents), color=_CURVES[0], label="documents")
-    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=_CURVES[2], label="tokens")
-    _mark_max_lengths(axes, report)
-    _in_tokens(axes)
-    axes.set(xlabel="tokens of a row", ylabel="longer than a row (%)", ylim=(-3, 104))
-
-
 def _draw_fill(axes: Any, report: Figures) -> None:
+    width = 3.5  # the recommended strategy comes first, as a wide line, so that an equal curve stays visible on top
     for row in shown_rows(report):
-        fill = np.repeat(100 * row.sample.fill, 2 if len(row.sample.fill) == 1 else 1)
-        axes.plot(np.linspace(0, 100, len(fill)), fill, **_look_of(row, report), label=row.name)
+        axes.plot(np.linspace(0, 100, len(row.fill)), 100 * row.fill, linewidth=width, label=row.name)
+        width = 1.4
     axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
-def _draw_documents_per_pack(axes: Any, report: Figures) -> None:
-    for row in shown_rows(report):
-        packs = row.sample.documents_per_pack
-        share = 100 * packs / max(packs.sum(), 1)
-        shown = share[: int(np.searchsorted(np.cumsum(share), 99)) + 2]
-        axes.step(np.arange(len(shown)), shown, where="mid", linewidth=1.6, label=row.name)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="documents in a pack, up to 99 % of the packs", ylabel="packs (%)")
-
-
-def _draw_cuts(axes: Any, report: Figures) -> None:
-    for row in shown_rows(report):
-        axes.stairs(
-            100 * row.sample.cut,
-            row.sample.length_edges,
-            baseline=None,
-            **_look_of(row, report),
-            label=row.name,
-        )
-    _in_tokens(axes)
-    axes.set(ylabel="documents cut (%)", ylim=(-3, 104))
-
-
 def _draw_ranks(axes: Any, report: Figures) -> None:
-    attention = report.taken.sample.attention
+    attention = report.taken.attention
     relative = attention / attention.mean() if attention.size else attention
     steps = np.arange(1, len(relative) + 1)
     largest, mean, smallest = relative.max(axis=1), relative.mean(axis=1), relative.min(axis=1)
@@ -190,21 +140,13 @@ def _draw_ranks(axes: Any, report: Figures) -> None:
 
 
 PLOTS = (
-    Plot("lengths", "Lengths of documents", "The number of documents of each length.", _draw_lengths),
     Plot(
-        "row-lengths",
-        "Documents longer than a row",
-        "The share of documents that are longer than a row, and the share of tokens in such documents.",
-        _draw_row_lengths,
+        "lengths",
+        "Lengths of documents",
+        "The number of documents of each length. Documents right of a dashed line are longer than a row.",
+        _draw_lengths,
     ),
     Plot("fill", "How full packs are", "The share of each pack that holds tokens.", _draw_fill),
-    Plot("documents", "Documents per pack", "The number of documents in a pack.", _draw_documents_per_pack),
-    Plot(
-        "cuts",
-        "Documents cut, by length",
-        "The share of documents of each length that are not whole in one pack.",
-        _draw_cuts,
-    ),
     Plot(
         "ranks",
         "How long ranks wait",

@@ -1,8 +1,12 @@
 """Recommend one of the compared strategies, and give the reason in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
+from hf_packing.strategies.greedy import BestFit
+from hf_packing.strategies.optimal.strategy import Optimal
 
 _FEW_CUT = 0.01
 """The largest share that counts as few: of all tokens, those in documents longer than a row; of all documents, those
@@ -20,53 +24,47 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 
     The recommended rows are only as long as the documents need. Longer rows would take more memory, without making
     attention cheaper.
-
-    Args:
-        lengths: statistics of document lengths.
-        rows: the results of the compared strategies.
     """
     wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
     kept = [row for row in of_length if not row.metrics.num_dropped_tokens] or of_length
-    fewest_cut = min(row.metrics.num_cut_documents for row in kept)
-    careful = [row for row in kept if row.metrics.num_cut_documents <= fewest_cut + _FEW_CUT * lengths.documents]
+    careful = _cutting_few(kept, _FEW_CUT * lengths.documents)
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
-    fewest = min(row.metrics.num_packs for row in single)
-    best = next(row for row in sorted(single, key=_simplicity) if row.metrics.num_packs <= fewest * (1 + _WORTH_IT))
+    enough = min(row.metrics.num_packs for row in single) * (1 + _WORTH_IT)
+    best = next(row for row in sorted(single, key=_simplicity) if row.metrics.num_packs <= enough)
     parts = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
     return Recommendation(best.name, "; ".join(parts), best.speed_up)
 
 
 def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the recommended row length: as short as possible, with few documents longer than a row and little padding.
+    """Return the shortest row length with little padding, or else the one with the least padding.
 
-    A row length fits if documents longer than a row hold only a small share of all tokens. The result is the shortest
-    fitting row length with little padding. If every fitting row length has much padding, the result is the one with the
-    least padding. If no row length fits, the result is the longest row length.
+    Only those row lengths count with which documents that are longer than a row hold a small share of all tokens, or
+    else the longest row length. Padding is that of the strategies that cut the fewest documents.
     """
-    given = sorted({row.max_length for row in rows})
-    empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
-    fitting = [length for length in given if lengths.share_longer_than(length) <= _FEW_CUT] or given[-1:]
-    least = min(empty[length] for length in fitting)
-    return next(length for length in fitting if empty[length] <= max(_FEW_EMPTY, least))
+    tokens = lengths.counts * np.arange(len(lengths.counts))
+    empty = {}
+    for length in sorted({row.max_length for row in rows}):
+        careful = _cutting_few([row for row in rows if row.max_length == length], 0)
+        empty[length] = min(row.metrics.padding_ratio for row in careful)
+    fitting = [length for length in empty if tokens[length + 1 :].sum() <= _FEW_CUT * lengths.tokens] or [max(empty)]
+    little = max(_FEW_EMPTY, min(empty[length] for length in fitting))
+    return next(length for length in fitting if empty[length] <= little)
 
 
-def _careful_padding(rows: Sequence[ReportRow]) -> float:
-    """Return the smallest padding ratio among the strategies that cut the fewest documents."""
+def _cutting_few(rows: Sequence[ReportRow], more: float) -> list[ReportRow]:
+    """Return the strategies that cut at most so many documents more than the one that cuts the fewest."""
     fewest = min(row.metrics.num_cut_documents for row in rows)
-    careful = [row.metrics for row in rows if row.metrics.num_cut_documents == fewest]
-    return min(metrics.padding_ratio for metrics in careful)
+    return [row for row in rows if row.metrics.num_cut_documents <= fewest + more]
 
 
-def _simplicity(row: ReportRow) -> int:
+def _simplicity(row: ReportRow) -> tuple[bool, bool]:
     """Return a sort key that puts BestFit first, then Optimal, then all other strategies.
 
     No other strategy makes a plan faster than BestFit. If lengths vary, BestFit needs hardly more packs than the
     best plan.
     """
-    names = ["BestFit", "Optimal"]
-    kind = type(row.compared.strategy).__name__
-    return names.index(kind) if kind in names else len(names)
+    return not isinstance(row.compared.strategy, BestFit), not isinstance(row.compared.strategy, Optimal)
 
 
 def _gain(best: ReportRow) -> str:
@@ -77,46 +75,39 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
-    metrics, longer = best.metrics, lengths.longer_than(best.max_length)
+    metrics, longer = best.metrics, int(lengths.counts[best.max_length + 1 :].sum())
+    cuts = f"cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents"
     if metrics.num_cut_documents == longer:
-        those = "that are" if longer > 1 else "that is"
-        cuts = f"cuts only the {longer:,} document{'s' * (longer > 1)} {those} longer than a row"
-    else:
-        cuts = f"cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents"
-    parts = [f"it {cuts} {_longer_rows(lengths, best.max_length)}" if longer else "it cuts no document"]
+        those = "document that is" if longer == 1 else "documents that are"
+        cuts = f"cuts only the {longer:,} {those} longer than a row"
+    parts = [f"it {cuts} ({_longer_rows(lengths, best.max_length)})" if longer else "it cuts no document"]
     parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
-    if best.compared.gap is not None:
-        parts.append(f"and {_packs_needed(best.compared.gap)}")
+    gap = best.compared.gap
+    if gap == 0:
+        parts.append("and provably needs as few packs as possible")
+    elif gap:
+        share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # not 0.00%, since it is above zero
+        parts.append(f"and needs {share} more packs than the best possible plan for the same pieces of documents")
     return ", ".join(parts)
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Return a remark, in parentheses, that names row lengths with which few documents, or none, would be cut."""
-    few = lengths.shortest_row_for(_FEW_CUT)
-    would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
-    return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut no document'])})"
+    """Return a remark that names row lengths with which few documents, or none, would be cut."""
+    longer = lengths.documents - np.cumsum(lengths.counts)
+    few = int(np.argmax(longer <= _FEW_CUT * lengths.documents))
+    said = f"rows of {lengths.longest:,} tokens would cut no document"
+    return f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents, {said}" if few > max_length else said
 
 
-def _packs_needed(gap: float) -> str:
-    if not gap:
-        return "provably needs as few packs as possible"
-    share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # not 0.00%, since the gap is above zero
-    return f"needs {share} more packs than the best possible plan for the same pieces of documents"
+def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> Iterator[str]:
+    """Yield remarks on the strategy that would cut the most documents, and on the one that would need the most packs.
 
-
-def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> list[str]:
-    metrics, parts = best.metrics, []
+    Strategies with buckets have small packs on purpose.
+    """
     most = max(others, key=lambda row: row.metrics.num_cut_documents)
-    if most.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
-        parts.append(f"{most.name} would cut {most.metrics.num_cut_documents / lengths.documents:.1%} of the documents")
-    more = [
-        row
-        for row in others
-        if row.metrics.num_packs > metrics.num_packs * (1 + _WORTH_IT)
-        and not row.compared.strategy.has_buckets  # buckets have small packs on purpose
-    ]
-    if more:
-        worst = max(more, key=lambda row: row.metrics.num_packs)
-        packs = worst.metrics.num_packs / metrics.num_packs - 1
-        parts.append(f"{worst.name} would need {packs:.1%} more packs")
-    return parts
+    if most.metrics.num_cut_documents > 2 * best.metrics.num_cut_documents + 1:
+        yield f"{most.name} would cut {most.metrics.num_cut_documents / lengths.documents:.1%} of the documents"
+    single = [row for row in others if not row.compared.strategy.has_buckets]
+    worst = max(single, key=lambda row: row.metrics.num_packs, default=best)
+    if worst.metrics.num_packs > best.metrics.num_packs * (1 + _WORTH_IT):
+        yield f"{worst.name} would need {worst.metrics.num_packs / best.metrics.num_packs - 1:.1%} more packs"

@@ -12,9 +12,10 @@ from markupsafe import Markup, escape
 
 import hf_packing
 from hf_packing.errors import PackingError
-from hf_packing.report.figures import Figures, PaddedRow, ReportRow
+from hf_packing.report.figures import Figures
 from hf_packing.report.plots import COLORS, PLOTS, Plot, load_figure, picture, shown_rows
-from hf_packing.strategies.compare import aligned
+from hf_packing.report.work import Work
+from hf_packing.strategies.compare import aligned, cells_of
 
 COLUMNS = {
     "": "",
@@ -41,44 +42,27 @@ _TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoesca
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
     """Return the rows of a report's table as tuples of cells. For every row length, the row for padding comes first."""
-    rows = []
+    lengths = report.lengths
+    cells: list[tuple[str, ...]] = []
     for padded in report.padded:
-        rows.append(_padded_cells(padded, report))
-        rows.extend(_strategy_cells(row, report) for row in report.rows if row.max_length == padded.max_length)
-    return rows
+        lost = (
+            f"padding, at most {padded.max_length}",
+            f"{padded.padding_ratio:.3%}",
+            f"{padded.cut_documents / lengths.documents:.3%}",
+            f"{padded.lost_tokens / lengths.tokens:.3%}",
+        )
+        cells.append(
+            (*lost, "1.00", f"{lengths.documents:,}", "", *_steps(padded.work), f"{padded.work.balance:.0%}", "1.0")
+        )
+        for row in report.rows:
+            if row.max_length == padded.max_length:
+                balance = f"{row.work.balance:.0%}, {row.leveled.balance:.0%}"
+                cells.append((*cells_of(row.compared), *_steps(row.work), balance, f"{row.speed_up:.1f}"))
+    return cells
 
 
-def _padded_cells(row: PaddedRow, report: Figures) -> tuple[str, ...]:
-    return (
-        f"padding, at most {row.max_length}",
-        f"{row.padding_ratio:.2%}",
-        f"{row.cut_documents / report.lengths.documents:.2%}",
-        f"{row.lost_tokens / report.lengths.tokens:.2%}",
-        "1.00",
-        f"{report.lengths.documents:,}",
-        "",
-        f"{row.work.steps:,}",
-        f"{row.work.documents_per_step:,.0f}",
-        f"{row.work.balance:.0%}",
-        "1.0",
-    )
-
-
-def _strategy_cells(row: ReportRow, report: Figures) -> tuple[str, ...]:
-    metrics = row.metrics
-    return (
-        row.name,
-        f"{metrics.padding_ratio:.2%}",
-        f"{metrics.num_cut_documents / report.lengths.documents:.2%}",
-        f"{metrics.dropped_token_ratio:.2%}",
-        f"{report.lengths.documents / max(metrics.num_packs, 1):.2f}",
-        f"{metrics.num_packs:,}",
-        "" if row.compared.gap is None else f"{row.compared.gap:.2%}",
-        f"{row.work.steps:,}",
-        f"{row.work.documents_per_step:,.0f}",
-        f"{row.work.balance:.0%}, {row.leveled.balance:.0%}",
-        f"{row.speed_up:.1f}",
-    )
+def _steps(work: Work) -> tuple[str, str]:
+    return f"{work.steps:,}", f"{work.documents_per_step:,.0f}"
 
 
 def _lines_of(report: Figures) -> dict[str, str]:
@@ -102,12 +86,13 @@ def _lines_of(report: Figures) -> dict[str, str]:
 def as_text(report: Figures) -> str:
     """Return the whole report as text. The headings of the table have a line for each word."""
     lines = _lines_of(report)
-    headings = [*zip_longest(*(reversed(name.split()) for name in COLUMNS), fillvalue="")]
+    headings = zip_longest(*(reversed(name.split()) for name in COLUMNS), fillvalue="")
+    source = f"{report.source}: " if report.source else ""
     shown = [
-        f"{report.source}: {lines['headline']}" if report.source else lines["headline"],
+        source + lines["headline"],
         lines["lengths_line"],
         "",
-        aligned([*reversed(headings), *report_cells(report)]),
+        aligned([*reversed([*headings]), *report_cells(report)]),
         "",
         lines["setup_line"],
         f"take {report.recommendation}",
@@ -116,12 +101,7 @@ def as_text(report: Figures) -> str:
     return "\n".join(shown).rstrip()
 
 
-def as_html(report: Figures) -> str:
-    """Return the whole report as HTML, for notebooks."""
-    return _fill("notebook.html", report)
-
-
-def _fill(template: str, report: Figures, **more: Any) -> str:
+def fill_template(template: str, report: Figures, **more: Any) -> str:
     """Return a template of this folder, filled with a report."""
     facts = {"report": report, "columns": COLUMNS, "rows": report_cells(report), **_lines_of(report), **more}
     return _TEMPLATES.get_template(template).render(facts)
@@ -149,7 +129,7 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     source = Path(report.source)
     is_path = report.source and (source.is_absolute() or source.exists())
     shown = {row.name for row in shown_rows(report)}
-    page = _fill(
+    page = fill_template(
         "page.html",
         report,
         title=(source.resolve().name if is_path else report.source) or _lines_of(report)["headline"],
@@ -160,11 +140,11 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     )
     folder = path.with_name(f"{path.stem}-pictures")
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {folder / f"{plot.name}.png": picture(report, plot, "png") for plot in PLOTS}
-    for file, content in pictures.items():
+    files = {path: page.encode("utf-8", errors="backslashreplace")}
+    files |= {folder / f"{plot.name}.png": picture(report, plot, "png") for plot in PLOTS}
+    for file, content in files.items():
         _write(file, content)
-    _write(path, page.encode("utf-8", errors="backslashreplace"))
-    return [path, *pictures]
+    return [*files]
 
 
 def _inline_svg(report: Figures, plot: Plot) -> Markup:
@@ -177,17 +157,11 @@ def _inline_svg(report: Figures, plot: Plot) -> Markup:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file under a temporary name and then rename the file, so that a full disk leaves no half-written file.
-
-    If `file` is a link or a device, write to it directly, since renaming would replace the link or the device.
-    """
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        file.write_bytes(content)
-        return
+    """Write a file, or the file that a link points to, so that a full disk leaves no half of it."""
+    file = file.resolve()
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         fresh.write_bytes(content)
         fresh.replace(file)
-    except BaseException:
+    finally:
         fresh.unlink(missing_ok=True)
-        raise

@@ -1,8 +1,7 @@
 """`packing_report`: compare packing strategies on document lengths, and recommend one of the strategies."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures, Setup, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
-from hf_packing.report.render import as_html, as_text, save_page
+from hf_packing.report.render import as_text, fill_template, save_page
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
@@ -35,7 +34,7 @@ class PackingReport(Figures):
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return fill_template("notebook.html", self)
 
     def save(self, path: str | Path) -> list[Path]:
         """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
@@ -96,48 +95,33 @@ def packing_report(
     if documents is None and hasattr(lengths, "column_names"):
         documents = lengths
     lengths = read_lengths(lengths)
-    num_documents = len(lengths)
     if not lengths.any():
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
-    row_lengths = _check_row_lengths(max_length)
-    if strategies is not None and not strategies:
-        raise PackingError("strategies: expected at least one strategy, got none")
     setup = Setup(check_whole_number("ranks", ranks), check_whole_number("padded_rows", padded_rows), linear_cost)
-    chosen = _usual_strategies(row_lengths) if strategies is None else [check_strategy(each) for each in strategies]
-    if strategies is not None:
-        row_lengths = tuple(sorted({each.largest_capacity for each in chosen}))
+    chosen = _usual_strategies(max_length) if strategies is None else [check_strategy(each) for each in strategies]
+    if not chosen:
+        given = "max_length: expected a row length" if strategies is None else "strategies: expected a strategy"
+        raise PackingError(f"{given}, got none")
+    row_lengths = sorted({each.largest_capacity for each in chosen})
     padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
     summary = summary_of_lengths(lengths)
-    lengths = lengths[lengths > 0]  # empty documents are in no pack, and are left out of all shares
-    found = [
-        (row_of_strategy(compared, plan, setup, padded), workload_of(plan, compared.strategy))
-        for compared, plan in each_planned(lengths, chosen)
-    ]
-    bounded = with_best_bounds([(row.compared, workload) for row, workload in found])
-    rows = tuple(dataclasses.replace(row, compared=compared) for (row, _), compared in zip(found, bounded, strict=True))
+    rows, workloads = [], []
+    for compared, plan in each_planned(lengths[lengths > 0], chosen):  # empty documents are left out of all shares
+        work = padded[compared.strategy.largest_capacity].work
+        rows.append(row_of_strategy(compared, plan, setup, work))
+        workloads.append((compared, workload_of(plan, compared.strategy)))
+    bounded = with_best_bounds(workloads)
+    rows = [replace(row, compared=compared) for row, compared in zip(rows, bounded, strict=True)]
     recommendation = recommend(summary, rows)
-    longest = next(row.max_length for row in rows if row.name == recommendation.strategy)
-    return PackingReport(
-        lengths=summary,
-        setup=setup,
-        padded=tuple(padded.values()),
-        rows=rows,
-        recommendation=recommendation,
-        source=source,
-        shared=None if documents is None else measure_shared_prefixes(documents, longest, num_documents),
-    )
+    report = PackingReport(summary, setup, tuple(padded.values()), tuple(rows), recommendation, source)
+    if documents is None:
+        return report
+    return replace(report, shared=measure_shared_prefixes(documents, report.taken.max_length, len(lengths)))
 
 
-def _check_row_lengths(max_length: Any) -> tuple[int, ...]:
-    given = max_length if isinstance(max_length, Sequence) else [max_length]
-    if not given:
-        raise PackingError("max_length: expected at least one row length, got none")
-    return tuple(sorted({check_whole_number("max_length", each) for each in given}))
-
-
-def _usual_strategies(row_lengths: Sequence[int]) -> list[Strategy]:
+def _usual_strategies(max_length: Any) -> list[Strategy]:
     """Return FixedLength, FirstCome and BestFit for each row length, and Bucket if there are several row lengths."""
-    strategies: list[Strategy] = []
-    for length in row_lengths:
-        strategies += [FixedLength(length), FirstCome(length), BestFit(length)]
+    given = max_length if isinstance(max_length, Sequence) else [max_length]
+    row_lengths = sorted({check_whole_number("max_length", each) for each in given})
+    strategies = [kind(length) for length in row_lengths for kind in (FixedLength, FirstCome, BestFit)]
     return strategies + ([Bucket(tuple(row_lengths))] if len(row_lengths) > 1 else [])

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     TRAINING_COLUMNS,

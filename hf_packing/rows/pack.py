@@ -2,31 +2,36 @@
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
 import numpy as np
-from datasets.table import MemoryMappedTable
+import numpy.typing as npt
+import pyarrow as pa
 from datasets.utils import tqdm
 
-from hf_packing.columns import LABELS, LOSS_MASKS
+from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.rows.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
-from hf_packing.rows.label_counts import LabelCounts, labels_left
-from hf_packing.rows.lazy.stored_packs import StoredPacks
-from hf_packing.rows.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.rows.packed_rows import Origin, blocks_of_packs
+from hf_packing.planning.lengths import Pieces
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.cache import PLAN, ROWS, Origin, StoredRows, fingerprint_of, save_origin, stored_rows
+from hf_packing.rows.changes import changes_of, count_labels, describe_changes, labels_left
+from hf_packing.rows.lazy import DocumentRows
+from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing, Planned
+from hf_packing.rows.packing_trace import with_trace
 from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
     check_no_transform,
     columns_left_out,
+    documents_in,
     find_token_columns,
     row_numbers,
-    visible_columns,
-    with_typed_empty_lists,
 )
 from hf_packing.strategies.base import Strategy
 
@@ -74,13 +79,13 @@ def pack(
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
             their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
             ranks and workers; 64 suits most runs. With None, each rank and each worker packs the shards that it reads.
-        lazy: True to copy no tokens: rows are read from the documents' own Arrow files when they are needed, and equal
-            those of lazy=False. The plan takes about 16 bytes for each document. The documents must be on disk, and
-            their files must stay as they are.
+        lazy: True to copy no tokens: a transform of the dataset builds rows from the documents when they are read, in
+            the format of the documents. They equal those of lazy=False. The plan takes about 20 bytes for each
+            document. The rows cannot be saved or concatenated, and `with_format` would replace the transform.
         share_prefixes: True if documents that begin with the same tokens share these tokens in a row, so that a model
             computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
-            causal language models can train on. For strategies that cut no document that fits in a pack; not with
-            lazy. Documents of a stream share prefixes with those of the same window.
+            causal language models can train on. For strategies that cut no document that fits in a pack. Documents of a
+            stream share prefixes with those of the same window.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
@@ -98,8 +103,8 @@ def pack(
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
             transform, or is a stream with a shuffle buffer; documents have labels, but those that the strategy drops or
-            truncates have all of them; lazy is True for documents in memory, or for a stream; or
-            share_prefixes cannot be combined with the strategy or another argument.
+            truncates have all of them; lazy is True for a stream; or share_prefixes cannot
+            be combined with the strategy.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -108,8 +113,6 @@ def pack(
         [[3, 1], [2]]
     """
     packing = Packing.of(strategy, position_ids, share_prefixes)
-    if packing.fewest_shared is not None and lazy:
-        raise PackingError(f"share_prefixes: expected False with lazy=True, got {share_prefixes}")
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.streams.pack_stream import pack_stream
 
@@ -154,32 +157,25 @@ def pack_split(
         lazy: whether to copy no tokens.
     """
     check_no_transform(dataset)
-    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
+    table = documents_in(dataset)
     packing.check_names(table.column_names)
-    strategy = packing.strategy
     fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
-    cache = cache_for(dataset, fingerprint)
-    stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
-    rows = stored.open() if load_from_cache_file else None
-    if rows is None:
+    stored = stored_rows(dataset, fingerprint)
+    columns, origin, rows = None, None, None
+    if load_from_cache_file:
+        with suppress(PackingError):  # not packed yet, or damaged
+            origin = stored.load()
+            rows = None if lazy else stored.rows(origin.plan.num_packs)
+    if origin is None or (rows is None and not lazy):
         columns = find_token_columns(table, row_numbers(dataset))
-        documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
-        planned = packing.plan(columns) if planned is None else planned
-        plan = planned.plan
-        extras = {"position_ids": packing.position_ids, "bucket": strategy.has_buckets}
-        labels = labels_left(columns, plan)
-        if labels is not None:
-            labels.check_some_left("strategy", strategy)
-        if documents is not None and isinstance(stored, StoredPacks):
-            rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, labels, stored)
-        else:
-            rows = _write_packs(packing, columns, planned, cache, labels)
-    changes = stored.describe_changes()
-    if left_out := columns_left_out(table.schema):
-        changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
-    for change in changes:
+        origin = _store(packing, columns, packing.plan(columns) if planned is None else planned, stored, lazy)
+        rows = None if lazy else stored.rows(origin.plan.num_packs)
+    for change in describe_changes(origin.facts, left_out=columns_left_out(table.schema)):
         warnings.warn(f"pack {change}", stacklevel=3)
-    info = info_of_packed(dataset, table.column_names, rows)
+    info = _info_of_packed(dataset, origin.plan, packing)
+    if rows is None:
+        return DocumentRows(dataset, packing, stored.folder / PLAN, columns=columns).as_dataset(info, fingerprint)
+    info.features = _features_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
@@ -192,25 +188,38 @@ def _check_map_style(name: str, dataset: Any) -> None:
         )
 
 
-def _write_packs(
-    packing: Packing, columns: TokenColumns, planned: Planned, cache: CachedPacks, labels: LabelCounts | None
-) -> MemoryMappedTable:
-    """Build the rows of a plan block by block, write them to the cache, and return them.
-
-    A thread writes a block while the next one is built.
-
-    Args:
-        packing: how documents become rows.
-        columns: the token columns of the documents.
-        planned: the plan of the documents.
-        cache: where to write.
-        labels: the labels that are left, if tokens are dropped.
-    """
+def _store(packing: Packing, columns: TokenColumns, planned: Planned, stored: StoredRows, lazy: bool) -> Origin:
+    """Write the plan of documents to disk, with their rows if they are not lazy, and return what was written."""
     plan = planned.plan
-    schema = packing.rows(columns, plan, np.arange(0)).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    labels = labels_left(columns, plan)
+    if labels is not None:
+        labels.check_some_left("strategy", packing.strategy)
+    facts = changes_of(columns, plan, labels, planned.splits, strategy=repr(packing.strategy))
+    with stored.create() as folder:
+        if lazy:
+            segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
+            trained = count_labels(columns, segments) if facts["loss_masks"] else None
+            origin = Origin(plan, facts | {"trained_tokens": trained})
+        else:
+            trained, first_labels = _write_rows(packing, columns, plan, folder / ROWS)
+            origin = Origin(plan, facts | {"trained_tokens": trained}, first_labels)
+        save_origin(folder, origin)
+    return origin
+
+
+def _write_rows(
+    packing: Packing, columns: TokenColumns, plan: PackingPlan, path: Path
+) -> tuple[int, npt.NDArray[np.int32] | None]:
+    """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
+
+    Returns:
+        The number of tokens that are trained on, and the labels that are not in the rows; see `Rows`.
+    """
+    schema = packing.rows(columns, plan, np.arange(0)).table.schema
     first_labels, trained_tokens = [], 0
     with (
-        cache.create(schema) as (stream, folder),
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
@@ -222,20 +231,31 @@ def _write_packs(
             trained_tokens += rows.trained_tokens
             if written:
                 written.result()
-            written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
+            written = writer.submit(stream.write_table, rows.table)
             progress.update(len(packs))
         if written:
             written.result()
-        masks = tuple(name for name in LOSS_MASKS if name in columns)
-        origin = Origin(
-            plan=plan,
-            strategy=repr(packing.strategy),
-            labels_made=LABELS not in columns and not masks,
-            first_labels=np.concatenate(first_labels) if first_labels else None,
-            loss_masks=masks,
-            trained_tokens=trained_tokens,
-            splits=planned.splits,
-            labels=labels,
-        )
-        cache.save_origin(origin, folder)
-    return MemoryMappedTable.from_file(str(cache.rows))
+    return trained_tokens, np.concatenate(first_labels) if first_labels else None
+
+
+def _info_of_packed(dataset: datasets.Dataset, plan: PackingPlan, packing: Packing) -> datasets.DatasetInfo:
+    """Return the description of the documents, with a trace of packing if a packed row has several segments.
+
+    Rows of trees need none, since trainers cannot take them for documents.
+    """
+    known = dataset.info
+    description = known.description
+    if packing.fewest_shared is None and plan.num_segments > plan.num_packs:
+        description = with_trace(description, int(plan.segment_length.sum(dtype=np.int64)), plan.num_segments)
+    return datasets.DatasetInfo(
+        description=description, citation=known.citation, homepage=known.homepage, license=known.license
+    )
+
+
+def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: Any) -> datasets.Features:
+    """Return the features of packed rows. Columns of the documents keep theirs, with lists of any length."""
+    features = datasets.Features.from_arrow_schema(rows.schema)
+    for name in set(names).intersection(features) - {INPUT_IDS, LABELS}:
+        feature = dataset.features[name]
+        features[name] = replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature
+    return features

@@ -1,10 +1,6 @@
-"""Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows.
+"""Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
 
-`Origin` has what is stored beside packed rows, to restore documents from them and to warn about what packing did.
-"""
-
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +21,6 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.label_counts import LabelCounts
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 
 _MAX_LIST_VALUES = 2**31 - 1
@@ -57,7 +52,7 @@ def pack_rows(
         position_ids: whether packed rows get a column `position_ids`.
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = np.diff(plan.pack_offsets)[packs]
+    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
     segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
     document, start = plan.segment_document[segments], plan.segment_start[segments]
     length = plan.segment_length[segments]
@@ -234,85 +229,3 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
                 "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
                 "other positions; remove position_ids or correct seq_lengths"
             )
-
-
-FACT_NAMES = {
-    "strategy",
-    "labels_made",
-    "first_labels",
-    "loss_masks",
-    "trained_tokens",
-    "packed_tokens",
-    "dropped_tokens",
-    "tokens",
-    "empty_documents",
-}
-"""The keys of the dict that `Origin.facts` returns."""
-SPLITS = "splits"
-"""A further key of this dict, for rows of trees."""
-LABELS_LEFT = "labels_left"
-"""A further key of this dict, for rows that lack tokens of the documents: the two numbers of `LabelCounts`."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The plan and other facts about packed rows, stored beside the rows so that `unpack` can restore documents."""
-
-    plan: PackingPlan
-    strategy: str
-    """The strategy's repr."""
-    labels_made: bool
-    """True if the labels were copied from input_ids, since the documents had neither labels nor loss masks."""
-    first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the original label of each segment's first token, now -100; None if `labels_made` is True."""
-    loss_masks: tuple[str, ...]
-    """Names of the mask columns that were applied to the labels and then dropped."""
-    trained_tokens: int | None
-    """The number of labels in the rows that are not -100; None if lazy packs have no masks, and are not read."""
-    splits: Mapping[str, int] | None = None
-    """For rows of trees: by the name of a column, how many prefixes it has split; None for other rows."""
-    labels: LabelCounts | None = None
-    """The labels that are left in the rows, if tokens were dropped."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
-        tokens = int(self.plan.document_length.sum(dtype=np.int64))
-        packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
-        more: dict[str, Any] = {} if self.splits is None else {SPLITS: dict(self.splits)}
-        if self.labels is not None:
-            more[LABELS_LEFT] = [self.labels.left, self.labels.documents]
-        return more | {
-            "strategy": self.strategy,
-            "labels_made": self.labels_made,
-            "loss_masks": list(self.loss_masks),
-            "trained_tokens": self.trained_tokens,
-            "packed_tokens": packed_tokens,
-            "dropped_tokens": tokens - packed_tokens,
-            "tokens": tokens,
-            "empty_documents": int((self.plan.document_length == 0).sum()),
-            "first_labels": self.first_labels is not None,
-        }
-
-
-def describe_changes(facts: Mapping[str, Any]) -> list[str]:
-    """Return phrases that say, in warnings, what `pack` did to the documents, such as "drops 5 of 11 tokens".
-
-    Args:
-        facts: the dict that `Origin.facts` returned.
-    """
-    said = []
-    if facts["loss_masks"]:
-        names, trained, packed = " and ".join(facts["loss_masks"]), facts["trained_tokens"], facts["packed_tokens"]
-        said.append(f"applies {names} to labels: {trained:,} of {packed:,} tokens are trained on")
-    if facts["dropped_tokens"]:
-        dropped, tokens = facts["dropped_tokens"], facts["tokens"]
-        left = f"; {LabelCounts(*facts[LABELS_LEFT])}" if LABELS_LEFT in facts else ""
-        said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}{left}")
-    if (empty := facts["empty_documents"]) == 1:
-        said.append("skips 1 document without a token")
-    elif empty:
-        said.append(f"skips {empty:,} documents without a token")
-    if splits := facts.get(SPLITS):
-        names = " or ".join(splits)
-        said.append(f"shares fewer tokens at {sum(splits.values()):,} places, where tokens agree but {names} differ")
-    return said

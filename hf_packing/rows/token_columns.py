@@ -151,6 +151,17 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
     return columns
 
 
+def documents_in(dataset: Any) -> pa.Table:
+    """Return the columns of a Dataset that its format shows, as `find_token_columns` takes them."""
+    return with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
+
+
+def token_columns_of(dataset: Any) -> TokenColumns:
+    """Return the token columns of the documents of a Dataset, which must have no transform."""
+    check_no_transform(dataset)
+    return find_token_columns(documents_in(dataset), row_numbers(dataset))
+
+
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     """Return a table in which token columns with nothing but empty lists are cast to lists of int32.
 

@@ -8,13 +8,17 @@ import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
 from hf_packing.planning.lengths import Pieces
-from hf_packing.rows.label_counts import LabelCounts, count_labels
-from hf_packing.rows.lazy.lazy_columns import copies_labels
-from hf_packing.rows.token_columns import check_same_lengths, column_of_values, row_numbers, visible_columns
+from hf_packing.rows.changes import LabelCounts, count_labels
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    check_same_lengths,
+    column_of_values,
+    row_numbers,
+    visible_columns,
+)
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import open_column
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 
@@ -66,13 +70,11 @@ def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: boo
     """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
     names = [name for name in visible_columns(dataset) if name not in unread]
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
-    if copies_labels(dataset):
-        deciding = []
     table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: open_column(dataset, name, table, numbers) for name in (INPUT_IDS, *deciding)}
+    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *deciding)}
     check_same_lengths(columns)
     if SEQ_LENGTHS in names:
-        columns[SEQ_LENGTHS] = open_column(dataset, SEQ_LENGTHS, table, numbers)
+        columns[SEQ_LENGTHS] = TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers)
     return columns
 
 

@@ -21,7 +21,6 @@ from hf_packing.columns import (
     LOSS_MASKS,
     OFFSET_MAPPING,
     PARENTS,
-    POSITION_IDS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
     SEQ_IDX,
@@ -33,11 +32,10 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.rows.lazy.lazy_columns import LazyColumn
+from hf_packing.rows.lazy import lazy_rows
 from hf_packing.rows.token_columns import is_list, row_numbers, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import is_lazy
 
 _PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 
@@ -72,12 +70,11 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         more: Sequence[str] = (),
     ) -> None:
         self._arrow_rows: ArrowRows | None = None
+        self._lazy = lazy_rows(dataset)
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             names = visible_columns(dataset)
             if INPUT_IDS not in names and TREE_INPUT_IDS not in names:
                 raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
-            if is_lazy(dataset, POSITION_IDS) and SEQ_LENGTHS in names:  # they are made from seq_lengths, as in batches
-                unread = [*unread, POSITION_IDS]
             columns = _columns_to_read(names, unread, more)
             self._arrow_rows = ArrowRows.open(dataset, columns)
             dataset = dataset.with_format("numpy", columns=columns)
@@ -137,9 +134,14 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
         if self._arrow_rows is not None:
             return self._arrow_rows.read(numbers)
-        read = getattr(self.dataset, "__getitems__", None)
-        rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
-        return [{name: row[name] for name in _columns_to_read(row, self.unread, self.more)} for row in rows]
+        names: Iterable[str] | None = None
+        if self._lazy is not None:
+            (lazy, packs), names = self._lazy, self.dataset.format["columns"]
+            rows = lazy.read(packs[numbers])
+        else:
+            read = getattr(self.dataset, "__getitems__", None)
+            rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
+        return [{name: row[name] for name in _columns_to_read(names or row, self.unread, self.more)} for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -220,27 +222,23 @@ class ArrowRows:
 
     Args:
         dataset: a Dataset.
-        names: the columns to read. Every column has lists of numbers, or of pairs of integers, without nulls, or is
-            one of lazy packs.
+        names: the columns to read. Every column has lists of numbers, or of pairs of integers, without nulls.
     """
 
     def __init__(self, dataset: datasets.Dataset, names: Sequence[str]) -> None:
         self._dataset = dataset
         self._indices = row_numbers(dataset)
-        self._columns = {name: _open_column(dataset, name) for name in names}
+        self._columns = {name: _ListColumn(dataset.data.table.column(name)) for name in names}
 
     @classmethod
     def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
         """Return the rows of a dataset; None if they have to be read through the dataset.
 
-        This is the case if a column has anything but lists of numbers, lists of lists of integers or lazy packs, or
-        has nulls, and if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
+        This is the case if a column has anything but lists of numbers or lists of lists of integers, or has nulls, and
+        if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
         """
         table = dataset.data.table
-        plain = type(dataset) is datasets.Dataset and all(
-            not table.column(name).null_count if is_lazy(dataset, name) else _has_numbers_only(table.column(name))
-            for name in names
-        )
+        plain = type(dataset) is datasets.Dataset and all(_has_numbers_only(table.column(name)) for name in names)
         return cls(dataset, names) if plain else None
 
     def read(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
@@ -269,11 +267,6 @@ class ArrowRows:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the dataset and the names, since views of memory-mapped files would be pickled as copies."""
         return type(self), (self._dataset, list(self._columns))
-
-
-def _open_column(dataset: datasets.Dataset, name: str) -> "_ListColumn | LazyColumn":
-    column = dataset.data.table.column(name)
-    return LazyColumn(name, column, dataset.features[name]) if is_lazy(dataset, name) else _ListColumn(column)
 
 
 class _ListColumn:

@@ -13,7 +13,7 @@ import numpy as np
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, check_batching
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget

@@ -33,9 +33,8 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of, sums_of
-from hf_packing.rows.lazy.lazy_columns import LazyColumn
-from hf_packing.rows.lazy.packed_tokens import PackedTokens
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, sums_of
+from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
@@ -163,8 +162,11 @@ def sizes_of(dataset: Any) -> RowSizes:
             number of tokens; the rows are packed, but the dataset's format or transform hides the segment borders; or
             the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
+    refuse_cells(dataset)
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
+    if (lazy := lazy_rows(dataset)) is not None and lazy[0].plan.segment_shared is None:
+        return _sizes_of_lazy_rows(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -213,19 +215,28 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     table = with_typed_empty_lists(dataset.data.table.select(names))
     lists = _columns_of_sizes(names)
     sampled = _SAMPLED[-2:] if TREE_INPUT_IDS in names else _SAMPLED[:-2]
-    columns: dict[str, TokenColumn | LazyColumn] = {}
+    columns: dict[str, TokenColumn] = {}
     for name in (*lists, *(name for name in sampled if name in names)):
         kind = table.schema.field(name).type
-        if not is_list(kind) and is_lazy(dataset, name):
-            columns[name] = open_column(dataset, name, table, numbers)
-        elif name in (*lists, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+        if name in (*lists, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
-        elif is_token_type(kind):
+        if is_token_type(kind):
             columns[name] = TokenColumn(name, table.column(name), numbers)
     sample = b"".join(_sample_of_column(columns[name]) for name in sampled if name in columns)
     tokens = next((columns[name].length for name in (TREE_INPUT_IDS, INPUT_IDS) if name in columns), None)
     bucket = _buckets_in_table(table, numbers) if lists and BUCKET in names else None
     return replace(_sizes({name: _lists_in(columns[name]) for name in lists}, tokens, bucket), sample=sample)
+
+
+def _sizes_of_lazy_rows(rows: DocumentRows, packs: IntArray, names: Sequence[str]) -> RowSizes:
+    """Return the sizes of rows of `pack(..., lazy=True)`, of which only a few are built."""
+    _check_columns(names)
+    plan = rows.plan
+    segments = np.diff(plan.pack_offsets)[packs]
+    lengths = plan.segment_length[indices_in_ranges(plan.pack_offsets[packs], segments)]
+    sizes = sizes_of_packs(lengths, offsets_of(segments), plan.pack_capacity[packs] if BUCKET in names else None)
+    sampled = [{name: row[name] for name in names} for row in rows.read(packs[rows_to_sample(len(packs))])]
+    return replace(sizes, sample=sample_of_rows(sampled))
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
@@ -336,7 +347,7 @@ def _depths(lengths: IntArray, parents: IntArray) -> IntArray:
     return depths
 
 
-def _lists_in(column: TokenColumn | LazyColumn) -> _Lists:
+def _lists_in(column: TokenColumn) -> _Lists:
     every = np.arange(len(column.length))
     values = column.gather(every, np.zeros_like(every), column.length)
     return _Lists(values.astype(np.int64), column.length.astype(np.int64))
@@ -405,34 +416,10 @@ def _sample_of_values(values: Any) -> bytes:
         return repr(values).encode()
 
 
-def _sample_of_column(column: TokenColumn | LazyColumn) -> bytes:
+def _sample_of_column(column: TokenColumn) -> bytes:
     rows = rows_to_sample(len(column.length))
     values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], _SAMPLED_TOKENS))
     return values.astype("<i8").tobytes()
-
-
-def is_lazy(dataset: datasets.Dataset, name: str) -> bool:
-    """Return whether a column of a dataset is one of lazy packs."""
-    return isinstance(dataset.features.get(name), PackedTokens)
-
-
-def open_column(
-    dataset: datasets.Dataset, name: str, table: pa.Table, row_numbers: IntArray | None
-) -> TokenColumn | LazyColumn:
-    """Return a column of a dataset, with a list of numbers in each row, readable as NumPy arrays.
-
-    Args:
-        dataset: a Dataset.
-        name: name of the column.
-        table: the dataset's table, with typed empty lists.
-        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
-
-    Raises:
-        PackingError: a list or a value is null.
-    """
-    if is_lazy(dataset, name):
-        return LazyColumn(name, table.column(name), dataset.features[name], row_numbers)
-    return TokenColumn(name, table.column(name), row_numbers)
 
 
 @dataclass(frozen=True)
@@ -477,8 +464,6 @@ def _content_of(dataset: Any, rows: int) -> bytes:
     sampled = rows_to_sample(rows)
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):
-        lazy = any(is_lazy(dataset, name) for name in dataset.column_names)  # in Arrow, cells are numbers of packs
-        stored = dataset.with_format(None if lazy else "arrow")[numbers]
-        return repr(stored if lazy else stored.to_pydict()).encode()
+        return repr(dataset.with_format("arrow")[numbers].to_pydict()).encode()
     once, twice = (sample_of_rows([dataset[number] for number in numbers]) for _ in range(2))
     return once if once == twice else b""

@@ -1,31 +1,25 @@
 """Trees of the documents of a dataset, as rows for a sampler, so that nothing has to be packed before training."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import datasets
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.label_counts import LabelCounts, count_labels
-from hf_packing.rows.token_columns import (
-    check_no_transform,
-    find_token_columns,
-    row_numbers,
-    visible_columns,
-    with_typed_empty_lists,
-)
+from hf_packing.rows.changes import LabelCounts, count_labels
+from hf_packing.rows.lazy import DocumentRows
+from hf_packing.rows.packing import Packing
+from hf_packing.rows.token_columns import token_columns_of
 from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
+from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
-from hf_packing.trees.rows import tree_rows
 from hf_packing.trees.segments import attention_costs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
@@ -40,17 +34,11 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
     A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
 
     Args:
-        dataset: a Dataset of documents, without a transform.
-        plan: a plan in which each pack is a tree.
-        unread: names of columns that are not read.
-        more: names of further columns to read, which are passed on.
+        rows: the rows of a plan in which each pack is a tree.
     """
 
-    def __init__(
-        self, dataset: datasets.Dataset, plan: PackingPlan, unread: Sequence[str] = (), more: Sequence[str] = ()
-    ) -> None:
-        self.dataset, self.plan, self._unread, self._more = dataset, plan, tuple(unread), tuple(more)
-        self._columns = _columns_of(dataset, unread, more)
+    def __init__(self, rows: DocumentRows) -> None:
+        self.dataset, self.plan, self._rows = rows.documents, rows.plan, rows
 
     @classmethod
     def find(
@@ -79,8 +67,8 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             raise PackingError(
                 f"dataset: expected a Dataset of documents with share_prefixes, got {type(dataset).__name__}"
             )
-        check_no_transform(dataset)
-        columns = _columns_of(dataset, unread, more)
+        names = {*_READ, *more}.difference(unread)
+        columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_tokens, overflow)
         forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
@@ -94,7 +82,8 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        return cls(dataset, plan, unread, more)
+        packing = Packing(BestFit(max_tokens), fewest_shared=fewest_shared)
+        return cls(DocumentRows(dataset, packing, plan, names, columns))
 
     @property
     def sizes(self) -> RowSizes:
@@ -125,7 +114,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
         """The labels that are left in the trees, and those of the documents."""
         segments = Pieces(self.plan.segment_document, self.plan.segment_start, self.plan.segment_length)
         documents = Pieces.whole(self.plan.document_length)
-        return LabelCounts(count_labels(self._columns, segments), count_labels(self._columns, documents))
+        return LabelCounts(count_labels(self._rows.columns, segments), count_labels(self._rows.columns, documents))
 
     def are_of(self, dataset: Any) -> bool:
         """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""
@@ -140,29 +129,10 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
-        table = tree_rows(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
-        columns = {name: _lists_in(table.column(name)) for name in table.column_names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the dataset and the plan, since columns that are mapped from files would be pickled as copies."""
-        return type(self), (self.dataset, self.plan, self._unread, self._more)
-
-
-def _columns_of(dataset: datasets.Dataset, unread: Sequence[str], more: Sequence[str]) -> Any:
-    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
-    columns = find_token_columns(table, row_numbers(dataset))
-    return {name: column for name, column in columns.items() if name in (*_READ, *more) and name not in unread}
+        return self._rows.read(np.array(numbers, dtype=np.int64))
 
 
 def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.int64]:
     """Return the sum of a value of documents over each tree, int64 [trees]."""
     total = offsets_of(values)
     return np.diff(total[plan.pack_offsets])
-
-
-def _lists_in(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
-    """Return the lists of a column as arrays that share its memory."""
-    lists = column.combine_chunks()
-    values, offsets = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
-    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]

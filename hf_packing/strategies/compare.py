@@ -85,7 +85,7 @@ class Comparison(tuple[ComparedStrategy, ...]):
         return comparison
 
     def __repr__(self) -> str:
-        table = aligned([_HEADER, *map(_table_row, self)])
+        table = aligned([_HEADER, *((*cells_of(row), f"{row.seconds:.2f}") for row in self)])
         return f"{table}\n{self.shared.sentence()}".rstrip() if self.shared else table
 
     def _repr_html_(self) -> str:
@@ -198,7 +198,8 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
-def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
+def cells_of(row: ComparedStrategy) -> tuple[str, ...]:
+    """Return the name of a strategy, and the metrics that a table shows."""
     m = row.metrics
     return (
         row.name,
@@ -208,5 +209,4 @@ def _table_row(row: ComparedStrategy) -> tuple[str, ...]:
         f"{m.concatenation_ratio:.2f}",
         f"{m.num_packs:,}",
         "" if row.gap is None else f"{row.gap:.4%}",
-        f"{row.seconds:.2f}",
     )

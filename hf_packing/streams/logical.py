@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.streams import upstream
-from hf_packing.streams.mixture import is_mixture, mixtures_in
+from hf_packing.streams.mixture import is_mixture, mixtures_in, piece_of
 from hf_packing.streams.packed import PackedExamples, StreamPacking, made_by, warn_of_losses
 from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
 from hf_packing.streams.state import STATE, Counts, MadeFrom, StatefulExamples, load, save
@@ -157,7 +157,7 @@ class LogicalStreams(StatefulExamples):
         """Return the packed rows of each owned logical stream."""
         packings = {stream: replace(self.packing, stream=stream) for stream in self.owned}
         if is_mixture(self.ex_iterable):
-            pieces = {stream: upstream.sharded(self.ex_iterable, self.streams, stream) for stream in self.owned}
+            pieces = {stream: piece_of(self.ex_iterable, stream, self.streams) for stream in self.owned}
             return {stream: PackedExamples(pieces[stream], packing) for stream, packing in packings.items()}
         shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
         return {

@@ -10,6 +10,7 @@ The state of a mixture has the place in every source.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,7 +151,7 @@ def _phases_of(shares: Sequence[float], piece: int, pieces: int, seed: int) -> l
     The pieces begin at evenly spaced places, each source in another order. The source with the largest share makes up
     for the others.
     """
-    if pieces == 1:
+    if pieces < 2:
         return [0.5] * len(shares)
     phases = [
         (int(np.random.default_rng([seed, source, pieces]).permutation(pieces)[piece]) + 0.5) / pieces
@@ -188,7 +189,7 @@ class MixedExamples(StatefulExamples):
         examples: the objects that read the sources.
         mixture: how they are mixed.
         piece: the number of the piece to read.
-        pieces: the number of equal pieces of all sources.
+        pieces: the number of equal pieces of all sources; 0 to read nothing.
     """
 
     def __init__(self, examples: list[upstream.Examples], mixture: Mixture, piece: int = 0, pieces: int = 1) -> None:
@@ -205,9 +206,13 @@ class MixedExamples(StatefulExamples):
         return MixedExamples(shuffled, self.mixture, self._piece, self._pieces)
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "MixedExamples":
-        del contiguous  # a piece is divided into pieces of its own, of which there may be any number
-        piece, pieces = self._piece * num_shards + index, self._pieces * num_shards
-        return MixedExamples(self.ex_iterables, self.mixture, piece, pieces)
+        del contiguous  # a piece is divided into pieces of its own
+        pieces = min(num_shards, self.num_shards)  # since datasets leaves ranks and workers without a shard out
+        return self.piece(index, pieces) if index < pieces else MixedExamples(self.ex_iterables, self.mixture, 0, 0)
+
+    def piece(self, number: int, of: int) -> "MixedExamples":
+        """Return one of any number of equal pieces of this one."""
+        return MixedExamples(self.ex_iterables, self.mixture, self._piece * of + number, self._pieces * of)
 
     def reshard_data_sources(self) -> "MixedExamples":
         resharded = [each.reshard_data_sources() for each in self.ex_iterables]
@@ -215,7 +220,7 @@ class MixedExamples(StatefulExamples):
 
     @property
     def num_shards(self) -> int:
-        return max(max(map(upstream.num_shards, self.ex_iterables)) // self._pieces, 1)
+        return max(max(map(upstream.num_shards, self.ex_iterables)) // self._pieces, 1) if self._pieces else 0
 
     def _init_state_dict(self) -> dict[str, Any]:
         state = super()._init_state_dict()
@@ -278,7 +283,7 @@ class MixedExamples(StatefulExamples):
 
     def _active(self, progress: list[_SourceProgress]) -> set[int]:
         """Return the sources that still have documents for the mixture; none if the mixture has ended."""
-        sources = set(range(len(progress)))
+        sources = set(range(len(progress) if self._pieces else 0))
         ended = {number for number in sources if progress[number].passes}
         how = self.mixture.stopping_strategy
         if how == "all_exhausted_without_replacement":
@@ -323,10 +328,10 @@ class MixedExamples(StatefulExamples):
                 return
             documents += rows
             reader.take(rows)
-        what = "a token" if self.mixture.count == "tokens" else "a label to train on, since count='trainable'"
-        got = f"{documents} documents without; leave the source out" if documents else "none"
-        expected = f"documents with {what}" if documents else "documents"
-        raise PackingError(f"streams[{list(self.mixture.shares)[number]!r}]: expected {expected}, got {got}")
+        raise PackingError(
+            f"streams[{list(self.mixture.shares)[number]!r}]: expected documents with tokens to count, as "
+            f"count={self.mixture.count!r} says, got {documents} documents without; leave the source out"
+        )
 
 
 def _saved(progress: list[_SourceProgress], balance: Balance) -> tuple[Any, ...]:
@@ -344,8 +349,17 @@ def mixtures_in(examples: upstream.Examples) -> list[MixedExamples]:
 
 def is_mixture(examples: upstream.Examples) -> bool:
     """Return whether an object reads a mixture, also through `map` and the like, so that its pieces are mixtures."""
+    if upstream.depends_on_places(examples):
+        return False
     while getattr(examples, "ex_iterable", None) is not None:
-        if upstream.depends_on_places(examples):
-            return False
         examples = examples.ex_iterable
     return isinstance(examples, MixedExamples)
+
+
+def piece_of(examples: upstream.Examples, number: int, of: int) -> upstream.Examples:
+    """Return a new object that reads one of so many pieces of a mixture, for which `is_mixture` is true."""
+    if isinstance(examples, MixedExamples):
+        return examples.piece(number, of)
+    around = copy(examples)
+    around.ex_iterable = piece_of(examples.ex_iterable, number, of)
+    return around

@@ -30,7 +30,7 @@ from hf_packing.planning.windows import (
     order_by_cost,
     packs_with_room,
 )
-from hf_packing.rows.label_counts import labels_left
+from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns

@@ -218,11 +218,8 @@ def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
         columns = {name: TokenColumn(name, table.column(name)) for name in (INPUT_IDS, ATTENTION_MASK)}
         check_same_lengths(columns)
         check_no_padding(columns[ATTENTION_MASK])
-    table = table.select(schema.names)
-    if table.schema.equals(schema):
-        return table
     try:
-        return table.cast(schema)
+        return table.select(schema.names).cast(schema)
     except pa.ArrowInvalid as error:
         raise PackingError(
             f"dataset: expected the columns {', '.join(f'{field.name} ({field.type})' for field in schema)}, got "
@@ -235,7 +232,7 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
     if (tables := upstream.tables(examples)) is not None:
         yield from tables
         return
-    rows = upstream.rows(examples)
+    rows = (row for _, row in examples)
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
         arrays = {}
         for name in dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK)):

@@ -33,19 +33,15 @@ class MadeFrom(NamedTuple):
 
 
 class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
-    """The base class of objects from which `datasets` reads tables of known types. A subclass defines `tables`."""
+    """The base class of objects from which `datasets` reads tables of known types.
+
+    A subclass defines `tables(one_row=False)`, which yields tables, of one row each if asked for, from the place of the
+    state on, and notes in the state before each table that its rows are out.
+    """
 
     is_typed = True
     divides_itself = True
     """True since each object decides by itself what `shard_data_sources` divides."""
-
-    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Yield tables from the place of the state on, and note in the state before each table that its rows are out.
-
-        Args:
-            one_row: True for tables of one row each.
-        """
-        raise NotImplementedError
 
     @property
     def iter_arrow(self) -> Any:

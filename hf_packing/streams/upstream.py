@@ -166,11 +166,6 @@ def tables(examples: Examples) -> Iterator[pa.Table] | None:
     return None if examples.iter_arrow is None else (table for _, table in examples.iter_arrow())
 
 
-def rows(examples: Examples) -> Iterator[dict[str, Any]]:
-    """Return an iterator over the examples as dicts."""
-    return (example for _, example in examples)
-
-
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:
     """Return the file of each shard, and the row groups of the file that are in the shard (None for all).
 

@@ -15,7 +15,7 @@ from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
-from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Shapes, check_batching
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost

@@ -42,7 +42,7 @@ from hf_packing.rows.token_columns import (
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, is_lazy, open_column
+from hf_packing.sampling.sizes import RowSizes
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
 from hf_packing.training.trainer_loss import sft_trainer_of
@@ -234,7 +234,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
             f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
             "use SFTTrainer, or pack(dataset, strategy), which makes labels from the mask"
         )
-    if LABELS not in names or not (is_lazy(dataset, LABELS) or is_token_type(dataset.data.schema.field(LABELS).type)):
+    if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
         return
     asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
     if applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss:
@@ -356,7 +356,7 @@ def _blocks(
         the index of each document's first token within the block, int64 [documents].
     """
     table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: open_column(dataset, name, table, numbers) for name in (INPUT_IDS, *names)}
+    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}
     check_same_lengths(columns)
     segments = (
         TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
@@ -14,14 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_packing.attention import inner_model
-from hf_packing.batch.collate import PackingCollator
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.checks import check_whole_number
-from hf_packing.columns import LABELS, TOKEN_TYPE_IDS
+from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.rows.label_counts import LabelCounts
-from hf_packing.rows.lazy.lazy_columns import copies_labels
-from hf_packing.rows.token_columns import visible_columns
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import EpochPlan
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
@@ -67,22 +63,8 @@ def rows_loader(
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
     unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # some models give this column another meaning
     options = {"collate_fn": collator_for(model), "generator": torch.Generator(), **options}
-    if _makes_labels(options["collate_fn"], dataset):
-        unread.append(LABELS)
     rows = rows_of(dataset, sampler, unread, apply_masks, more)
     return DataLoader(rows, batch_sampler=rows.batches, **options)
-
-
-def _makes_labels(collate: Any, dataset: Any) -> bool:
-    """Return whether the collator makes the same labels from input_ids as are in the rows, which is faster."""
-    return (
-        type(collate) is PackingCollator
-        and not collate.keep_first_labels
-        and isinstance(dataset, datasets.Dataset)
-        and dataset.format["type"] != "custom"
-        and LABELS in visible_columns(dataset)
-        and copies_labels(dataset)
-    )
 
 
 class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types

@@ -16,8 +16,7 @@ from transformers import Trainer
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import numbers_in
 from hf_packing.columns import INPUT_IDS, KNOWN_COLUMNS, TREE_INPUT_IDS
-from hf_packing.rows.token_columns import check_same_lengths, is_token_type, row_numbers, visible_columns
-from hf_packing.sampling.sizes import is_lazy, open_column
+from hf_packing.rows.token_columns import TokenColumn, check_same_lengths, is_token_type, row_numbers, visible_columns
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 Takes = Callable[[str], bool]
@@ -49,7 +48,7 @@ def passed_on(dataset: Any, takes: Takes) -> list[str]:
     if names and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         table, numbers = dataset.data.table, row_numbers(dataset)
         tokens = TREE_INPUT_IDS if TREE_INPUT_IDS in table.column_names else INPUT_IDS
-        columns = {name: open_column(dataset, name, table, numbers) for name in (tokens, *names)}
+        columns = {name: TokenColumn(name, table.column(name), numbers) for name in (tokens, *names)}
         check_same_lengths({INPUT_IDS: columns.pop(tokens), **columns})
     return names
 
@@ -89,10 +88,9 @@ def _columns_of_numbers(dataset: Any) -> list[str]:
     if isinstance(dataset, datasets.IterableDataset):
         return _numbers_in_schema(dataset.features)
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-        lazy = [name for name in dataset.column_names if is_lazy(dataset, name)]
         seen = [name for name in visible_columns(dataset) if name not in KNOWN_COLUMNS]
         schema = dataset.data.table.schema
-        return [name for name in seen if name in lazy or is_token_type(schema.field(name).type)]
+        return [name for name in seen if is_token_type(schema.field(name).type)]
     row = dataset[0] if len(dataset) else {}
     numbers = row if isinstance(row, Mapping) else {}
     return [name for name in numbers if name not in KNOWN_COLUMNS and numbers_in(row[name]) is not None]

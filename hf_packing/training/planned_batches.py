@@ -13,7 +13,7 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.rows.label_counts import LabelCounts
+from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.kept_labels import kept_labels

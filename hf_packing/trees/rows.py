@@ -95,7 +95,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         packs: integers [rows]: numbers of packs, in any order.
         bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = np.diff(plan.pack_offsets)[packs]
+    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
     offsets = offsets_of(sizes)
     documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
     whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.cli import main
 from hf_packing.cli.screen import plain
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, picture
@@ -51,13 +50,13 @@ def test_work_of_packs(lengths, ranks, linear):
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 70))
 def test_work_of_padding(lengths, ranks, rows, max_length):
     """All orders of equal documents are one order."""
-    work = padded_work(lengths, max_length, rows, ranks, 3.0, seed=0)
+    work = padded_work(lengths, max_length, rows, ranks, 3.0)
     cut = [min(length, max_length) for length in lengths if length]
     assert work.tokens == sum(cut)
     assert sum(cut) <= work.slots <= max(cut) * len(cut)
     micro_batches = -(-len(cut) // rows)
     assert work.steps == -(-micro_batches // ranks)
-    equal = padded_work(np.full(10, 8), max_length, 4, 2, 3.0, seed=0)
+    equal = padded_work(np.full(10, 8), max_length, 4, 2, 3.0)
     length = min(8, max_length)
     cost = [4 * length * (3 + length)] * 2 + [2 * length * (3 + length)]
     assert (equal.tokens, equal.time) == slowest(
@@ -82,7 +81,7 @@ def test_figures_are_those_of_compare(chat):
 def test_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, 4096, strategies=[hfp.BestFit(4096)], ranks=4, padded_rows=8)
     (row,) = report.rows
-    before = padded_work(chat, 4096, 8, 4, LINEAR_COST, seed=0)
+    before = padded_work(chat, 4096, 8, 4, LINEAR_COST)
     after = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), 4, LINEAR_COST, leveled=True)
     assert row.speed_up == pytest.approx((before.time / before.tokens) / (after.time / after.tokens))
     assert row.speed_up > 1.5
@@ -143,14 +142,14 @@ def test_a_few_long_documents_may_hold_most_of_the_tokens():
 def test_empty_documents_are_in_no_share(chat):
     report = hfp.packing_report(np.concatenate([chat, np.zeros(40_000, dtype=int)]), 1024)
     cells = {row[0]: row for row in report_cells(report)}
-    assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.2%}"
+    assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.3%}"
 
 
 def test_the_table_and_json_agree_where_documents_are_empty():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
     cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
-        assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.2%}" == "100.00%"
+        assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.3%}" == "100.000%"
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
     assert report.lengths.empty == 100
 
@@ -241,15 +240,6 @@ def test_buckets_are_not_blamed_for_small_packs(chat):
     assert "Bucket" not in reason
 
 
-def test_the_command_says_what_steps_are(chat, tmp_path, capsys):
-    file = tmp_path / "lengths.jsonl"
-    file.write_text("".join(f'{{"input_ids": {[1] * int(length)}}}\n' for length in chat[:60]))
-    assert main(["report", str(file), "--max-length", "4096"]) == 0
-    said = capsys.readouterr().out
-    assert "in a step, each of 8 ranks works on one pack, or on 16 documents padded" in said
-    assert "times as fast as padding to at most 4,096 tokens" in said
-
-
 def test_json(chat):
     found = json.loads(json.dumps(hfp.packing_report(chat, 2048).to_dict(), default=plain))
     assert {row["strategy"] for row in found["strategies"]} == {"FixedLength(2048)", "FirstCome(2048)", "BestFit(2048)"}
@@ -259,21 +249,21 @@ def test_json(chat):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "arguments"),
     [
-        ({"lengths": []}, "lengths: expected documents with tokens, but all 0 documents are empty"),
-        ({"lengths": [0, 0]}, "lengths: expected documents with tokens, but all 2 documents are empty"),
-        ({"lengths": [3], "max_length": []}, "max_length: expected at least one row length, got none"),
-        ({"lengths": [3], "max_length": [0]}, "max_length: expected an integer from 1"),
-        ({"lengths": [3], "ranks": 0}, "ranks: expected an integer from 1"),
-        ({"lengths": [3], "padded_rows": 0}, "padded_rows: expected an integer from 1"),
-        ({"lengths": [3], "strategies": ["best_fit"]}, "strategy: expected a strategy such as BestFit"),
-        ({"lengths": [3], "strategies": []}, "strategies: expected at least one strategy, got none"),
+        ("lengths", {"lengths": []}),
+        ("lengths", {"lengths": [0, 0]}),
+        ("max_length", {"max_length": []}),
+        ("max_length", {"max_length": [0]}),
+        ("ranks", {"ranks": 0}),
+        ("padded_rows", {"padded_rows": 0}),
+        ("strategy", {"strategies": ["best_fit"]}),
+        ("strategies", {"strategies": []}),
     ],
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(PackingError, match=message):
-        hfp.packing_report(**arguments)
+def test_refused(argument, arguments):
+    with pytest.raises(PackingError, match=f"^{argument}: expected "):
+        hfp.packing_report(**{"lengths": [3], **arguments})
 
 
 @pytest.mark.parametrize("plot", fast_only(PLOTS, PLOTS[0]), ids=lambda plot: plot.name)
@@ -291,11 +281,3 @@ def test_without_matplotlib(chat, tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
         hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
-
-
-def test_the_picture_of_cuts_tells_what_just_fits_from_what_does_not(chat):
-    (row,) = hfp.packing_report(chat, strategies=[hfp.BestFit(1024)]).rows
-    shorter = row.sample.length_edges[1:] <= 1025
-    assert row.sample.length_edges[1:][shorter][-1] == 1025
-    assert np.nanmax(row.sample.cut[shorter]) == 0
-    assert np.nanmin(row.sample.cut[~shorter]) == 1

@@ -1,27 +1,28 @@
 """Where packed rows are cached, when they are used again, and what damaged files and killed processes do to them."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 import pytest
 from datasets import Dataset, load_from_disk
-from filelock import FileLock
+from datasets.table import MemoryMappedTable
 
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
-from hf_packing.rows.cache import UNTOUCHED_FOR, CachedPacks, clear_unfinished, work_folder
+from hf_packing.rows.cache import UNTOUCHED_FOR
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
 FILES = [
     *("packing.json", "first_labels.npy", "plan/plan.json"),
     *("plan/document_length.npy", "plan/segment_document.npy", "plan/segment_start.npy", "plan/segment_length.npy"),
-    *("plan/pack_offsets.npy", "plan/pack_capacity.npy", "rows"),
+    *("plan/pack_offsets.npy", "plan/pack_capacity.npy", "rows.arrow"),
 ]
 
 
@@ -33,19 +34,19 @@ def folder(tmp_path):
 
 def pack(folder, **options):
     packed = hfp.pack(load_from_disk(folder), hfp.BestFit(4), **options)
-    return CachedPacks(Path(packed.cache_files[0]["filename"])), packed
+    return Path(packed.cache_files[0]["filename"]).parent, packed
 
 
 def test_beside_the_datasets_own_files(folder):
     source = load_from_disk(folder)
     packed = hfp.pack(source, hfp.BestFit(4))
-    assert packed.cache_files[0]["filename"].startswith(str(folder / "cache-"))
+    assert packed.cache_files[0]["filename"].startswith(str(folder / "packed-"))
     assert not list(folder.glob(".*"))
 
 
 def test_in_memory_datasets_go_to_the_cache_of_datasets(tmp_path):
     packed = hfp.pack(Dataset.from_dict(DOCUMENTS), hfp.BestFit(4))
-    assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "cache-"))
+    assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "packed-"))
 
 
 def test_a_hit_plans_nothing(folder, monkeypatch):
@@ -86,7 +87,7 @@ def test_caching_disabled(folder):
         packed = hfp.pack(source, hfp.BestFit(4))
     finally:
         datasets.enable_caching()
-    assert not list(folder.glob("cache-*"))
+    assert not list(folder.glob("packed-*"))
     assert hfp.unpack(packed)["input_ids"][:] == ROWS
 
 
@@ -143,11 +144,11 @@ def test_rows_outlast_a_forked_process(monkeypatch):
 
 def test_half_a_cache_is_not_used(folder, monkeypatch):
     source = load_from_disk(folder)
-    monkeypatch.setattr(pack_module.Origin, "__init__", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(pack_module, "save_origin", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         hfp.pack(source, hfp.BestFit(4))
     monkeypatch.undo()
-    assert not list(folder.glob("*cache-*"))
+    assert not list(folder.glob("*pack*"))
     assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS
 
 
@@ -162,60 +163,53 @@ def cut(file, how):
 
 @pytest.mark.parametrize("how", ["half", "empty", "missing", "zeros"])
 def test_every_file_cut_short_is_packed_again(folder, how):
-    cache, packed = pack(folder)
+    stored, packed = pack(folder)
     before = packed[:]
-    files = {str(file.relative_to(cache.origin)) for file in cache.origin.rglob("*") if file.is_file()}
-    assert files == set(FILES) - {"rows"}
+    assert {str(file.relative_to(stored)) for file in stored.rglob("*") if file.is_file()} == set(FILES)
     for name in FILES:
+        whole = (stored / name).read_bytes()
         del packed  # its file is about to be cut under it
-        cut(cache.rows if name == "rows" else cache.origin / name, how)
-        assert cache.open() is None
+        cut(stored / name, how)
         again, packed = pack(folder)
-        assert again == cache
+        assert again == stored
         assert packed[:] == before
-        assert cache.open() is not None
+        assert (stored / name).read_bytes() == whole
         assert hfp.unpack(packed)[:] == DOCUMENTS
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "1", '{"strategy": "BestFit(4)"}', "\ufffd\x00"])
 def test_facts_that_are_not_those_of_a_pack(folder, text):
-    cache, _ = pack(folder)
-    (cache.origin / "packing.json").write_text(text)
+    stored, _ = pack(folder)
+    (stored / "packing.json").write_text(text)
     assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
 
 
-def test_no_stream_that_was_cut_short_passes(folder, tmp_path, monkeypatch):
+def test_a_stream_that_ends_between_two_blocks_is_packed_again(folder, monkeypatch):
     """An Arrow stream that ends between two of its blocks of rows can be read, and has fewer."""
     monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 1)
-    cache, packed = pack(folder)
+    stored, packed = pack(folder)
     assert packed.data.column("input_ids").num_chunks == len(packed) == 3
-    content, copy = cache.rows.read_bytes(), CachedPacks(tmp_path / cache.rows.name)
-    shutil.copytree(cache.origin, copy.origin)
-    readable = 0
-    for size in range(0, len(content), 8):
-        copy.rows.write_bytes(content[:size])
-        rows = copy.open()
-        assert rows is None or rows.num_rows == 3
-        readable += rows is not None
-    assert readable <= 1  # only the mark at the very end is missing
-    copy.rows.write_bytes(content)
-    assert copy.open() is not None
+    content, fewer = (stored / "rows.arrow").read_bytes(), 0
+    for size in range(0, len(content) - 8, 8):
+        (stored / "rows.arrow").write_bytes(content[:size])
+        with suppress(OSError, pa.ArrowException):
+            fewer += MemoryMappedTable.from_file(str(stored / "rows.arrow")).num_rows in (1, 2)
+        assert len(pack(folder)[1]) == 3
+    assert fewer
 
 
 def test_unpack_of_damaged_files_says_what_to_do(folder):
-    cache, packed = pack(folder)
-    cut(cache.origin / "packing.json", "half")
+    stored, packed = pack(folder)
+    cut(stored / "packing.json", "half")
     with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* the documents again"):
         hfp.unpack(packed)
 
 
-def test_rows_and_plan_of_two_packs(folder):
-    """A strategy with a time limit may plan anew, and its process be killed before the new rows are in place."""
-    cache, packed = pack(folder)
-    hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(cache.origin / "plan")
-    with pytest.raises(hfp.PackingError, match="pack the documents again with load_from_cache_file=False"):
+def test_the_plan_of_other_rows_is_refused(folder):
+    stored, packed = pack(folder)
+    hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(stored / "plan")
+    with pytest.raises(hfp.PackingError, match="plan: expected the plan that these rows were packed with"):
         hfp.unpack(packed)
-    assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
 
 
 SCRIPT = """
@@ -225,15 +219,12 @@ pack_rows, calls = made.Packing.rows, []
 
 def slowly(*args, **more):
     calls.append(1)
-    if len(calls) == int(sys.argv[2]):
+    if len(calls) == 3:
         print("packing", flush=True)
         time.sleep(600)
     return pack_rows(*args, **more)
 
 made.Packing.rows = slowly
-made.CachedPacks.save_origin = (
-    lambda save: lambda *args: (save(*args), print("packing", flush=True), time.sleep(600))
-)(made.CachedPacks.save_origin)
 hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4))
 """
 
@@ -243,77 +234,39 @@ def unfinished(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_at", [3, 99], ids=["while writing rows", "with the plan in place"])
-def test_what_a_killed_process_has_left(folder, stop_at):
-    running = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), str(stop_at)], stdout=subprocess.PIPE, text=True
-    )
+def test_what_a_killed_process_has_left_is_removed_when_nobody_writes_to_it(folder):
+    running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout.readline() == "packing\n"
-        (live,) = unfinished(folder)
-        hfp.pack(load_from_disk(folder), hfp.BestFit(5))
-        assert unfinished(folder) == [live]
-        assert [file.name for file in live.glob("*.arrow")]
     finally:
         running.kill()
         running.communicate()
-    assert unfinished(folder) == [live]
+    (left,) = unfinished(folder)
     assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
-    assert unfinished(folder) == []
-
-
-def test_what_has_no_lock_is_left_over_when_nobody_writes_to_it(folder):
-    file, plan = folder / ".cache-0a1b.arrow.4711-140", folder / ".cache-0a1b.plan-x_y1"
-    others = [folder / ".cache", folder / ".cache-notes.txt", folder / ".cache-xyz.arrow.1-1"]
-    plan.mkdir()
-    for each in (file, plan / "packing.json", *others):
-        each.touch()
+    assert unfinished(folder) == [left]
+    make_old(left)
     pack(folder)
-    assert unfinished(folder) == sorted([file, plan, *others])
-    old = time.time() - UNTOUCHED_FOR - 10
-    for each in (file, plan, *others):
-        os.utime(each, (old, old))
+    assert unfinished(folder) == []
+
+
+def make_old(*files):
+    for file in files:
+        for each in (file, *file.rglob("*")):
+            os.utime(each, (time.time() - UNTOUCHED_FOR - 10,) * 2)
+
+
+def test_unfinished_folders_are_removed_an_hour_after_the_last_write(folder):
+    left, other = folder / ".packing-a", folder / ".other"
+    left.mkdir()
+    (left / "rows.arrow").touch()
+    other.touch()
+    make_old(left, other)
+    (left / "rows.arrow").touch()
     pack(folder)
-    assert unfinished(folder) == sorted([plan, *others])  # its file was touched just now
-    os.utime(plan / "packing.json", (old, old))
+    assert unfinished(folder) == [other, left]
+    make_old(left)
     pack(folder)
-    assert unfinished(folder) == sorted(others)
-
-
-def test_what_has_a_lock_is_left_over_when_nobody_holds_it(folder):
-    """The operating system releases the lock of a process that was killed."""
-    place = folder / "cache-0a1b.arrow"
-    with work_folder(place) as held:
-        left = held.with_name(f".{place.name}-left_over")
-        left.mkdir()
-        (left / "lock").touch()
-        pack(folder)
-        assert unfinished(folder) == [held]
-    assert unfinished(folder) == []
-
-
-def test_file_systems_without_locks(folder, monkeypatch):
-    monkeypatch.setattr("filelock.FileLock.acquire", lambda *_, **__: (_ for _ in ()).throw(NotImplementedError))
-    assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
-    assert unfinished(folder) == []
-
-
-def test_a_folder_that_is_cleared_before_it_is_locked(folder, monkeypatch):
-    acquire, cleared = FileLock.acquire, []
-
-    def clear_and_acquire(lock, *args, **more):
-        if not cleared:
-            cleared.append(Path(lock.lock_file).parent)
-            cleared[0].rmdir()
-        return acquire(lock, *args, **more)
-
-    monkeypatch.setattr("filelock.FileLock.acquire", clear_and_acquire)
-    with work_folder(folder / "cache-0a1b.arrow") as work:
-        assert (work / "lock").is_file()
-        clear_unfinished(folder)
-        assert unfinished(folder) == [work]
-    assert len(cleared) == 1
-    assert unfinished(folder) == []
+    assert unfinished(folder) == [other]
 
 
 @pytest.mark.filterwarnings("ignore:pack skips:UserWarning")
@@ -321,5 +274,5 @@ def test_a_folder_that_is_cleared_before_it_is_locked(folder, monkeypatch):
 def test_what_was_packed_without_labels_or_rows(columns):
     features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
     packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(4))
-    assert CachedPacks(Path(packed.cache_files[0]["filename"])).open() is not None
+    assert len(hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(4))) == len(packed)
     assert hfp.unpack(packed)[:] == columns

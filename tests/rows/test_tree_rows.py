@@ -122,7 +122,7 @@ def check_smallest(row):
 
 def plan_of(packed):
     (file,) = packed.cache_files
-    return hfp.PackingPlan.load(Path(file["filename"]).with_suffix(".plan") / "plan")
+    return hfp.PackingPlan.load(Path(file["filename"]).parent / "plan")
 
 
 DOCUMENTS = [[1, 2, 3, 4], [1, 2, 5], [9, 8], [1, 2, 3], [9, 8], []]
@@ -186,7 +186,7 @@ def test_rows_are_cached_by_what_is_shared():
     others = [hfp.pack(documents, hfp.BestFit(8)), hfp.pack(documents, hfp.BestFit(8), share_prefixes=3)]
     assert len({each.cache_files[0]["filename"] for each in (packed, *others)}) == 3
     (file,) = packed.cache_files
-    (Path(file["filename"]).with_suffix(".plan") / "plan" / "segment_shared.npy").unlink()
+    (Path(file["filename"]).parent / "plan" / "segment_shared.npy").unlink()
     assert hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)[:] == packed[:]
     assert plan_of(packed).segment_shared is not None
 
@@ -239,11 +239,6 @@ def test_strategies_that_cannot(strategy, message):
 def test_share_prefixes_is_a_bool_or_a_number(share_prefixes):
     with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens to share"):
         hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=share_prefixes)
-
-
-def test_what_cannot_be_combined():
-    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with lazy=True"):
-        hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, lazy=True)
 
 
 def test_columns_that_rows_need():

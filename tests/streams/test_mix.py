@@ -13,6 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from document_streams import generated, stream_of, write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import hf_packing as hfp
 
@@ -198,17 +199,13 @@ def test_a_source_of_which_nothing_counts(how, streams):
         return datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"parts": parts}, features=features)
 
     good = documents(1, [[1] * 5] * 30)
-    for bad, count, message in (
-        ([[], [], []], "tokens", "expected documents, got none"),
-        (documents(2, [[]] * 4), "tokens", "expected documents with a token, got 12 documents without"),
-        (
-            documents(2, [[-100] * 5] * 4),
-            "trainable",
-            "expected documents with a label to train on, since count='t",
-        ),
+    for bad, count, number in (
+        ([[], [], []], "tokens", 0),
+        (documents(2, [[]] * 4), "tokens", 12),
+        (documents(2, [[-100] * 5] * 4), "trainable", 12),
     ):
         mixed = hfp.mix({"a": source(good), "b": source(bad)}, {"a": 1, "b": 1}, count=count, stopping_strategy=how)
-        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: {message}"):
+        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: .* got {number} documents"):
             list(mixed if streams is None else hfp.pack(mixed, hfp.BestFit(16), streams=streams))
     late = documents(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
     mixed = hfp.mix({"a": source(good), "b": source(late)}, {"a": 1, "b": 1}, count="trainable", stopping_strategy=how)
@@ -229,6 +226,20 @@ def test_masks_of_other_lengths():
     message = r"streams\['a'\]: column 'completion_mask': .* row 1 has 3 for 4 input_ids.* from document 699 of"
     with pytest.raises(hfp.PackingError, match=message):
         list(hfp.mix({"a": source}, {"a": 1}, count="trainable"))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_workers_and_shards_read_every_document_once(shards):
+    """Also those that get no shard: datasets leaves out workers beyond the number of shards."""
+    parts = [[[10 * part + n] for n in range(8)] for part in range(shards)]
+    mixed = hfp.mix({"a": generated(parts)}, {"a": 1})
+    expected = sorted(n for part in parts for (n,) in part)
+
+    def numbers(documents):
+        return [document["input_ids"][0] for document in documents]
+
+    assert sorted(numbers(DataLoader(mixed, batch_size=None, num_workers=2))) == expected
+    assert sorted(n for index in range(4) for n in numbers(mixed.shard(4, index))) == expected
 
 
 def test_the_same_stream_twice():

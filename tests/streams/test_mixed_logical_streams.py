@@ -81,7 +81,7 @@ def test_differences_of_logical_streams_cancel():
     }
     mixed = hfp.mix(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, stopping_strategy="all_exhausted")
     examples = upstream.examples_of(mixed)
-    tokens = np.array([_first_tokens(examples.shard_data_sources(64, stream), 6200) for stream in range(64)])
+    tokens = np.array([_first_tokens(examples.piece(stream, 64), 6200) for stream in range(64)])
     by_source = np.array([(tokens == source).sum(1) for source in range(3)]) / 6200
     assert by_source.mean(1) == pytest.approx([0.5, 0.3, 0.2], abs=0.001)
     assert by_source[2].std() > 0.02

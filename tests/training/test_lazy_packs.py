@@ -1,8 +1,6 @@
 """Lazy packs in training: the batches and losses of the rows of pack()."""
 
 import datasets
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,9 +12,6 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
-from hf_packing.rows.lazy.lazy_columns import LazyColumn, copies_labels
-from hf_packing.sampling.rows import ArrowRows, SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import data_facts, sizes_of
 from hf_packing.training.loader import rows_loader
@@ -66,10 +61,8 @@ VIEWS = {
     "all": lambda rows: rows,
     "shuffled": lambda rows: rows.shuffle(seed=1),
     "selected": lambda rows: rows.select([3, 1, 2, 1]),
-    "concatenated": lambda rows: concatenate_datasets([rows.select([2, 1]), rows]),
+    "repeated": lambda rows: concatenate_datasets([rows.select([2, 1]), rows]),
     "mapped": lambda rows: rows.map(lambda row: {"labels": [-100] * 5 + row["labels"][5:]}),
-    "numpy": lambda rows: rows.with_format("numpy"),
-    "transformed": lambda rows: rows.with_transform(lambda rows: rows),
     "without position_ids": lambda rows: rows.remove_columns("position_ids"),
 }
 SOURCES = {"tokens": None, "labels": with_labels, "masks": with_masks}
@@ -81,8 +74,9 @@ def test_micro_batches(tmp_path, view, source):
     made = documents(45) if SOURCES[source] is None else documents(45).map(SOURCES[source])
     packed, lazy = map(VIEWS[view], both(tmp_path, source=made))
     sizes = [sizes_of(rows) for rows in (packed, lazy)]
-    assert sizes[0].fingerprint == sizes[1].fingerprint
-    assert data_facts(packed, sizes[0]) == data_facts(lazy, sizes[1])
+    if view != "mapped":  # whose rows are read one by one
+        assert sizes[0].fingerprint == sizes[1].fingerprint
+        assert data_facts(packed, sizes[0]) == data_facts(lazy, sizes[1])
     for model in (None, patched_tiny("bert", "masked")):
         batches = [
             list(rows_loader(rows, RankBatchSampler(hfp.TokenBudget(128), size), model))
@@ -101,62 +95,31 @@ def test_micro_batches_of_buckets(tmp_path):
 
 
 def test_rows_are_read_without_the_formatting_of_datasets(pair, monkeypatch):
-    packed, lazy = pair
-    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda *_: pytest.fail("formatted"))
-    monkeypatch.setattr(datasets.Dataset, "__getitem__", lambda *_: pytest.fail("formatted"))
-    names = ["input_ids", "labels", "position_ids", "seq_lengths"]
-    numbers = [2, 0, -1]
-    for one, other in zip(*(ArrowRows.open(rows, names).read(numbers) for rows in (packed, lazy)), strict=True):
-        for name in names:
-            assert one[name].dtype == other[name].dtype
-            np.testing.assert_array_equal(one[name], other[name])
+    _, lazy = pair
+    for name in ("__getitems__", "__getitem__"):
+        monkeypatch.setattr(datasets.Dataset, name, lambda *_: pytest.fail("formatted"))
     assert len(list(rows_loader(lazy, RankBatchSampler(hfp.TokenBudget(64), sizes_of(lazy))))) > 1
     with pytest.raises(pytest.fail.Exception, match="formatted"):
         lazy[0]
 
 
-def test_labels_that_the_collator_makes_are_not_read(tmp_path):
-    """Labels that are copies of input_ids, but for the first of each segment, are left to the collator."""
-    packed, lazy = both(tmp_path / "tokens")
-    _, labeled = both(tmp_path / "labels", source=documents(45).map(with_labels))
-    assert [copies_labels(rows) for rows in (packed, lazy, lazy.shuffle(seed=1), labeled)] == [False, True, True, False]
-    assert not copies_labels(concatenate_datasets([lazy, labeled]))
-    assert not copies_labels(lazy.map(lambda row: {"labels": row["labels"]}))
-
-    def columns(rows, **options):
-        loader = rows_loader(rows, RankBatchSampler(hfp.TokenBudget(64), sizes_of(rows)), **options)
-        assert isinstance(loader.dataset, SampledRows)
-        return set(loader.dataset._arrow_rows._columns)
-
-    assert columns(lazy) == {"input_ids", "seq_lengths"}
-    assert columns(labeled) == {"input_ids", "labels", "seq_lengths"}
-    assert columns(lazy, collate_fn=hfp.PackingCollator(keep_first_labels=True)) == {
-        "input_ids",
-        "labels",
-        "seq_lengths",
-    }
-    assert columns(lazy, collate_fn=list) == {"input_ids", "labels", "seq_lengths"}
-    assert columns(packed) == {"input_ids", "labels", "position_ids", "seq_lengths"}
-
-
-def test_seq_lengths_that_are_not_those_of_the_packs(pair):
-    _, lazy = pair
-    wrong = lazy.map(lambda row: {"seq_lengths": [*row["seq_lengths"], 1]})
-    with pytest.raises(
-        PackingError, match="column 'seq_lengths': expected positive lengths that add up to the .* row 0"
-    ):
-        sizes_of(wrong)
-
-
-def test_columns_with_nulls(pair):
-    _, lazy = pair
-    column = pa.chunked_array([pa.array([None], pa.int64()), *lazy.data.table.column("input_ids").chunks])
-    with pytest.raises(PackingError, match="column 'input_ids': expected a pack in every row, got nulls in 1 rows"):
-        LazyColumn("input_ids", column, lazy.features["input_ids"])
+def test_lazy_rows_of_trees():
+    """Their sizes are found by reading all rows, as those of any dataset with a transform."""
+    prompts = [[number, *range(20)] for number in range(8)]
+    source = datasets.Dataset.from_dict({"input_ids": [[*prompts[n % 8], 30 + n] for n in range(40)]})
+    rows = [hfp.pack(source, hfp.BestFit(64), lazy=lazy, share_prefixes=4) for lazy in (False, True)]
+    one, other = (
+        list(rows_loader(each, RankBatchSampler(hfp.TokenBudget(64), sizes_of(each)), patched_tiny("llama", "causal")))
+        for each in rows
+    )
+    assert len(one) == len(other) > 1
+    assert all(map(same, one, other))
 
 
 def losses_of(folder, rows, kind, attach, **options):
     more = {"padding_free": True} if kind is SFTTrainer and not attach else {}
+    if kind is SFTTrainer:
+        more["dataset_kwargs"] = {"skip_prepare_dataset": True}
     if kind is Trainer and not attach:
         more = {"data_collator": hfp.PackingCollator()}
     options = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 2, **options, **more}
@@ -190,14 +153,3 @@ def test_your_own_loop(pair):
     one, other = (list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(128))) for rows in pair)
     assert len(one) == len(other) > 1
     assert all(map(same, one, other))
-
-
-def test_masks_that_are_applied_are_noticed(tmp_path):
-    """As with the rows of pack(): training on all tokens is asked for, but labels are masked."""
-    for rows in both(tmp_path / "masks", source=documents(45).map(with_masks)):
-        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, completion_only_loss=False)
-        with pytest.raises(PackingError, match="completion_only_loss: expected None, got False, .* labels of -100"):
-            hfp.attach(trainer, hfp.TokenBudget(128))
-    for rows in both(tmp_path / "tokens"):
-        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, completion_only_loss=False)
-        hfp.attach(trainer, hfp.TokenBudget(128))

@@ -1,6 +1,6 @@
-"""Count the labels that are trained on, and those that are left after documents were cut or left out."""
+"""What packing did to documents: what it dropped, cut, skipped or left out, as counts and as texts for warnings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,8 @@ def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = 
     """Count the tokens of pieces of documents that are trained on.
 
     Args:
-        columns: columns of documents by name, as TokenColumn or LazyColumn. Only labels and loss masks are read;
-            without them, all tokens have labels.
+        columns: columns of documents by name. Only labels and loss masks are read; without them, all tokens have
+            labels.
         pieces: the pieces, which are segments of a row.
         keep_first: whether the first token of a piece has a label, as for masked language models.
     """
@@ -77,3 +77,56 @@ def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = 
             labeled[begins[length > 0]] = False
         found += int(np.count_nonzero(labeled))
     return found
+
+
+def changes_of(
+    columns: Mapping[str, Any], plan: PackingPlan, labels: LabelCounts | None, splits: Mapping[str, int], **more: Any
+) -> dict[str, Any]:
+    """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
+
+    Args:
+        columns: the token columns of the documents.
+        plan: the plan.
+        labels: what `labels_left` returned.
+        splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
+        more: further facts.
+    """
+    masks = [name for name in LOSS_MASKS if name in columns]
+    return {
+        "labels_made": LABELS not in columns and not masks,
+        "loss_masks": masks,
+        "packed_tokens": int(plan.segment_length.sum(dtype=np.int64)),
+        "tokens": int(plan.document_length.sum(dtype=np.int64)),
+        "empty_documents": int((plan.document_length == 0).sum()),
+        "labels_left": None if labels is None else [labels.left, labels.documents],
+        "splits": dict(splits),
+        **more,
+    }
+
+
+def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[str] = ()) -> list[str]:
+    """Return phrases that say, in warnings, what packing did to documents, such as "drops 5 of 11 tokens".
+
+    Args:
+        facts: what `changes_of` returned, with the `strategy`, and with `trained_tokens` if they are known.
+        of: whose tokens are counted, such as " of a batch".
+        left_out: names and types of the columns that are left out.
+    """
+    said = []
+    if facts["loss_masks"]:
+        trained = facts.get("trained_tokens")
+        counted = "tokens with a 0 are not trained on"
+        if trained is not None:
+            counted = f"{trained:,} of {facts['packed_tokens']:,} tokens are trained on"
+        said.append(f"applies {' and '.join(facts['loss_masks'])} to labels: {counted}")
+    if dropped := facts["tokens"] - facts["packed_tokens"]:
+        left = f"; {LabelCounts(*facts['labels_left'])}" if facts.get("labels_left") else ""
+        said.append(f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{left}")
+    if empty := facts["empty_documents"]:
+        said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
+    if splits := facts["splits"]:
+        places, names = sum(splits.values()), " or ".join(splits)
+        said.append(f"shares fewer tokens at {places:,} places{of}, where tokens agree but {names} differ")
+    if left_out:
+        said.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
+    return said
