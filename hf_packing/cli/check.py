@@ -70,10 +70,10 @@ def run(given: argparse.Namespace) -> int:
             "isolated": isolated,
             "stock_isolated": stock.isolated,
             "stock_reason": stock.reason,
-            "stock_max_leak": stock.max_leak,
+            "stock_max_leak": _finite(stock.max_leak),
             "route": patched.route.name if patched and patched.route else None,
-            "max_leak": patched.max_leak if patched else None,
-            "max_gradient_leak": patched.max_gradient_leak if patched else None,
+            "max_leak": _finite(patched.max_leak) if patched else None,
+            "max_gradient_leak": _finite(patched.max_gradient_leak) if patched else None,
             "refusal": refusal,
         }
         print_json(facts)
@@ -84,6 +84,10 @@ def run(given: argparse.Namespace) -> int:
             _say_wrapped(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
         _say_wrapped(f"after patch_model: {patched}" if patched else f"patch_model refuses the model: {refusal}")
     return 0 if isolated else _NOT_ISOLATED
+
+
+def _finite(leak: float | None) -> float | None:
+    return leak if leak is not None and math.isfinite(leak) else None
 
 
 def _say_wrapped(text: str) -> None:
@@ -179,10 +183,8 @@ def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tu
         return known[0], ""
     missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
     note = f"; the configuration names {missing if named else 'no class'}"
-    by_code = [head for head, _ in _KINDS.values() if head.__name__ in brought]
-    by_type = [head for head, types in _KINDS.values() if config.model_type in types]
-    for head in by_code[:1] + by_type[-1:]:
-        return head, note
+    if by_type := [head for head, types in _KINDS.values() if config.model_type in types]:
+        return by_type[-1], note
     raise PackingError(
         f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
     )
