@@ -20,7 +20,6 @@ HOME_OF = {
     "find_token_columns": "rows.token_columns",
     "blocks_of_packs": "rows.packed_rows",
     "find_trees": "trees.find",
-    "TreesPlan": "trees.rows",
     "plan_trees": "trees.rows",
     "tree_rows": "trees.rows",
     # the logical streams of a mixture: mixtures

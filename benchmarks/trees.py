@@ -15,7 +15,6 @@ import datasets
 from internals import (
     TOKENS_AT_ONCE,
     TokenColumns,
-    TreesPlan,
     blocks_of_packs,
     check_lengths,
     cut_to_pieces,
@@ -59,14 +58,14 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
     columns = find_token_columns(documents.as_dataset().data.table)
     lengths = check_lengths(columns["input_ids"].length)
     pieces = cut_to_pieces(lengths, arguments.max_length, "split")
-    found: list[TreesPlan] = []
+    plans: list[hfp.PackingPlan] = []
     sides = {
         "find": lambda: find_trees(columns, pieces, least),
-        "plan": lambda: found.append(plan_trees(columns, strategy, least)),
-        "rows": lambda: build(columns, found[-1].plan),
+        "plan": lambda: plans.append(plan_trees(columns, strategy, least)[0]),
+        "rows": lambda: build(columns, plans[-1]),
     }
     seconds = in_turn(sides, arguments.rounds, time.process_time)
-    plan, packed = found[-1].plan, hfp.plan_packing(lengths, strategy)
+    plan, packed = plans[-1], hfp.plan_packing(lengths, strategy)
     metrics, tokens = plan.metrics(), int(lengths.sum())
     speed = {side: tokens / statistics.median(times) / 1e6 for side, times in seconds.items()}
     above = metrics.num_packs / metrics.lower_bound - 1

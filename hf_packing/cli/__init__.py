@@ -1,11 +1,11 @@
-"""The command line tool hf-packing, with the commands report, pack, fleet and check.
+"""The command line tool hf-packing, with the commands report, pack and check.
 
 command.py    parses the command line, prints error messages, returns exit codes
 flags.py      flags of several commands, and the documents and strategies that they describe
 screen.py     prints lines, progress and JSON
 report.py     hf-packing report: compares strategies on documents
 pack.py       hf-packing pack: writes a packed dataset to disk
-fleet.py      hf-packing fleet: packs many files by many processes
+fleet.py      hf-packing pack with many files, which are packed by many processes
 check.py      hf-packing check: checks whether a model isolates packed documents
 """
 

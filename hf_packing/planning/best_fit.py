@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 class OpenPacks:
     """The packs to which segments can still be added (open packs), and a record of how all packs were filled.
 
-    The record is `runs`: each `Run` says how many segments of which length were put into which packs.
+    The record is `runs`: how many segments of which length were put into which packs, as for `patterns_from_runs`.
 
     The room of a pack is the number of free tokens. Open packs with the same room are stored as intervals of
     consecutive packs, and the newest interval is used first. The integer `_rooms` has bit n set if an open pack has a
@@ -42,7 +42,7 @@ class OpenPacks:
         self.limit = max_documents or capacity
         self.num_packs = 0
         self.runs: list[tuple[int, int, int, int]] = []
-        """The fields of each `Run`, in the order of filling."""
+        """(length, first pack, packs, copies), in the order of filling."""
         self._intervals: dict[int, list[tuple[int, int, int]]] = {}
         """The fields of each `Interval`, by the room of its packs."""
         self._rooms = 0

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import INT32_MAX, check_choice, check_whole_numbers
+from hf_packing.checks import INT32_MAX, check_whole_numbers
 from hf_packing.errors import PackingError
 
 IntArray = npt.NDArray[Any]
@@ -36,18 +36,20 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
             integer, or has a total of 2**63 tokens or more.
     """
     array = check_whole_numbers(name, lengths)
-    if not array.size:
-        return np.zeros(0, dtype=np.int32)
-    if array.dtype.kind == "i" and array.min() < 0:
-        first = int(np.argmax(array < 0))
-        raise PackingError(f"{name}: expected no negative length, got {array[first]} at index {first}")
-    longest, total = int(array.max()), float(array.sum(dtype=np.float64))
+    _refuse_negative(name, array)
+    longest, total = int(array.max(initial=0)), float(array.sum(dtype=np.float64))
     if total >= _MAX_TOKENS:
         raise PackingError(
             f"{name}: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
             f"document has {longest} tokens"
         )
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
+
+
+def _refuse_negative(name: str, array: IntArray) -> None:
+    if array.min(initial=0) < 0:
+        first = int(np.argmax(array < 0))
+        raise PackingError(f"{name}: expected no negative number, got {array[first]} at index {first}")
 
 
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:
@@ -170,11 +172,7 @@ def check_counts(counts: Any, name: str = "counts") -> IntArray:
             integer, or has a total of 2**63 or more documents or tokens.
     """
     array = check_whole_numbers(name, counts)
-    if not array.size:
-        return np.zeros(0, dtype=np.int64)
-    if array.dtype.kind == "i" and array.min() < 0:
-        first = int(np.argmax(array < 0))
-        raise PackingError(f"{name}: expected no negative count, got {array[first]} documents of length {first}")
+    _refuse_negative(name, array)
     documents, tokens = float(array.sum(dtype=np.float64)), float(array @ np.arange(len(array), dtype=np.float64))
     if max(documents, tokens) >= _MAX_TOKENS:
         raise PackingError(
@@ -247,10 +245,8 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
         Pieces, in the order of the documents.
 
     Raises:
-        PackingError: `overflow` has an unknown value, `overflow` is "error" and a document is too long, or there are
-            more than 2**40 pieces.
+        PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
     """
-    check_choice("overflow", overflow, Overflow)
     documents = len(lengths)
     numbers = np.arange(documents, dtype=smallest_index_type(documents))
     longest = int(lengths.max(initial=0))

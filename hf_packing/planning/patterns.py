@@ -97,18 +97,6 @@ class Pattern(NamedTuple):
     """(length, number of segments) for each distinct segment length in one pack."""
 
 
-class Run(NamedTuple):
-    """One step of filling packs. The step puts `copies` segments of `length` tokens into each of several packs.
-
-    The packs have the numbers first_pack, ..., first_pack + packs - 1.
-    """
-
-    length: int
-    first_pack: int
-    packs: int
-    copies: int
-
-
 def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
     """Convert a list of `Pattern` objects to one `Patterns` object."""
     sizes = [len(pattern.copies) for pattern in patterns]
@@ -123,10 +111,11 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
 
 
 def patterns_from_runs(runs: Iterable[tuple[int, int, int, int]], num_packs: int, capacity: int) -> Patterns:
-    """Return the patterns of packs that are filled step by step. Each step is a `Run`.
+    """Return the patterns of packs that are filled step by step.
 
     Args:
-        runs: the fields of the steps, in order. Each step fills consecutive packs, whose indices are below num_packs.
+        runs: the steps, in order: (length, first pack, packs, copies) puts `copies` segments of `length` tokens into
+            each of `packs` packs, from number `first pack` on. All numbers of packs are below num_packs.
         num_packs: total number of packs.
         capacity: capacity of each pack, in tokens.
     """

@@ -370,7 +370,6 @@ def _check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> No
     if (twice := (document[left] == document[right]) & (start[right] < end)).any():
         first = int(twice.argmax())
         raise PackingError(
-            f"segment_start: expected segments that share no token, but segments {left[first]} and {right[first]} of "
-            f"document {document[left[first]]} overlap: segment {left[first]} ends before token {end[first]}, and "
-            f"segment {right[first]} starts at token {start[right[first]]}"
+            f"segment_start: expected segments without common tokens, got segments {left[first]} and {right[first]} of "
+            f"document {document[left[first]]}, which overlap"
         )

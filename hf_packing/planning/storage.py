@@ -79,24 +79,20 @@ def _read_index(folder: Path) -> dict[str, Any]:
     index = folder / _INDEX
     if not index.is_file():
         raise PackingError(f"path: expected a folder with a saved plan, but {str(folder)!r} has no {_INDEX}")
-    facts: dict[str, Any] | None = None
     try:
         saved = json.loads(index.read_text())
-        if saved["format"] == _FORMAT:
-            facts = {
-                "fingerprint": str(saved["fingerprint"]),
-                "proven_lower_bound": int(saved["proven_lower_bound"]),
-                "note": str(saved.get("note", "")),
-            }
+        facts = {
+            "fingerprint": str(saved["fingerprint"]),
+            "proven_lower_bound": int(saved["proven_lower_bound"]),
+            "note": str(saved.get("note", "")),
+        }
+        found = saved["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise PackingError(
             f"path: expected a valid {_INDEX}, but reading {str(index)!r} raised {error!r}; save the plan again"
         ) from error
-    if facts is None:
-        raise PackingError(
-            f"path: expected a plan of format {_FORMAT}, the only format that this version of hf_packing reads, but "
-            f"{str(index)!r} has format {saved['format']!r}"
-        )
+    if found != _FORMAT:
+        raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {found!r}")
     return facts
 
 

@@ -18,8 +18,8 @@ In this module, the rank of a piece is the index of the piece in the list of all
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -312,10 +312,6 @@ class PatternTable:
             squared_capacities=float(patterns.packs @ patterns.capacity.astype(np.float64) ** 2),
             lower_bound=max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the constructor with its arguments, so that a table for another worker has no cached properties."""
-        return partial(PatternTable, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     def __repr__(self) -> str:
         metrics = self.metrics()

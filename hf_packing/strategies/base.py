@@ -75,6 +75,8 @@ class Strategy(ABC):
 
     has_buckets: ClassVar[bool] = False
     """True if packs have several capacities. Packed rows then have a column `bucket` with the capacity of the pack."""
+    keeps_fitting_documents_whole: ClassVar[bool] = False
+    """True if documents that fit in a pack are never cut. Trees of documents need this."""
     fills_one_pack_at_a_time: ClassVar[bool] = False
     """True if documents go into packs in their order. In a stream, the last pack then waits until it is full."""
 
@@ -98,10 +100,17 @@ class Strategy(ABC):
         Raises:
             PackingError: the strategy, or one of its arguments, cannot be used with documents that share prefixes.
         """
-        raise PackingError(
-            "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
-            f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
-        )
+        if not self.keeps_fitting_documents_whole:
+            raise PackingError(
+                "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
+                f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
+            )
+        if self.most_documents is not None:
+            raise PackingError(
+                "max_documents: expected None with share_prefixes, since strategies do not know how many documents a "
+                f"tree has, got {self.most_documents}"
+            )
+        return TreeLimits(self.largest_capacity, getattr(self, "overflow", "split"))
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
@@ -171,6 +180,8 @@ class OneCapacity(CountingStrategy):
     A document of at most max_length tokens is never cut.
     """
 
+    keeps_fitting_documents_whole: ClassVar[bool] = True
+
     max_length: int
     overflow: Overflow = field(default="split", kw_only=True)
     max_documents: int | None = field(default=None, kw_only=True)
@@ -210,28 +221,11 @@ class OneCapacity(CountingStrategy):
         check_fitting(lengths, self.max_length, self.overflow)
         return super().plan_lengths(lengths)
 
-    def tree_limits(self) -> TreeLimits:
-        return limits_of_trees(self.max_length, self.overflow, self.max_documents)
-
-
-def limits_of_trees(max_length: int, overflow: Overflow, max_documents: int | None = None) -> TreeLimits:
-    """Return the limits on trees of a strategy; raise PackingError if it has a limit on documents."""
-    if max_documents is not None:
-        raise PackingError(
-            "max_documents: expected None with share_prefixes, since strategies do not know how many documents a tree "
-            f"has, got {max_documents}"
-        )
-    return TreeLimits(max_length, overflow)
-
 
 def check_strategy(strategy: Any) -> Strategy:
     """Return `strategy` unchanged, or raise PackingError if `strategy` is not an instance of Strategy."""
     if not isinstance(strategy, Strategy):
-        hint = ""
-        if isinstance(strategy, type) and issubclass(strategy, Strategy):
-            arguments = "bucket_lengths=(512, 2048)" if strategy.has_buckets else "2048"
-            hint = f"; pass an instance of the class, such as {strategy.__name__}({arguments})"
-        raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
+        raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}")
     return strategy
 
 
@@ -340,22 +334,11 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         >>> hfp.plan_counts([0, 0, 1, 1, 0, 1, 0, 1], hfp.BestFit(8)).num_packs
         3
     """
-    counting = check_counting(strategy, "the length of each document; use plan_packing with this strategy")
-    return counting.plan_counts(counts_of_histogram(check_counts(counts)))
-
-
-def check_counting(strategy: Any, needed: str) -> CountingStrategy:
-    """Return `strategy` unchanged, or raise PackingError if it needs more than the counts of lengths.
-
-    Args:
-        strategy: the strategy to check.
-        needed: what other strategies need, for the error message.
-    """
     check_strategy(strategy)
     if not isinstance(strategy, CountingStrategy):
         counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
             f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
-            f"{strategy!r}, which needs {needed}"
+            f"{strategy!r}; use plan_packing with this strategy"
         )
-    return strategy
+    return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

@@ -54,6 +54,7 @@ class Bucket(CountingStrategy):
     """
 
     has_buckets: ClassVar[bool] = True
+    keeps_fitting_documents_whole: ClassVar[bool] = True  # with padding_threshold=1
 
     bucket_lengths: Sequence[int] = _BUCKET_LENGTHS
     padding_threshold: float = field(default=0.01, kw_only=True)
@@ -77,7 +78,7 @@ class Bucket(CountingStrategy):
                 "padding_threshold: expected 1 with share_prefixes, since a smaller value cuts documents that fit in a "
                 f"pack, and a tree of documents can be cut only between documents, got {self.padding_threshold}"
             )
-        return TreeLimits(self.largest_capacity, "split")
+        return super().tree_limits()
 
 
 @register_strategy

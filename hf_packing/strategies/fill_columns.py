@@ -8,7 +8,10 @@ import numpy as np
 
 from hf_packing.planning.best_fit import Interval, OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
+from hf_packing.planning.patterns import Patterns, patterns_from_runs
+
+_Run = tuple[int, int, int, int]
+"""(length, first pack, packs, copies), as for `patterns_from_runs`."""
 
 
 class _FreeSlots:
@@ -21,7 +24,7 @@ class _FreeSlots:
     def __init__(self, packs: IntArray, first_pack: IntArray, copies: IntArray) -> None:
         self.intervals = list(zip(first_pack.tolist(), packs.tolist(), copies.tolist(), strict=True))
 
-    def give(self, length: int, documents: int) -> tuple[list[Run], int]:
+    def give(self, length: int, documents: int) -> tuple[list[_Run], int]:
         """Put documents of one length into free slots.
 
         Args:
@@ -29,19 +32,19 @@ class _FreeSlots:
             documents: number of documents.
 
         Returns:
-            Filling steps (`Run`) that put documents into packs; and the number of documents that found no free slot.
+            Filling steps that put documents into packs; and the number of documents that found no free slot.
         """
-        runs = []
+        runs: list[_Run] = []
         while documents and self.intervals:
             first, packs, copies = self.intervals.pop()
             full = min(packs, documents // copies)
             if full:
-                runs.append(Run(length, first, full, copies))
+                runs.append((length, first, full, copies))
                 documents -= full * copies
                 if full < packs:
                     self.intervals.append((first + full, packs - full, copies))
             else:  # one pack has more free slots than there are documents
-                runs.append(Run(length, first, 1, documents))
+                runs.append((length, first, 1, documents))
                 if packs > 1:
                     self.intervals.append((first + 1, packs - 1, copies))
                 self.intervals.append((first, 1, copies - documents))
@@ -73,7 +76,7 @@ def fill_columns(
     first = np.cumsum(packs[used]) - packs[used]
     num_packs = int(packs[used].sum())
     left = counts.copy()
-    runs: list[Run] = []
+    runs: list[_Run] = []
 
     def give(free: _FreeSlots, lengths: IntArray) -> None:
         for length in lengths.tolist():
@@ -96,7 +99,7 @@ def fill_columns(
     return _fill_rest(runs, num_packs, left, capacity, max_documents)
 
 
-def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
+def _fill_rest(runs: list[_Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
     """Pack the remaining segments best-fit, into packs that have free room and into new packs.
 
     Args:

@@ -32,7 +32,7 @@ from hf_packing.planning.permutation import random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import Slots
 from hf_packing.planning.windows import WindowPlan
-from hf_packing.strategies.base import Strategy, TreeLimits, limits_of_trees, register_strategy
+from hf_packing.strategies.base import Strategy, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
 
@@ -177,6 +177,8 @@ class FirstCome(Strategy):
         [[1, 2, 3], [4, 5, 6]]
     """
 
+    keeps_fitting_documents_whole: ClassVar[bool] = True
+
     max_length: int
     order: _Order = field(default="random", kw_only=True)
     overflow: Overflow = field(default="split", kw_only=True)
@@ -201,9 +203,6 @@ class FirstCome(Strategy):
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         plan, order = self.with_seed_for(f"window {number}")._plan(lengths)
         return WindowPlan(plan, order == plan.num_packs - 1, all_wait=True)
-
-    def tree_limits(self) -> TreeLimits:
-        return limits_of_trees(self.max_length, self.overflow, self.max_documents)
 
     def _plan(self, lengths: IntArray) -> tuple[PackingPlan, IntArray]:
         """Return the plan, and the turn in which each pack was filled, int64 [packs], from 0."""
@@ -282,6 +281,8 @@ class Multipack(Strategy):
         PackingPlan(5 documents, 5 segments, 5 packs, efficiency 0.6000)
     """
 
+    keeps_fitting_documents_whole: ClassVar[bool] = True
+
     max_length: int
     window: int = field(default=100_000, kw_only=True)
     overflow: Overflow = field(default="split", kw_only=True)
@@ -313,9 +314,6 @@ class Multipack(Strategy):
         pieces = Pieces(shuffled[pieces.document], pieces.start, pieces.length)
         offsets = offsets_of(np.concatenate(sizes))
         return _plan_pieces(lengths, pieces, offsets, np.full(len(offsets) - 1, self.max_length), self.seed)[0]
-
-    def tree_limits(self) -> TreeLimits:
-        return limits_of_trees(self.max_length, self.overflow)
 
 
 def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:

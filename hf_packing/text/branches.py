@@ -1,7 +1,8 @@
 """Turn conversations into one document for each assistant turn, as the model sees the turn at inference."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
@@ -82,16 +83,15 @@ def branches(
         )
     texts = text_tokenizer(tokenizer)
     rows = _rows_of(conversations, column)
-    documents: list[_Document] = []
+    documents: list[tuple[list[int], list[int], _Turn]] = []
     bad, num_empty, num_opening = [], 0, 0
     for number, row in enumerate(rows):
         try:
-            prompt = [] if column in row else messages_of(row[_PROMPT])
-            messages = [*prompt, *messages_of(row[column] if column in row else row[_COMPLETION])]
+            prompt = messages_of(row.get(_PROMPT, []))
+            messages = [*prompt, *messages_of(row[_COMPLETION])]
             later = range(max(1, len(prompt)), len(messages))
             turns = [each for each in later if messages[each]["role"] == _ASSISTANT]
-            settings = {**(chat_template_kwargs or {}), **settings_of(row)}
-            found = list(_documents_of(texts, messages, turns, settings))
+            found = _documents_of(texts, messages, turns, {**(chat_template_kwargs or {}), **settings_of(row)})
         except BadRowError as error:
             bad.append(f"row {number} of the batch, {error}" if isinstance(conversations, Mapping) else str(error))
             if not skip_bad:
@@ -102,23 +102,23 @@ def branches(
         num_opening += not prompt and bool(messages) and messages[0]["role"] == _ASSISTANT
     of_rows, of_turns = f"of {len(rows):,} conversations", f"of {len(documents):,} assistant turns"
     for number, text in (
-        (len(bad), f"{of_rows} cannot be used and are left out, the first because of {next(iter(bad), '')}"),
+        (len(bad), f"{of_rows} cannot be used and are left out, the first because of {''.join(bad[:1])}"),
         (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
         (num_opening, f"{of_rows} open with an assistant turn, which is not trained on"),
         (
-            sum(not each.turn.has_end for each in documents),
+            sum(not turn.has_end for *_, turn in documents),
             f"{of_turns} do not end with a special token, so the model does not learn where to stop",
         ),
         (
-            sum(not each.turn.has_message for each in documents),
+            sum(not turn.has_message for *_, turn in documents),
             f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out",
         ),
     ):
         if number:
             warnings.warn(f"branches: {number:,} {text}", stacklevel=2)
     return {
-        INPUT_IDS: [[*each.prompt, *each.generated] for each in documents],
-        LABELS: [[IGNORED_LABEL] * len(each.prompt) + each.generated for each in documents],
+        INPUT_IDS: [prompt + generated for prompt, generated, _ in documents],
+        LABELS: [[IGNORED_LABEL] * len(prompt) + generated for prompt, generated, _ in documents],
     }
 
 
@@ -135,35 +135,26 @@ class _Turn(NamedTuple):
     """True if the generated text has all texts of the message."""
 
 
-class _Document(NamedTuple):
-    """An assistant turn of a conversation, as tokens."""
-
-    prompt: list[int]
-    generated: list[int]
-    turn: _Turn
-
-
 def _documents_of(
     texts: TextTokenizer, messages: Sequence[Message], numbers: Sequence[int], settings: Settings
-) -> Iterator[_Document]:
-    """Yield a document for each of the given messages of a conversation."""
-    _check_parts(messages[: max(numbers, default=-1) + 1])
+) -> list[tuple[list[int], list[int], _Turn]]:
+    """Return the tokens before each of the given messages of a conversation, those of the message, and its text."""
     turns = [_turn_of(texts, messages, number, settings) for number in numbers]
     prompts = _encode(texts, [turn.prompt for turn in turns])
     wholes = _encode(texts, [turn.prompt + turn.generated for turn in turns])
-    decode = texts.template.tokenizer.decode
-    as_they_are = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    decode = partial(texts.template.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    found = []
     for number, turn, prompt, whole in zip(numbers, turns, prompts, wholes, strict=True):
         generated = whole[len(prompt) :]
-        if whole[: len(prompt)] != prompt or not generated:
-            # a token spans the end of the prompt, which cannot happen at inference
+        if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
             (generated,) = _encode(texts, [turn.generated])
-            if not generated or decode(prompt + generated, **as_they_are) != decode(whole, **as_they_are):
+            if decode(prompt + generated) != decode(whole):
                 raise BadRowError(
                     f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
                     f"{turn.prompt[-_SHOWN:]!r} and {turn.generated[:_SHOWN]!r} become other text"
                 )
-        yield _Document(prompt, generated, turn)
+        found.append((prompt, generated, turn))
+    return found
 
 
 def _turn_of(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> _Turn:
@@ -197,40 +188,23 @@ def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:
 
 
 def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch, or one row for a single conversation. The rows have no other columns than needed.
-
-    Raises:
-        PackingError: this is neither a conversation nor a batch of conversations.
-    """
+    """Return the rows of a batch, or one row for a single conversation, which is then in `completion`."""
     if isinstance(conversations, Sequence) and not isinstance(conversations, str):
-        return [{column: conversations}]
+        return [{_COMPLETION: conversations}]
     if not isinstance(conversations, Mapping):
         raise PackingError(
-            f"conversations: expected a list of messages, or a mapping from column names to lists, got "
-            f"{type(conversations).__name__}"
+            f"conversations: expected a list of messages, or a batch, got {type(conversations).__name__}"
         )
-    names = [column] if column in conversations else [_PROMPT, _COMPLETION]
-    if missing := [name for name in names if name not in conversations]:
+    columns = {name: conversations[name] for name in (_PROMPT, _COMPLETION, *_SETTINGS) if name in conversations}
+    if column in conversations:
+        columns.pop(_PROMPT, None)
+        columns[_COMPLETION] = conversations[column]
+    elif not {_PROMPT, _COMPLETION} <= columns.keys():
         raise PackingError(
-            f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', but "
-            f"{missing[0]!r} is missing among the columns {', '.join(conversations)}"
+            f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', got the columns "
+            f"{', '.join(conversations)}"
         )
-    columns = {name: conversations[name] for name in (*names, *_SETTINGS) if name in conversations}
-    first = next(iter(columns[names[0]]), None)
-    if isinstance(columns[names[0]], str) or isinstance(first, Mapping):
-        raise PackingError(
-            f"conversations: expected a batch with a list of conversations in {names[0]!r}, got a single row; call "
-            "map with batched=True"
-        )
+    first = next(iter(columns[_COMPLETION]), None)
+    if isinstance(columns[_COMPLETION], str) or isinstance(first, Mapping):
+        raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _check_parts(messages: Sequence[Message]) -> None:
-    """Raise BadRowError if the content of a message has a picture, or another part that is not text."""
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise BadRowError(
-                    f"message {number}: expected text, got a part that needs a processor: {str(part)[: 2 * _SHOWN]}"
-                )

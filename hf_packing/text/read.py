@@ -102,12 +102,12 @@ class Documents:
         first = next(rows, None)
         names = first[1] if first else {}
         if INPUT_IDS in names and (tokenizer is None or tokenizer.text_field is None):
-            for name, value in (("tokenizer", tokenizer), ("skip_bad", self.skip_bad or None)):
-                if value is not None:
-                    raise PackingError(
-                        f"{name}: expected none for documents with input_ids, which are tokens already; text_field "
-                        "names a field to tokenize instead"
-                    )
+            if tokenizer is not None or self.skip_bad:
+                argument = "skip_bad" if tokenizer is None else "tokenizer"
+                raise PackingError(
+                    f"{argument}: expected none for documents with input_ids, which are tokens already; text_field "
+                    "names a field to tokenize instead"
+                )
             return self._load() if dataset is None else dataset
         if tokenizer is None:
             raise PackingError(
@@ -156,15 +156,11 @@ class Documents:
                     text = part.decode("utf-8-sig")
                     if "\0" in text:
                         raise ValueError("NUL bytes, which are typical of arrays and UTF-16")
-                    rows: _Rows
-                    if self.kind == _TEXT:
-                        rows = [(place, {"text": text if whole else text.rstrip("\r\n")})]
-                    else:
-                        rows = _numbered(place, json.loads(text)) if whole else [(place, json.loads(text))]
+                    found = {"text": text if whole else text.rstrip("\r\n")} if self.kind == _TEXT else json.loads(text)
                 except (ValueError, RecursionError) as error:
                     self._leave_out(f"{place}: expected {self.kind} in UTF-8, got {part.strip()[:_SHOWN]!r} ({error})")
                     continue
-                for where, row in rows:
+                for where, row in _numbered(place, found) if isinstance(found, list) else [(place, found)]:
                     if isinstance(row, dict):
                         yield where, row
                     else:
@@ -173,11 +169,11 @@ class Documents:
     def _load(self) -> datasets.Dataset:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
-            if self.kind in _SEPARATORS:
-                options = {"sep": _SEPARATORS[self.kind], "keep_default_na": False}  # text such as NA stays text
-                found = datasets.load_dataset("csv", data_files=self.files, split=_TRAIN, **options)
-            elif self.kind is not None:
-                found = datasets.load_dataset(self.kind.lower(), data_files=self.files, split=_TRAIN)
+            if self.kind is not None:
+                builder, options = self.kind.lower(), {}
+                if self.kind in _SEPARATORS:  # text such as NA stays text
+                    builder, options = "csv", {"sep": _SEPARATORS[self.kind], "keep_default_na": False}
+                found = datasets.load_dataset(builder, data_files=self.files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import shorten
 from typing import Any, NamedTuple
 
-from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 
-ROW_KINDS = (INPUT_IDS, "text", "prompt", "messages")
+ROW_KINDS = ("text", "prompt", "messages")
 """Fields that determine the kind of a row. If a row has several of these fields, the first in this order counts."""
 TRAIN_ON = ("assistant", "completion", "all")
 """What the tokens of a document can be trained on: the assistant's turns, the completion after a prompt, or all."""
@@ -19,8 +19,7 @@ CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% macro body(message) %}"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}"
-    "{% if part.text is string %}{{ part.text }}{% else %}{{ raise_exception('only text parts can be written') }}"
-    "{% endif %}{% endfor %}{% endif %}"
+    "{{ part.text }}{% endfor %}{% endif %}"
     "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endmacro %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
     "{% generation %}{{ body(message) }}{% endgeneration %}{% else %}{{ body(message) }}{% endif %}{% endfor %}"
@@ -142,13 +141,9 @@ def render(
     wanted = (text_field,) if text_field else ROW_KINDS
     kind = next((name for name in wanted if row.get(name) is not None), None)
     if kind is None or (kind == "prompt" and row.get("completion") is None):
-        expected = "prompt and completion" if text_field == "prompt" else text_field
-        raise BadRowError(
-            f"expected {expected or 'text, prompt and completion, or messages'}, got the fields "
-            f"{', '.join(row) or 'none'}; text_field names the field with the text"
-        )
-    if kind == INPUT_IDS:
-        raise BadRowError("expected rows without input_ids, which are tokens already")
+        expected = "text, prompt and completion, or messages" if text_field in (None, "prompt") else text_field
+        fields = ", ".join(row) or "none"
+        raise BadRowError(f"expected {expected}, got the fields {fields}; text_field names the field with the text")
     if separator is not None and kind != "prompt":
         raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
     if kind == "messages":
@@ -243,52 +238,41 @@ def texts_of(message: Message) -> Iterator[str]:
     content = message.get("content")
     if isinstance(content, str):
         yield content.rpartition(_END_OF_THINKING)[2]
-    yield from (part["text"] for part in (content if isinstance(content, list) else []) if "text" in part)
+    yield from (part["text"] for part in (content if isinstance(content, list) else []))
     yield from (str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or [])
     yield from (message[name] for name in _THINKING if isinstance(message.get(name), str))
 
 
 def messages_of(value: Any) -> Sequence[Message]:
-    """Return the messages of a chat, without null fields.
-
-    Args:
-        value: list of mappings, each with a role, and with content or tool calls.
-
-    Raises:
-        BadRowError: the value is something else.
-    """
+    """Return the messages of a chat, without null fields; raise BadRowError if the value is something else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRowError(f"expected a list of messages, got {type(value).__name__}: {str(value)[:40]}")
-    for message in value:
+    for number, message in enumerate(value):
         if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
             raise BadRowError(f"expected messages with a role, and with content or tool_calls, got {str(message)[:40]}")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise BadRowError(f"message {number}: expected text, got a part for a processor: {str(part)[:40]}")
     kept: list[Message] = _without_nulls(list(value))
     return kept
 
 
 def settings_of(row: Mapping[str, Any]) -> Settings:
-    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL.
-
-    Raises:
-        BadRowError: the tools are neither a list nor JSON, or the other arguments are not a mapping.
-    """
+    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
     tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadRowError(f"expected tools as a list or as JSON, got the error: {error}") from None
-    if not isinstance(tools, (list, type(None))):
-        raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
-    if not isinstance(others, (Mapping, type(None))):
-        raise BadRowError(f"expected chat_template_kwargs as a mapping, got {type(others).__name__}")
-    return ({"tools": tools} if tools else {}) | dict(others or {})
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return ({"tools": tools} if tools else {}) | dict(others or {})
+    except (ValueError, TypeError) as error:
+        raise BadRowError(
+            f"expected tools as a list or as JSON, and chat_template_kwargs as a mapping, got the error: {error}"
+        ) from None
 
 
 def reason_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
+    return shorten(str(error), _MOST_OF_A_REASON, placeholder="...") or type(error).__name__
 
 
 def _refused(error: Exception) -> BadRowError:

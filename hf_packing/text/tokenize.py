@@ -11,7 +11,8 @@ decided as in TRL, so that labels are equal:
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
+from operator import attrgetter, eq
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,30 +57,31 @@ class TextTokenizer:
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
         input_ids, labels = [], []
-        for each, encoding in zip(rendered, self._encode(rendered, characters=True), strict=True):
+        for each, encoding in zip(rendered, self._encode(rendered), strict=True):
             ids = encoding.ids
             trained = np.array(ids, dtype=np.int64)
             for masked in self._masked(each, encoding):
                 trained[masked] = IGNORED_LABEL
-            needs_end = not each.complete and self.end is not None and ids[-1:] != [self.end]
-            end = [self.end] if needs_end else []
+            end = [] if each.complete or self.end is None or ids[-1:] == [self.end] else [self.end]
             input_ids.append([*ids, *end])
             labels.append([*trained.tolist(), *end])
         return input_ids, labels
 
     def _masked(self, document: Rendered, encoding: Any) -> Iterator[slice]:
         """Yield the tokens of each masked part of a document."""
-        offsets = np.array(encoding.offsets if document.masked else (), dtype=np.int64).reshape(-1, 2)
         # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        if document.complete and len(offsets) and offsets[-1, 1] == len(document.text):
-            starts, stops = offsets.T
+        if (
+            document.complete
+            and document.masked
+            and [each[1] for each in encoding.offsets[-1:]] == [len(document.text)]
+        ):
+            starts, stops = np.array(encoding.offsets, dtype=np.int64).T
             for first, stop in document.masked:
                 yield slice(int(np.searchsorted(starts, first)), int(np.searchsorted(stops, stop, "right")))
             return
         for first, stop in document.masked:
-            yield slice(
-                first and self._tokens_before(first, document, encoding), self._tokens_before(stop, document, encoding)
-            )
+            begin = self._tokens_before(first, document, encoding) if first else 0
+            yield slice(begin, self._tokens_before(stop, document, encoding))
 
     def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
         """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
@@ -88,19 +90,15 @@ class TextTokenizer:
         alone = before.ids[: within[-1] + 1] if len(within) else before.ids  # without the special tokens at the end
         return num_shared(encoding.ids, alone)
 
-    def _encode(self, rendered: Sequence[Rendered], characters: bool = False) -> list[Any]:
-        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them.
-
-        Args:
-            rendered: the documents.
-            characters: whether encodings of chats with masked parts say which characters belong to each token.
-        """
+    def _encode(self, rendered: Sequence[Rendered]) -> list[Any]:
+        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
         encodings: list[Any] = []
-        for (complete, exact), group in groupby(
-            rendered, lambda each: (each.complete, characters and bool(each.masked))
-        ):
-            encode = self.backend.encode_batch if complete and exact else self.backend.encode_batch_fast
-            encodings += encode([each.text for each in group], add_special_tokens=not complete)
+        for complete, group in groupby(rendered, attrgetter("complete")):
+            documents = list(group)
+            # the characters of each token, which cost time, are asked for only where masks depend on them
+            exact = complete and any(each.masked for each in documents)
+            encode = self.backend.encode_batch if exact else self.backend.encode_batch_fast
+            encodings += encode([each.text for each in documents], add_special_tokens=not complete)
         return encodings
 
 
@@ -163,8 +161,7 @@ class _SlowBackend:
 
 def num_shared(ids: Sequence[Any], others: Sequence[Any]) -> int:
     """Return the number of leading items that two sequences share."""
-    pairs = zip(ids, others, strict=False)
-    return next((number for number, (item, other) in enumerate(pairs) if item != other), min(len(ids), len(others)))
+    return sum(takewhile(bool, map(eq, ids, others)))
 
 
 def tokenize(

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, apply_loss_masks
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, sums_of
 from hf_packing.rows.packed_rows import as_int32
-from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, column_of_values
+from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, column_of_values
 from hf_packing.trees.forest import Forest
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
 
@@ -82,22 +82,18 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     long_enough = np.flatnonzero(pieces.length >= min_shared)
     hashes = np.empty(len(long_enough), dtype=np.uint64)
     step = max(1, _HASHED_AT_ONCE // min_shared)
-    for first in range(0, len(long_enough), step):
-        some = long_enough[first : first + step]
-        hashes[first : first + step] = _hash(read_beginnings(columns[INPUT_IDS], pieces.take(some), min_shared))
-    by_hash = np.argsort(hashes, kind="stable")
-    hashes = hashes[by_hash]
-    begins = np.append(np.flatnonzero(np.diff(hashes, prepend=hashes[:1] + np.uint64(1))), len(hashes))
-    sizes = np.diff(begins)
-    several = np.flatnonzero(sizes > 1)
-    several = several[np.argsort(by_hash[begins[several]])]  # in the order of first pieces
-    sizes = sizes[several]
-    offsets = offsets_of(sizes)
-    pieces_of_groups = long_enough[by_hash[indices_in_ranges(begins[several], sizes)]]
-    before = offsets_of(pieces.length[pieces_of_groups])
-    tokens = np.diff(before[offsets])
-    blocks = blocks_of_rows(tokens, _TOKENS_OF_BLOCK)
-    return [pieces_of_groups[offsets[first] : offsets[end]] for first, end in blocks]
+    for begin in range(0, len(long_enough), step):
+        some = pieces.take(long_enough[begin : begin + step])
+        lengths = np.full(len(some.document), min_shared)
+        beginnings = columns[INPUT_IDS].gather(some.document, some.start, lengths)
+        hashes[begin : begin + step] = _hash(beginnings.astype(np.int64).reshape(-1, min_shared))
+    _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    several = np.flatnonzero(sizes[group] > 1)
+    several = several[np.argsort(first[group[several]], kind="stable")]  # group by group, in the order of first pieces
+    offsets = np.append(np.flatnonzero(np.diff(group[several], prepend=-1)), len(several))
+    candidates = long_enough[several]
+    tokens = sums_of(pieces.length[candidates], offsets)
+    return [candidates[offsets[begin] : offsets[end]] for begin, end in blocks_of_rows(tokens, _TOKENS_OF_BLOCK)]
 
 
 def _hash(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -119,24 +115,18 @@ def _move_up(common: IntArray, min_shared: int) -> IntArray:
         common: int64 [pieces]: number of tokens that each piece has in common with the one before it.
         min_shared: the fewest tokens between two branchings.
     """
-    depths, parents, path, branching = [0], [0], [0], []
-    for depth in common.tolist():
-        below = 0
-        while depths[path[-1]] > depth:
-            below = path.pop()
-        if depths[path[-1]] < depth:
-            new = len(depths)
-            depths.append(depth)
-            parents.append(path[-1])
-            if below:
-                parents[below] = new
-            path.append(new)
-        branching.append(path[-1])
-    kept = [0] * len(depths)
-    for number in np.argsort(np.array(depths), kind="stable").tolist():
-        above = kept[parents[number]]
-        kept[number] = depths[number] if depths[number] - above >= min_shared else above
-    return np.array(kept, dtype=np.int64)[branching]
+    depth = [*common.tolist(), 0]
+    above, path = [0] * len(depth), [0]  # of each place, the nearest place with a branching above its own
+    for place in range(1, len(depth)):
+        while depth[path[-1]] > depth[place]:
+            closed = path.pop()
+            above[closed] = max(path[-1], place, key=depth.__getitem__)
+        path.append(place)
+    moved = [0] * len(depth)
+    for place in np.argsort(common, kind="stable").tolist():
+        highest = moved[above[place]]
+        moved[place] = depth[place] if depth[place] - highest >= min_shared else highest
+    return np.array(moved[:-1], dtype=np.int64)
 
 
 def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
@@ -196,32 +186,18 @@ def _sort_pieces(
         if end - begin > 1 and left.sum(dtype=np.int64) > _SORTED_AT_ONCE:
             tokens = min(max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
         following = Pieces(pieces.document[group], pieces.start[group] + depth, np.minimum(left, tokens))
-        by_content, same = _sort_by(columns, following, depth, splits)
+        keys = read_keys(columns, following, are_beginnings=depth == 0)
+        ends = np.cumsum(following.length, dtype=np.int64)
+        by_content = _sort(keys.words, ends)
+        length = following.length[by_content].astype(np.int64)
+        same = _common_prefixes(keys.words, ends[by_content] - length, length)
+        _count_splits(keys, ends[by_content] - length, length, same, splits)
         order[begin:end] = group[by_content]
         common[begin + 1 : end] = same[1:] + depth
         firsts = np.flatnonzero(same < tokens)
         sizes = np.diff(firsts, append=end - begin)
         for first, size in zip(firsts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
             waiting.append((begin + first, begin + first + size, depth + tokens))
-    return order, common
-
-
-def _sort_by(columns: TokenColumns, pieces: Pieces, depth: int, splits: dict[str, int]) -> tuple[IntArray, IntArray]:
-    """Return the order of pieces by their content, and what neighbors have in common; both int64 [pieces].
-
-    Args:
-        columns: the token columns of the documents.
-        pieces: the pieces, from the token number `depth` on.
-        depth: the number of tokens that pieces have before.
-        splits: as in `_sort_pieces`.
-    """
-    keys = read_keys(columns, pieces, are_beginnings=depth == 0)
-    ends = np.cumsum(pieces.length, dtype=np.int64)
-    order = _sort(keys.words, ends)
-    length = pieces.length[order].astype(np.int64)
-    begin = ends[order] - length
-    common = _common_prefixes(keys.words, begin, length)
-    _count_splits(keys, begin, length, common, splits)
     return order, common
 
 
@@ -284,7 +260,7 @@ def _count_splits(keys: TokenKeys, begin: IntArray, length: IntArray, common: In
             splits[name] = splits.get(name, 0) + number
 
 
-def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool = True) -> TokenKeys:
+def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> TokenKeys:
     """Return the values by which pieces are compared, piece by piece.
 
     Args:
@@ -330,12 +306,6 @@ def read_labels(columns: TokenColumns, pieces: Pieces) -> npt.NDArray[np.int32] 
     source = LABELS if LABELS in columns else INPUT_IDS
     labels = as_int32(source, columns[source].gather(*where))
     return apply_loss_masks(labels, masks) if masks else labels
-
-
-def read_beginnings(column: TokenColumn, pieces: Pieces, tokens: int) -> npt.NDArray[np.int64]:
-    """Return the first tokens of each piece, int64 [pieces, tokens]. No piece may be shorter than `tokens`."""
-    length: IntArray = np.full(len(pieces.document), tokens)
-    return column.gather(pieces.document, pieces.start, length).astype(np.int64).reshape(-1, tokens)
 
 
 def _as_words(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

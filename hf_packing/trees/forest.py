@@ -170,19 +170,11 @@ def plan_forest(
         lengths: integers [documents]: length of each document before cutting, in tokens.
         capacity: the most tokens that a tree may have.
         plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
-
-    Raises:
-        PackingError: the strategy has cut or dropped a tree.
     """
     forest = cut_large_trees(forest, capacity)
     sizes = check_lengths(forest.sizes)
     plan = plan_lengths(sizes)
-    if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
-        raise PackingError(
-            "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "
-            f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
-            f"{len(sizes)} trees"
-        )
+    assert plan.num_segments == len(sizes)  # none was cut or dropped
     trees = plan.segment_document
     number = np.diff(forest.offsets)[trees]
     places = indices_in_ranges(forest.offsets[trees], number)

@@ -46,27 +46,22 @@ from hf_packing.trees.forest import plan_forest
 from hf_packing.trees.segments import TreePaths, segments_of
 
 
-class TreesPlan(NamedTuple):
-    """The plan of documents that share prefixes."""
-
-    plan: PackingPlan
-    splits: dict[str, int]
-    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
-
-
-def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> TreesPlan:
+def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[PackingPlan, dict[str, int]]:
     """Find the prefixes that documents share, and plan the documents.
 
     Args:
         columns: the token columns of the documents.
         strategy: the strategy.
         fewest: the fewest tokens that documents share.
+
+    Returns:
+        The plan, and by the name of a column, how many shared prefixes ended early because values in it differ.
     """
     capacity, overflow = strategy.tree_limits()
     lengths = check_lengths(columns[INPUT_IDS].length)
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
-    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits)
+    return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
 
 
 class _Runs(NamedTuple):
@@ -115,12 +110,14 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     }
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
-    first_labels, runs = None, _all_but_first(paths)
+    begin = np.cumsum(paths.length, dtype=np.int64) - paths.length
+    trains = np.ones(int(paths.length.sum(dtype=np.int64)), dtype=bool) if labels is None else labels != IGNORED_LABEL
+    trains[begin] = False
+    runs = _runs_of(trains, begin)
+    first_labels = None
     if labels is not None:
-        begin = np.cumsum(paths.length, dtype=np.int64) - paths.length
         first_labels = labels[begin]
         labels[begin] = IGNORED_LABEL
-        runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
     row_tokens = sums_of(paths.own, offsets)
@@ -140,12 +137,6 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
-
-
-def _all_but_first(paths: TreePaths) -> _Runs:
-    """Return the runs of documents that train on all tokens except their first one."""
-    longer = np.flatnonzero(paths.length > 1)
-    return _Runs(longer, np.ones(len(longer), dtype=np.int64), paths.length[longer].astype(np.int64) - 1)
 
 
 def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> _Runs:

@@ -7,9 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from literal_trie import common_prefix, forests, tokens_of_trie
 
-import hf_packing as hfp
-from hf_packing.planning.lengths import check_lengths, cut_to_pieces
-from hf_packing.trees.forest import Forest, cheapest_cuts, cut_large_trees, plan_forest, smallest_first
+from hf_packing.trees.forest import Forest, cheapest_cuts, cut_large_trees, smallest_first
 
 
 def forest_of(documents):
@@ -90,12 +88,3 @@ def test_every_document_is_in_one_tree_that_fits(documents, above):
     assert cut.sizes.max() <= capacity
     if forest.sizes.max() <= capacity:
         assert (cut.order == forest.order).all()
-
-
-def test_a_strategy_that_cuts_is_noticed():
-    lengths = check_lengths([6, 6])
-    forest = Forest(np.arange(2), np.array([6, 6]), np.array([0, 0]))
-    with np.testing.assert_raises_regex(
-        hfp.PackingError, "strategy: expected a strategy that cuts and drops no document"
-    ):
-        plan_forest(forest, cut_to_pieces(lengths, 8, "split"), lengths, 8, hfp.FixedLength(8).plan_lengths)

@@ -11,23 +11,24 @@ from hf_packing.planning.lengths import check_lengths, sort_by_length
 
 
 @pytest.mark.parametrize(
-    ("lengths", "message"),
+    "lengths",
     [
-        ([3, -1, 2], "lengths: expected no negative length, got -1 at index 1"),
-        ([1.0, 2.0], "lengths: expected integers, got float64"),
-        (np.ones((2, 2), dtype=int), r"lengths: expected a 1-d array, got an array of shape \(2, 2\)"),
-        (7, "lengths: expected a 1-d array, got int"),
-        ([True, False], "lengths: expected integers, got bool"),
-        (["a"], "lengths: expected integers, got <U1"),
-        ([[1], [2, 3]], "lengths: expected 1-d integers, got list"),
-        (np.ma.array([1, 2], mask=[0, 1]), "lengths: expected an array without a mask"),
-        ([2**62] * 4, r"lengths: expected fewer than 2\*\*63 tokens in all documents together"),
-        (np.array([2**63], dtype=np.uint64), r"lengths: expected fewer than 2\*\*63 tokens in all documents together"),
+        [3, -1, 2],
+        [1.0, 2.0],
+        np.ones((2, 2), dtype=int),
+        7,
+        [True, False],
+        ["a"],
+        [[1], [2, 3]],
+        np.ma.array([1, 2], mask=[0, 1]),
+        [2**62] * 4,
+        np.array([2**63], dtype=np.uint64),
     ],
 )
-def test_bad_lengths(lengths, message):
-    with pytest.raises(hfp.PackingError, match=message):
-        hfp.plan_packing(lengths, hfp.BestFit(8))
+def test_bad_lengths(lengths):
+    for call in (hfp.plan_packing, lambda given, strategy: hfp.compare(given, [strategy])):
+        with pytest.raises(hfp.PackingError, match="^lengths: expected .*, got "):
+            call(lengths, hfp.BestFit(8))
 
 
 @pytest.mark.parametrize("strategy", strategy_classes(having="max_length"))
@@ -45,17 +46,10 @@ def test_bad_max_documents_and_seed(strategy):
         strategy(8, seed=-1)
 
 
-def test_not_a_strategy():
-    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit\\(2048\\), got 'bfd'"):
-        hfp.plan_packing([1], "bfd")
-    for strategy, example in (
-        (hfp.BestFit, "BestFit(2048)"),
-        (hfp.Bucket, "Bucket(bucket_lengths=(512, 2048))"),
-    ):
-        with pytest.raises(hfp.PackingError, match=f"pass an instance of the class, such as {re.escape(example)}$"):
-            hfp.plan_packing([1], strategy)
-    with pytest.raises(hfp.PackingError, match="got <class 'int'>$"):
-        hfp.plan_packing([1], int)
+@pytest.mark.parametrize("strategy", ["bfd", hfp.BestFit, hfp.Bucket, int, None])
+def test_not_a_strategy(strategy):
+    with pytest.raises(hfp.PackingError, match=f"^strategy: expected .*, got {re.escape(repr(strategy))}"):
+        hfp.plan_packing([1], strategy)
 
 
 def test_a_plan_of_too_many_pieces():

@@ -32,47 +32,47 @@ def test_a_plan_that_keeps_the_laws():
     assert make().pack_of_segment().tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"segment_length": [4, 4, 1]}, "segment_length: expected at most 7 tokens in pack 0, .* got 8"),
-        ({"segment_length": [4, 3, 2]}, "segment_start: expected a number from 0 to 3 at index 2, got 4"),
-        ({"segment_start": [0, 0, -1]}, "segment_start: .* got -1"),
-        ({"segment_start": [0, 0, 3]}, "segment_start: .* segments 0 and 2 of document 0 overlap"),
-        ({"segment_length": [4, 3, 0]}, "segment_length: .* at index 2, got 0"),
-        ({"segment_document": [0, 2, 0]}, "segment_document: expected a number from 0 to 1 at index 1, got 2"),
-        ({"segment_document": [0, -1, 0]}, "segment_document: .* got -1"),
-        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: .* rise from 0 to 3, the number of segments"),
-        ({"pack_offsets": [0, 3]}, "pack_offsets: expected 3 offsets for the 2 packs"),
-        ({"segment_start": [0, 0]}, "segment_start: expected one value for each of the 3 segments .* got 2 values"),
-        ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got an array of float64"),
-        ({"document_length": [5, -3]}, "document_length: .* got -3"),
-        ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got an array of int64 with shape"),
-        ({"segment_length": [2**31] * 3}, "segment_length: .* to 2147483647 at index 0, got 2147483648"),
-        ({"pack_capacity": [2**31] * 2}, "pack_capacity: .* to 2147483647 at index 0, got 2147483648"),
-    ],
-)
-def test_a_plan_that_breaks_a_law(changes, message):
-    with pytest.raises(hfp.PackingError, match=message):
+REFUSED = [
+    ("segment_length", {"segment_length": [4, 4, 1]}),
+    ("segment_length", {"segment_length": [4, 3, 0]}),
+    ("segment_length", {"segment_length": [4.0, 3.0, 1.0]}),
+    ("segment_length", {"segment_length": [2**31] * 3}),
+    ("segment_start", {"segment_length": [4, 3, 2]}),
+    ("segment_start", {"segment_length": [4, 4, 1], "pack_capacity": [9, 9]}),
+    ("segment_start", {"segment_start": [0, 0, -1]}),
+    ("segment_start", {"segment_start": [0, 0, 3]}),
+    ("segment_start", {"segment_start": [0, 0]}),
+    ("segment_document", {"segment_document": [0, 2, 0]}),
+    ("segment_document", {"segment_document": [0, -1, 0]}),
+    ("pack_offsets", {"pack_offsets": [0, 2, 2]}),
+    ("pack_offsets", {"pack_offsets": [0, 3]}),
+    ("pack_offsets", {"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}),
+    ("document_length", {"document_length": [5, -3]}),
+    ("document_length", {"document_length": [[5, 3]]}),
+    ("pack_capacity", {"pack_capacity": [2**31] * 2}),
+]
+
+
+@pytest.mark.parametrize(("array", "changes"), REFUSED)
+def test_a_plan_that_breaks_a_law(array, changes):
+    with pytest.raises(hfp.PackingError, match=f"^{array}: expected "):
         make(**changes)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "uint64"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"segment_length": [4, 4, 1], "pack_capacity": [9, 9]}, "segment_start: .* at index 1, got 0"),
-        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: .* rise from 0"),
-        ({"segment_length": [4, 4, 1]}, "expected at most 7 tokens in pack 0, the capacity of the pack, got 8 tokens"),
-    ],
-)
-def test_laws_hold_for_integers_of_any_type(changes, message, dtype):
+def test_laws_hold_for_integers_of_any_type(dtype):
     in_type = {name: array.astype(dtype) for name, array in make().arrays().items()}
     plan = make(**in_type)
     assert plan.metrics() == make().metrics()
     assert plan.shuffle(1).metrics() == make().metrics()
-    with pytest.raises(hfp.PackingError, match=message):
-        make(**in_type | {name: np.array(value, dtype=dtype) for name, value in changes.items()})
+    refused = 0
+    for array, changes in REFUSED:
+        given = {name: np.array(value) for name, value in changes.items()}
+        if all(value.dtype.kind == "i" and (value == value.astype(dtype)).all() for value in given.values()):
+            with pytest.raises(hfp.PackingError, match=f"^{array}: expected "):
+                make(**in_type | {name: value.astype(dtype) for name, value in given.items()})
+            refused += 1
+    assert refused >= 7
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.uint8, np.int64, ">i4", list])

@@ -1,6 +1,5 @@
 """One row for each strategy, with bounds shared where they hold."""
 
-import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -58,21 +57,7 @@ def test_no_documents_and_lazy_columns():
     assert hfp.compare(column, (strategy for strategy in [hfp.BestFit(8)]))[0].metrics.num_packs == 1
 
 
-@pytest.mark.parametrize(
-    ("strategies", "message"),
-    [
-        ([], "strategies: expected at least one strategy, got none"),
-        (hfp.BestFit(8), r"strategies: expected a list of strategies such as \[BestFit\(2048\)\], got BestFit"),
-        ("best fit", "strategies: expected a list of strategies"),
-        (None, "strategies: expected a list of strategies"),
-        ([hfp.BestFit], r"strategy: expected a strategy such as BestFit\(2048\), .* pass an instance of the class"),
-    ],
-)
-def test_bad_strategies(strategies, message):
-    with pytest.raises(hfp.PackingError, match=message):
+@pytest.mark.parametrize("strategies", [[], hfp.BestFit(8), "best fit", None, [hfp.BestFit]])
+def test_bad_strategies(strategies):
+    with pytest.raises(hfp.PackingError, match="^strateg(y|ies): expected .*, got "):
         hfp.compare([1, 2], strategies)
-
-
-def test_bad_lengths():
-    with pytest.raises(hfp.PackingError, match="lengths: expected no negative length"):
-        hfp.compare(np.array([-1]), [hfp.BestFit(8)])

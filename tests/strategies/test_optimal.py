@@ -260,12 +260,6 @@ def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch
     assert exact.metrics().lower_bound == exact.num_packs
 
 
-def test_ways_to_fill():
-    ways = list(strategy._ways_to_fill([3, 5], [2, 1], 8, None))
-    assert sorted(ways) == [(0, 1), (1, 0), (1, 1), (2, 0)]
-    assert sorted(strategy._ways_to_fill([3, 5], [2, 1], 8, 1)) == [(0, 1), (1, 0)]
-
-
 @pytest.mark.parametrize("name", ["Optimal", "NonNegativeLeastSquares"])
 def test_without_scipy_the_line_that_installs_it(name):
     code = f"""

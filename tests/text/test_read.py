@@ -100,7 +100,7 @@ def test_files_of_one_folder_are_of_one_kind(tmp_path, read):
     ("name", "content", "kept", "reason"),
     [
         ("a.jsonl", b'{"text": "one"}\n{"text": "two"\n{"text": "three"}', ["one", "three"], "line 2: expected JSON"),
-        ("a.jsonl", b'{"text": "one"}\n[3]\n', ["one"], "line 2: expected a JSON object"),
+        ("a.jsonl", b'{"text": "one"}\n[3]\n', ["one"], "line 2, row 0: expected a JSON object"),
         ("a.json", b'[{"text": "one"}, 3]', ["one"], "row 1: expected a JSON object"),
         ("a.json", b"\xef\xbb\xbf" + b"[" * 100_000, [], "a.json: expected JSON"),
         ("a.jsonl", b'{"text": "one"}\n{"body": "two"}\n', ["one"], "line 2: expected text, .* got the fields body"),

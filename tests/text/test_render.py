@@ -119,30 +119,30 @@ TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds
 @pytest.mark.parametrize(
     ("row", "options", "reason"),
     [
-        ({"prompt": "a"}, {}, "text, prompt and completion, or messages, got the fields prompt; text_field names"),
-        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion, got the fields prompt"),
-        ({"text": "a"}, {"text_field": "body"}, "body, got the fields text"),
-        ({}, {}, "text, prompt and completion, or messages, got the fields none"),
-        ({"input_ids": [1]}, {}, "rows without input_ids"),
-        ({"text": 5}, {}, "text in the field 'text', got int"),
+        ({"prompt": "a"}, {}, "prompt and completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
+        ({"text": "a"}, {"text_field": "body"}, "body"),
+        ({}, {}, "text, prompt"),
+        ({"input_ids": [1]}, {}, "text, prompt"),
+        ({"text": 5}, {}, "'text'"),
         ({"text": "\ud800"}, {}, "Unicode"),
-        ({"messages": "one"}, {}, "a list of messages, got str"),
+        ({"messages": "one"}, {}, "a list of messages"),
         ({"messages": ["one"]}, {}, "messages with a role"),
-        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role, .* got .*from"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "messages that .* only text parts"),
-        ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages, got str"),
-        ({"prompt": [USER], "completion": []}, {}, "at least one message in the completion"),
-        ({"text": "a"}, {"separator": ""}, "a row with prompt and completion, got one with text"),
-        ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all' for documents with messages"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "text, got a part .*image"),
+        ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages"),
+        ({"prompt": [USER], "completion": []}, {}, "completion"),
+        ({"text": "a"}, {"separator": ""}, "separator"),
+        ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all'"),
         ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "train_on='completion' or 'all'"),
-        ({"text": "a"}, {"train_on": "assistant"}, "train_on='all' for documents with text"),
-        ({"messages": [USER], "tools": "{"}, {}, "tools as a list or as JSON"),
-        ({"messages": [USER], "tools": {"name": "find"}}, {}, "tools as a list or as JSON, got dict"),
-        ({"messages": [USER], "chat_template_kwargs": [1]}, {}, "chat_template_kwargs as a mapping, got list"),
+        ({"text": "a"}, {"train_on": "assistant"}, "train_on='all'"),
+        ({"messages": [USER], "tools": "{"}, {}, "tools"),
+        ({"messages": [USER], "tools": {"name": "find"}}, {}, "[Tt]ools"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, {}, "chat_template_kwargs"),
     ],
 )
-def test_rows_that_cannot_be_used(row, options, reason):
-    with pytest.raises(PackingError, match=f"expected {reason}"):
+def test_refused(row, options, reason):
+    with pytest.raises(PackingError, match=f"expected .*{reason}|^{reason}: expected "):
         render(row, **options)
 
 

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.text.render import ROW_KINDS, Rendered
+from hf_packing.text.render import Rendered
 from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -189,12 +189,6 @@ def test_what_is_no_dataset_or_tokenizer(tmp_path):
     for name in (str(tmp_path / "broken.json"), "nobody/nothing"):
         with pytest.raises(PackingError, match="tokenizer: expected a name on the hub, a folder or a tokenizer.json"):
             load_tokenizer(name)
-
-
-def test_the_kinds_of_rows_that_the_docstring_names():
-    assert ROW_KINDS == ("input_ids", "text", "prompt", "messages")
-    assert not text_tokenizer(tokenizer_with(CHATML)).template.has_marks
-    assert text_tokenizer(tokenizer_with(MARKED)).template.has_marks
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])

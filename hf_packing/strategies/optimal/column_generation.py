@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def generate_columns(
             pruned_at = objective
         columns = np.hstack([columns, new])
     if solution is not None:
-        solution = Relaxation(solution.columns, solution.packs, solution.objective, rounds, finished=False)
+        solution = replace(solution, finished=False)
     return solution, duals
 
 

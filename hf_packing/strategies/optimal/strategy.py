@@ -3,9 +3,8 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -210,16 +209,24 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
     """
     lengths = np.flatnonzero(counts)
     demand = counts[lengths]
-    ways = list(islice(_ways_to_fill(lengths.tolist(), demand.tolist(), capacity, max_documents), _MOST_WAYS + 1))
+    ways: list[tuple[tuple[int, ...], int, int]] = [((), capacity, max_documents or capacity)]
+    for length, number in zip(lengths.tolist(), demand.tolist(), strict=True):
+        ways = [
+            ((*way, copies), room - copies * length, left - copies)
+            for way, room, left in ways
+            for copies in range(min(number, room // length, left) + 1)
+        ]
+        if len(ways) > _MOST_WAYS:
+            return None
     seconds = deadline - time.monotonic()
-    if len(ways) > _MOST_WAYS or seconds <= 0:
+    if seconds <= 0:
         return None
     optimize: Any = load_scipy_optimize("Optimal")
-    columns = np.array(ways, dtype=np.int64).T
+    columns = np.array([way for way, _, _ in ways[1:]]).T  # the first way is an empty pack
     options = {"time_limit": seconds} if np.isfinite(seconds) else {}
     result = optimize.milp(
-        np.ones(len(ways)),
-        integrality=np.ones(len(ways)),
+        np.ones(columns.shape[1]),
+        integrality=np.ones(columns.shape[1]),
         constraints=optimize.LinearConstraint(columns, lb=demand),
         options=options,
     )
@@ -227,27 +234,3 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
         return None
     packs = np.rint(result.x).astype(np.int64)
     return fill_columns(packs, columns, lengths, counts, capacity, max_documents)
-
-
-def _ways_to_fill(
-    lengths: list[int], left: list[int], room: int, max_documents: int | None
-) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty combination of documents that fits in a pack, as the number of documents of each length.
-
-    Args:
-        lengths: the distinct document lengths in tokens.
-        left: number of available documents of each length.
-        room: capacity of the pack, in tokens.
-        max_documents: maximum number of documents in the pack; None for no limit.
-    """
-    limit = sum(left) if max_documents is None else max_documents
-
-    def extend(number: int, room: int, limit: int) -> Iterator[tuple[int, ...]]:
-        if number == len(lengths):
-            yield ()
-            return
-        for copies in range(min(left[number], room // lengths[number], limit) + 1):
-            for rest in extend(number + 1, room - copies * lengths[number], limit - copies):
-                yield (copies, *rest)
-
-    return (way for way in extend(0, room, limit) if any(way))
