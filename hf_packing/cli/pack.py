@@ -7,9 +7,9 @@ from pathlib import Path
 from hf_packing.cli.flags import documents_of, print_skipped, strategy_named
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
+from hf_packing.files import put_in_place
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.planning.storage import put_in_place
 from hf_packing.rows.cache import StoredRows
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
