@@ -253,19 +253,15 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
     if longest > capacity:
         check_fitting(lengths, capacity, overflow)
         if overflow == "split":
-            return _split(lengths, capacity, numbers)
+            chunks = -(-lengths.astype(np.int64) // capacity)
+            check_num_pieces(float(chunks.sum()), capacity)
+            document = np.repeat(numbers, chunks)
+            start = indices_in_ranges(0, chunks) * capacity
+            length = np.minimum(lengths[document] - start, capacity)
+            return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))
         if overflow == "truncate":
             lengths = np.minimum(lengths, capacity)
     kept = np.flatnonzero((lengths > 0) & (lengths <= capacity))
     if len(kept) < documents:
         numbers, lengths = numbers[kept], lengths[kept]
     return Pieces(numbers, np.zeros(len(numbers), dtype=np.int32), lengths.astype(np.int32, copy=False))
-
-
-def _split(lengths: IntArray, capacity: int, numbers: IntArray) -> Pieces:
-    chunks = -(-lengths.astype(np.int64) // capacity)
-    check_num_pieces(float(chunks.sum()), capacity)
-    document = np.repeat(numbers, chunks)
-    start = indices_in_ranges(0, chunks) * capacity
-    length = np.minimum(lengths[document] - start, capacity)
-    return Pieces(document, start.astype(lengths.dtype, copy=False), length.astype(np.int32))

@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type, sums_of
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import load_arrays, save_arrays
@@ -119,9 +119,7 @@ class PackingPlan:
 
     def pack_tokens(self) -> IntArray:
         """Return the number of tokens in each pack, int64 [packs]. Tokens that segments share are counted once."""
-        if not self.num_packs:
-            return np.zeros(0, dtype=np.int64)
-        return np.add.reduceat(self.segment_own(), self.pack_offsets[:-1], dtype=np.int64)
+        return sums_of(self.segment_own(), self.pack_offsets)
 
     def tree_offsets(self) -> IntArray:
         """Return where trees begin, int64 [trees + 1]: the segments of tree t are tree_offsets[t]:tree_offsets[t + 1].

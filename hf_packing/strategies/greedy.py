@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from hf_packing.planning.best_fit import OpenPacks, best_fit_patterns, lengths_descending
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, register_strategy
 
 
@@ -72,33 +71,18 @@ class ShortestPackFirst(OneCapacity):
     """
 
     def solve(self, counts: IntArray) -> Solution:
-        return Solution(_shortest_pack_first_patterns(counts, self.max_length, self.max_documents))
-
-
-def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack counted segments worst-fit decreasing: longest segments first, each into the pack with the most room.
-
-    Each step takes packs with the same content, and adds the same number of segments of one length to each of them. A
-    step ends when another pack has more room.
-
-    Args:
-        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
-        capacity: capacity of each pack, in tokens.
-        max_documents: maximum number of segments in a pack; None for no limit.
-
-    Returns:
-        Patterns whose packs hold exactly the counted segments.
-    """
-    packs = OpenPacks(capacity, max_documents)
-    for length, left in lengths_descending(counts):
-        while left:
-            room = packs.most_room()
-            if room < length:
-                packs.open(left, length, 1)
-                break
-            taken = packs.take(room, left)
-            until = max(packs.most_room(), length)  # down to this room, no other pack has more room
-            copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
-            packs.fill(taken, room, length, copies)
-            left -= taken.packs * copies
-    return packs.patterns()
+        # each step takes packs with the same content, and adds as many segments of one length to each of them as go in
+        # before another pack has more room
+        packs = OpenPacks(self.max_length, self.max_documents)
+        for length, left in lengths_descending(counts):
+            while left:
+                room = packs.most_room()
+                if room < length:
+                    packs.open(left, length, 1)
+                    break
+                taken = packs.take(room, left)
+                until = max(packs.most_room(), length)  # down to this room, no other pack has more room
+                copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
+                packs.fill(taken, room, length, copies)
+                left -= taken.packs * copies
+        return Solution(packs.patterns())

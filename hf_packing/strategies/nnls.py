@@ -17,7 +17,6 @@ import numpy as np
 from hf_packing.checks import check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
-from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, TreeLimits, load_scipy_optimize, register_strategy
 from hf_packing.strategies.fill_columns import fill_columns
 
@@ -70,44 +69,26 @@ class NonNegativeLeastSquares(OneCapacity):
         set_fields(self, max_documents=check_whole_number("max_documents", self.max_documents))
 
     def solve(self, counts: IntArray) -> Solution:
-        return Solution(_least_squares_patterns(counts, self.max_length, self.max_documents))
+        capacity, max_documents = self.max_length, self.max_documents
+        load_scipy_optimize("NonNegativeLeastSquares")
+        most = _MAX_FULL_PACKS
+        if capacity > most or _number_of_full_packs(capacity, max_documents, most) > most:
+            raise PackingError(
+                "max_length and max_documents: expected at most 2**23 tokens in a pack and at most 2**23 ways to fill "
+                f"a pack exactly, got max_length={capacity} and max_documents={max_documents}; use lower values, or "
+                "the strategy Optimal"
+            )
+        demand = np.zeros(capacity + 1)
+        demand[: len(counts)] = counts
+        used, packs = _least_squares(demand, _full_packs(capacity, max_documents))
+        slots = np.arange(1, capacity + 1)
+        columns = _number_of_each_length(used, capacity)
+        number = np.rint(packs).astype(np.int64)
+        # the rest goes best-fit into free room or new packs; in the paper, each such document gets a pack of its own
+        return Solution(fill_columns(number, columns[1:], slots, counts, capacity, max_documents))
 
     def tree_limits(self) -> TreeLimits:
         return TreeLimits(self.max_length, self.overflow)  # max_documents limits the search, and then counts trees
-
-
-def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:
-    """Pack counted segments by non-negative least squares.
-
-    The solution is rounded to whole packs, so some documents get no place in these packs, and some places stay empty.
-    Documents without a place are packed best-fit, into free room or into new packs. The paper instead puts each such
-    document into a separate pack.
-
-    Args:
-        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
-        capacity: capacity of each pack, in tokens.
-        max_documents: maximum number of segments in a pack.
-
-    Returns:
-        Patterns whose packs hold exactly the counted segments.
-
-    Raises:
-        PackingError: there are more than 2**23 ways to fill a pack exactly, or the capacity is above 2**23.
-        MissingDependencyError: scipy is not installed.
-    """
-    load_scipy_optimize("NonNegativeLeastSquares")
-    if capacity > _MAX_FULL_PACKS or _number_of_full_packs(capacity, max_documents, _MAX_FULL_PACKS) > _MAX_FULL_PACKS:
-        raise PackingError(
-            "max_length and max_documents: expected at most 2**23 tokens in a pack and at most 2**23 ways to fill a "
-            f"pack exactly, got max_length={capacity} and max_documents={max_documents}; use lower values, or use the "
-            "strategy Optimal"
-        )
-    demand = np.zeros(capacity + 1)
-    demand[: len(counts)] = counts
-    used, packs = _least_squares(demand, _full_packs(capacity, max_documents))
-    slots = np.arange(1, capacity + 1)
-    columns = _number_of_each_length(used, capacity)
-    return fill_columns(np.rint(packs).astype(np.int64), columns[1:], slots, counts, capacity, max_documents)
 
 
 def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:

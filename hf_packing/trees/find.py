@@ -141,14 +141,10 @@ def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
     alone[order] = False
     order = np.concatenate([order, np.flatnonzero(alone)])
     shared = np.concatenate([shared, np.zeros(len(order) - len(shared), dtype=np.int64)])
-    begins = np.flatnonzero(shared == 0)
-    if len(begins):
-        sizes = np.diff(np.append(begins, len(shared)))
-        by_first = np.argsort(np.minimum.reduceat(order, begins))
-        begins, sizes = begins[by_first], sizes[by_first]
-        places = indices_in_ranges(begins, sizes)
-        order, shared = order[places], shared[places]
-    return Forest(order, length[order], shared)
+    offsets = np.append(np.flatnonzero(shared == 0), len(shared))
+    trees = np.argsort(np.minimum.reduceat(order, offsets[:-1]))
+    places = indices_in_ranges(offsets[trees], np.diff(offsets)[trees])
+    return Forest(order[places], length[order[places]], shared[places])
 
 
 class TokenKeys(NamedTuple):

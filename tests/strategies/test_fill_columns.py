@@ -31,11 +31,11 @@ def test_most_valuable_packs(case, worth, limit):
     slots, capacity = case
     value = np.array(worth[: len(slots)])
     packs = list(all_packs(slots, capacity, limit or capacity // slots[0]))
-    found = most_valuable_packs(value, np.array(slots), capacity, limit)
-    assert found.most == pytest.approx(max(sum(value[i] for i in pack) for pack in packs), abs=1e-9)
+    most, columns = most_valuable_packs(value, np.array(slots), capacity, limit)
+    assert most == pytest.approx(max(sum(value[i] for i in pack) for pack in packs), abs=1e-9)
     for slot in range(len(slots)):
         best = max(sum(value[i] for i in pack) for pack in packs if slot in pack)
-        column = found.columns[:, slot]
+        column = columns[:, slot]
         assert column[slot] >= 1
         assert column @ np.array(slots) <= capacity
         assert column.sum() <= (limit or capacity)

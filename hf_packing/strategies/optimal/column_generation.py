@@ -145,10 +145,10 @@ def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
     of the slots of all documents, divided by the value of the most valuable pack, is a lower bound on the number of
     packs (Farley, "A note on bounding a class of linear programming problems", Operations Research 1990).
     """
-    best = most_valuable_packs(value, problem.slots, problem.capacity, problem.max_documents)
-    if best.most > 0 and (bound := float(problem.demand @ value) / best.most) > duals.bound:
-        duals.bound, duals.value = bound, value / best.most
-    return best.columns
+    most, columns = most_valuable_packs(value, problem.slots, problem.capacity, problem.max_documents)
+    if most > 0 and (bound := float(problem.demand @ value) / most) > duals.bound:
+        duals.bound, duals.value = bound, value / most
+    return columns
 
 
 def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[IntArray]:

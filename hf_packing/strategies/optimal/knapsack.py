@@ -17,15 +17,6 @@ LEAST_GAIN = 1e-12
 """Differences in value up to this number are treated as rounding errors."""
 
 
-class _ValuablePacks(NamedTuple):
-    """The value of the most valuable pack, and for each slot the most valuable pack that contains this slot."""
-
-    most: float
-    """The value of the most valuable pack."""
-    columns: IntArray
-    """int32 [slots, slots]: columns[j, i] is the number of slots j in the most valuable pack that contains slot i."""
-
-
 class _Layer(NamedTuple):
     """The most valuable combination of slots for each amount of free room in a pack, from 0 to the capacity.
 
@@ -41,7 +32,9 @@ class _Layer(NamedTuple):
     """
 
 
-def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None) -> _ValuablePacks:
+def most_valuable_packs(
+    value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None
+) -> tuple[float, IntArray]:
     """Return the value of the most valuable pack, and for each slot the most valuable pack that contains this slot.
 
     A slot is a place for one document in a pack. It has a fixed length, and may hold a shorter document.
@@ -51,12 +44,16 @@ def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_d
         slots: int64 [slots]: slot lengths, ascending, at least 1.
         capacity: capacity of a pack, in the same unit as the slot lengths.
         max_documents: maximum number of slots in a pack; None for no limit.
+
+    Returns:
+        The value, and columns, int32 [slots, slots]: columns[j, i] is the number of slots j in the most valuable pack
+        that contains slot i.
     """
     if max_documents is None:
         layer = fill_rooms(value, slots, capacity)
-        return _ValuablePacks(float(layer.value[capacity]), _packs_of_layer(layer, slots, capacity))
+        return float(layer.value[capacity]), _packs_of_layer(layer, slots, capacity)
     layers = _fill_rooms_with_limit(value, slots, capacity, max_documents)
-    return _ValuablePacks(float(layers[-1].value[capacity]), _packs_of_layers(layers[:-1], slots, capacity))
+    return float(layers[-1].value[capacity]), _packs_of_layers(layers[:-1], slots, capacity)
 
 
 def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
@@ -103,7 +100,7 @@ def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, ma
 
 
 def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
-    """Return, for each slot, the most valuable pack that contains this slot, in the form of `_ValuablePacks.columns`.
+    """Return, for each slot, the most valuable pack that contains this slot, as `most_valuable_packs` does.
 
     The pack for a slot consists of this slot and of the best combination of slots for the remaining room. For every
     amount of room, `layer` has the next slot of the best combination. Each iteration of the loop adds one slot to all
@@ -122,7 +119,7 @@ def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
 
 
 def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return, for each slot, the most valuable pack that contains this slot, in the form of `_ValuablePacks.columns`.
+    """Return, for each slot, the most valuable pack that contains this slot, as `most_valuable_packs` does.
 
     The number of slots in a pack is limited. The pack for a slot starts with this slot. Each layer, from the last to
     the first, adds at most one slot to each pack.

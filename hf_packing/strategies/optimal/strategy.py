@@ -113,9 +113,6 @@ def _optimal_packs(
         bound = max(bound, -(-int(counts.sum()) // max_documents))
     if best_fit.num_packs <= bound:
         return Solution(best_fit, bound, "best fit, since no plan can have fewer packs")
-    if time.monotonic() >= deadline:
-        note = f"best fit, since the time limit of {time_limit:g} s left no time for column generation"
-        return Solution(best_fit, bound, note, gave_up=True)
     slots, problem = slots_wanted(counts, capacity, max_documents)
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
