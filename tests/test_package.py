@@ -15,7 +15,7 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors", "versions", "columns", "checks"],
+    ["errors", "files", "versions", "columns", "checks"],
     ["planning"],
     ["strategies"],
     ["trees", "rows"],
@@ -37,13 +37,14 @@ UPWARD = {
 
 THIRD_PARTY = {
     "errors": set(),
+    "files": set(),
     "versions": set(),
     "columns": {"numpy"},
     "checks": {"numpy"},
     "planning": {"numpy"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "trees": {"numpy", "pyarrow", "datasets"},
-    "rows": {"numpy", "pyarrow", "datasets", "filelock"},
+    "rows": {"numpy", "pyarrow", "datasets"},
     "text": {
         *("numpy", "pyarrow", "datasets", "fsspec", "huggingface_hub", "tokenizers", "transformers"),
         "trl",  # its chat templates for training
@@ -55,7 +56,7 @@ THIRD_PARTY = {
     "attention": {"numpy", "torch", "transformers", "accelerate", "flash_attn", "flash_attn_interface", "tqdm"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "report": {"numpy", "jinja2", "markupsafe", "matplotlib"},
-    "cli": {"pyarrow", "rich", "datasets", "filelock", "torch", "transformers"},
+    "cli": {"pyarrow", "rich", "tqdm", "datasets", "torch", "transformers"},
 }
 
 

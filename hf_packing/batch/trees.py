@@ -31,8 +31,8 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.rows.trained_tokens import num_training, trained_pieces
 from hf_packing.trees.segments import TreeSegments
+from hf_packing.trees.trained_tokens import num_training, trained_pieces
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""

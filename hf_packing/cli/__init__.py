@@ -2,10 +2,9 @@
 
 command.py    parses the command line, prints error messages, returns exit codes
 flags.py      flags of several commands, and the documents and strategies that they describe
-screen.py     prints lines, progress and JSON
+screen.py     prints lines and JSON
 report.py     hf-packing report: compares strategies on documents
-pack.py       hf-packing pack: writes a packed dataset to disk
-fleet.py      hf-packing pack with many files, which are packed by many processes
+pack.py       hf-packing pack: writes a packed dataset, or packs many files by many processes
 check.py      hf-packing check: checks whether a model isolates packed documents
 """
 

@@ -51,29 +51,28 @@ def run(given: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if the patched model isolates documents; 1 if it does not, or if the model cannot be patched.
     """
-    patched, refusal = None, ""
+    refusal = ""
     with err.status("Checking the model for leaks"), _quiet():
         model, checked = _model_named(given.model, given.weights, given.trust_remote_code)
         try:
             stock = check_isolation(model)
             patched = check_isolation(patch_model(model))
-        except NoLanguageModelError as error:
-            refusal = str(error)
-            stock = IsolationReport(False, math.nan, refusal)
         except ModelNotSupportedError as error:
             refusal = str(error)
-    isolated = patched is not None and patched.isolated
+            patched = IsolationReport(False, math.nan, refusal)
+            if isinstance(error, NoLanguageModelError):  # of which nothing can be checked
+                stock = patched
     if given.json:
         facts = {
             "model": given.model,
             "checked": checked,
-            "isolated": isolated,
+            "isolated": patched.isolated,
             "stock_isolated": stock.isolated,
             "stock_reason": stock.reason,
-            "stock_max_leak": stock.max_leak,
-            "route": patched.route.name if patched and patched.route else None,
-            "max_leak": patched.max_leak if patched else None,
-            "max_gradient_leak": patched.max_gradient_leak if patched else None,
+            "stock_max_leak": _finite(stock.max_leak),
+            "route": patched.route.name if patched.route else None,
+            "max_leak": _finite(patched.max_leak),
+            "max_gradient_leak": _finite(patched.max_gradient_leak),
             "refusal": refusal,
         }
         print_json(facts)
@@ -82,8 +81,12 @@ def run(given: argparse.Namespace) -> int:
         if stock.reason != refusal:
             shown = replace(stock, reason=stock.reason.partition(_ADVICE)[0])
             _say_wrapped(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
-        _say_wrapped(f"after patch_model: {patched}" if patched else f"patch_model refuses the model: {refusal}")
-    return 0 if isolated else _NOT_ISOLATED
+        _say_wrapped(f"patch_model refuses the model: {refusal}" if refusal else f"after patch_model: {patched}")
+    return 0 if patched.isolated else _NOT_ISOLATED
+
+
+def _finite(leak: float | None) -> float | None:
+    return leak if leak is not None and math.isfinite(leak) else None
 
 
 def _say_wrapped(text: str) -> None:
@@ -179,10 +182,8 @@ def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tu
         return known[0], ""
     missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
     note = f"; the configuration names {missing if named else 'no class'}"
-    by_code = [head for head, _ in _KINDS.values() if head.__name__ in brought]
-    by_type = [head for head, types in _KINDS.values() if config.model_type in types]
-    for head in by_code[:1] + by_type[-1:]:
-        return head, note
+    if by_type := [head for head, types in _KINDS.values() if config.model_type in types]:
+        return by_type[-1], note
     raise PackingError(
         f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
     )

@@ -7,20 +7,12 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.flags import (
-    STRATEGIES,
-    add_documents,
-    add_many_files,
-    add_max_length,
-    add_share_prefixes,
-    add_usual,
-    positive,
-)
+from hf_packing.cli.flags import STRATEGIES, add_documents, add_max_length, add_usual, positive, task_of_tasks
 from hf_packing.cli.screen import in_flags, say_error, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 
@@ -72,34 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
     commands = top.add_subparsers(required=True, metavar="report | pack | check")
-    _add_report(
-        commands.add_parser(
-            "report",
-            help="compare strategies on your documents",
-            description="Compare packing strategies on your documents, and recommend one.",
-        )
-    )
-    _add_pack(
-        commands.add_parser(
-            "pack",
-            help="pack your documents into a dataset",
-            description="Tokenize and pack documents into a saved dataset.",
-        )
-    )
-    _add_check(
-        commands.add_parser(
-            "check",
-            help="check whether a model isolates packed documents",
-            description=(
-                "Check whether a model isolates packed documents, before and after patch_model. The exit code is 1 if "
-                "the model cannot be patched, or does not isolate documents after patch_model."
-            ),
-        )
-    )
+    _add_report(commands)
+    _add_pack(commands)
+    _add_check(commands)
     return top
 
 
-def _add_report(command: argparse.ArgumentParser) -> None:
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser(
+        "report",
+        help="compare strategies on your documents",
+        description="Compare packing strategies on your documents, and recommend one.",
+    )
     add_documents(command)
     add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
     names = f"strategies to compare; choose from {', '.join(STRATEGIES)}"
@@ -118,7 +94,12 @@ def _add_report(command: argparse.ArgumentParser) -> None:
     command.set_defaults(module="report")
 
 
-def _add_pack(command: argparse.ArgumentParser) -> None:
+def _add_pack(commands: Any) -> None:
+    command = commands.add_parser(
+        "pack",
+        help="pack your documents into a dataset",
+        description="Tokenize and pack documents into a saved dataset.",
+    )
     add_documents(command, nargs="+")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
@@ -129,12 +110,33 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     )
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    add_share_prefixes(command)
-    add_many_files(command)
+    command.add_argument(
+        "--share-prefixes",
+        type=positive,
+        metavar="N",
+        nargs="?",
+        const=True,
+        default=False,
+        help="pack documents that begin with the same N tokens as trees (default of N: 16)",
+    )
+    many = command.add_argument_group(
+        "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
+    )
+    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
+    many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
+    many.add_argument("--task", type=task_of_tasks, metavar="K/N", help="do task K of N, as in array jobs")
     command.set_defaults(module="pack")
 
 
-def _add_check(command: argparse.ArgumentParser) -> None:
+def _add_check(commands: Any) -> None:
+    command = commands.add_parser(
+        "check",
+        help="check whether a model isolates packed documents",
+        description=(
+            "Check whether a model isolates packed documents, before and after patch_model. The exit code is 1 if the "
+            "model cannot be patched, or does not isolate documents after patch_model."
+        ),
+    )
     command.add_argument("model", metavar="MODEL", help="a name on the hub, a folder, or an architecture such as llama")
     command.add_argument(
         "--weights",

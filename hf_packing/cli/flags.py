@@ -1,6 +1,7 @@
 """The flags that several commands of `hf-packing` have, and the documents and strategies that they describe."""
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from hf_packing.cli.screen import counting_documents, out, say, say_warning
+from tqdm import tqdm
+
+from hf_packing.cli.screen import out, say, say_warning
 from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 from hf_packing.text.render import TRAIN_ON
@@ -17,7 +20,7 @@ STRATEGIES = tuple(registered_strategies())
 
 
 def add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the flags that say which documents to read."""
+    """Add the flags that say which documents to read, and how rows become tokens."""
     command.add_argument(
         "data",
         nargs=nargs,
@@ -26,11 +29,6 @@ def add_documents(command: argparse.ArgumentParser, nargs: str | None = None) ->
     )
     command.add_argument("--split", help="split of a dataset to read (default: train)")
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
-    add_texts(command)
-
-
-def add_texts(command: argparse.ArgumentParser) -> None:
-    """Add the flags that say how rows become tokens."""
     command.add_argument(
         "--tokenizer",
         metavar="T",
@@ -66,36 +64,6 @@ def add_max_length(command: argparse.ArgumentParser, default: list[int], meaning
     )
 
 
-def add_share_prefixes(command: argparse.ArgumentParser) -> None:
-    """Add the flag that packs documents as trees."""
-    command.add_argument(
-        "--share-prefixes",
-        type=positive,
-        metavar="N",
-        nargs="?",
-        const=True,
-        default=False,
-        help="pack documents that begin with the same N tokens as trees (default of N: 16)",
-    )
-
-
-def add_many_files(command: argparse.ArgumentParser) -> None:
-    """Add the flags with which many files are packed by many processes."""
-    many = command.add_argument_group(
-        "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
-    )
-    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
-    many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
-    many.add_argument("--task", type=_task, metavar="K/N", help="do task K of N, as in array jobs")
-
-
-def _task(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
-    return int(number), int(of)
-
-
 def add_usual(command: argparse.ArgumentParser) -> None:
     """Add the flags of all commands."""
     command.add_argument(
@@ -111,6 +79,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def task_of_tasks(text: str) -> tuple[int, int]:
+    """Return a text such as 3/64 as two integers."""
+    if not (found := re.fullmatch(r"(\d+)/(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 class Read(NamedTuple):
@@ -140,8 +115,8 @@ def documents_of(given: argparse.Namespace, beside: Path | None = None) -> Itera
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = _tokenizer_of(given)
     with TemporaryDirectory(dir=beside and beside.parent, prefix=f".{beside.name if beside else 'tokens'}-") as folder:
-        with counting_documents("Tokenizing") as seen:
-            tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), seen)
+        with tqdm(desc="Tokenizing", unit=" documents", delay=1, leave=False, disable=None) as progress:
+            tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), progress.update)
         if documents.texts and tokenizer and tokenizer.end is None and not given.no_eos:
             say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
         if documents.lacking:

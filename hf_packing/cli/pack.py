@@ -1,13 +1,15 @@
-"""`hf-packing pack`: write documents to disk as a packed dataset."""
+"""`hf-packing pack`: write documents to disk as a packed dataset, or many files as packed parquet files."""
 
 import argparse
+import warnings
 from pathlib import Path
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategy_named
-from hf_packing.cli.fleet import is_fleet, run_fleet
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.errors import PackingError
-from hf_packing.planning.storage import put_in_place
+from hf_packing.files import put_in_place
+from hf_packing.fleet import PackedCorpus
+from hf_packing.fleet import pack as pack_files
 from hf_packing.rows.cache import StoredRows
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
@@ -17,17 +19,21 @@ _PLAN = "plan"
 
 
 def run(given: argparse.Namespace) -> int:
-    """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all.
+    """Pack documents and save the rows, and return the exit code, 0."""
+    if given.workers or given.ray or given.task:
+        for flag in ("split", "glob", "overwrite"):
+            if getattr(given, flag):
+                raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
+        _pack_files(given)
+    elif len(given.data) > 1:
+        raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
+    else:
+        _pack_dataset(given)
+    return 0
 
-    Args:
-        given: the parsed command line flags.
 
-    Returns:
-        The exit code, 0.
-    """
-    if is_fleet(given):
-        run_fleet(given)
-        return 0
+def _pack_dataset(given: argparse.Namespace) -> None:
+    """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all."""
     given.data, given.output = given.data[0], Path(given.output)
     strategy = strategy_named(given.strategy, given.max_length)
     output = given.output.resolve()  # a folder cannot be renamed onto a link
@@ -54,12 +60,46 @@ def run(given: argparse.Namespace) -> int:
             "left_out": [field.name for field in schema if not is_token_type(field.type)],
         }
         print_json(facts | vars(origin.plan.metrics()))
-        return 0
+        return
     say(out, str(origin.plan))
     say(out, f"{origin.facts['trained_tokens']:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
     print_skipped(read.skipped)
     say(out, f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
-    return 0
+
+
+def _pack_files(given: argparse.Namespace) -> None:
+    """Pack many files by many processes, or one task of them."""
+    task, tasks = given.task or (None, None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "pack ", UserWarning)  # they are printed below
+        packed = pack_files(
+            given.data,
+            strategy_named(given.strategy, given.max_length),
+            str(given.output),
+            tokenizer=given.tokenizer,
+            executor="ray" if given.ray else None,
+            workers=given.workers,
+            tasks=tasks,
+            task=task,
+            share_prefixes=given.share_prefixes,
+            text_field=given.field,
+            end_documents=not given.no_eos,
+            separator=given.separator,
+            train_on=given.train_on,
+            skip_bad=given.skip_bad,
+            trust_remote_code=given.trust_remote_code,
+        )
+    say_packed(packed, given.json)
+
+
+def say_packed(packed: PackedCorpus, as_json: bool) -> None:
+    """Print what was packed: as text, or as JSON."""
+    if as_json:
+        facts = {"rows": packed.num_rows, "strategy": packed.strategy, "changes": packed.changes()}
+        print_json(facts | packed.counts | {"data_files": packed.data_files})
+        return
+    say(out, str(packed))
+    say(out, f"written: {packed.folder.url}")
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

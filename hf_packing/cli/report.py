@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
-from hf_packing.cli.fleet import say_packed
+from hf_packing.cli.pack import say_packed
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest

@@ -1,15 +1,11 @@
-"""Print lines, progress and JSON."""
+"""Print lines and JSON."""
 
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 WIDE = 100
 """Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
@@ -27,7 +23,7 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 
 _FLAGS = {
-    r"^(tokenizer|split|glob|share_prefixes)(?=: )": r"--\1",
+    r"^(tokenizer|split|glob|share_prefixes|task)(?=: )": r"--\1",
     r"^data(?=: )": "DATA",
     r"\btext_field\b": "--field",
     r"\bskip_bad(=True)?\b": "--skip-bad",
@@ -55,28 +51,10 @@ def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print a dict as JSON. NaN and infinity become null."""
-    print(json.dumps(_finite(facts), indent=1, default=plain, allow_nan=False))
+    """Print a dict as JSON, which has no NaN and no infinity."""
+    print(json.dumps(facts, indent=1, default=plain, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
     """Return a NumPy number or array as a Python value, and any other value as text. For `default` of `json.dumps`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-@contextmanager
-def counting_documents(description: str) -> Iterator[Callable[[int], None]]:
-    """Context manager: show a count of documents, and yield a function that adds a number to it."""
-    columns = (SpinnerColumn(), TextColumn(description), MofNCompleteColumn(), TextColumn("documents"))
-    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda number: progress.advance(task, number)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None, also in dicts and lists, and return the result."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -97,8 +97,9 @@ def pack_files(
     "__main__":`, since processes of this machine import it.
 
     Args:
-        files: parquet or Arrow files with `input_ids` and other token columns; or files of texts, prompts or chats, as
-            for `hf-packing pack`. A file, a folder, a pattern such as "s3://bucket/*.parquet", or a list of them.
+        files: files with `input_ids` and other token columns, of which parquet and Arrow are read fastest; or files of
+            texts, prompts or chats, as for `hf-packing pack`. A file, a folder, a pattern such as
+            "s3://bucket/*.parquet", or a list of them.
         strategy: a strategy such as BestFit(4096). Each task is planned once.
         output: folder for the packed rows, a path or a URL of fsspec, which all processes must reach.
         tokenizer: a name on the hub, a folder, a tokenizer.json file, or a fast tokenizer of transformers; None if the

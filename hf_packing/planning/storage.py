@@ -1,10 +1,7 @@
 """Save and load a plan as a folder. The folder has one .npy file for each array, and a plan.json for other values."""
 
-import errno
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_packing.errors import PackingError
+from hf_packing.files import new_folder
 from hf_packing.planning.lengths import IntArray
 
 _FORMAT = 1
@@ -37,13 +35,10 @@ def save_arrays(
     folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
     _check_replaceable(folder, {f"{name}.npy" for name in (*arrays, *replaceable)} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
-        fresh = Path(around) / folder.name
-        fresh.mkdir()  # has default permissions; `around` is a temporary folder, which only this user can read
+    with new_folder(folder, f".{folder.name}-") as fresh:
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
         (fresh / _INDEX).write_text(json.dumps({"format": _FORMAT, **facts}, indent=1) + "\n")
-        put_in_place(fresh, folder)
 
 
 def _check_replaceable(folder: Path, files: set[str]) -> None:
@@ -70,37 +65,6 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_ino, status.st_ctime_ns
-
-
-def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
-    """Rename a finished folder to its final path. A folder that exists there is removed, or kept if `unless` says so.
-
-    Args:
-        fresh: the finished folder.
-        folder: the final path.
-        unless: function without arguments, called if a non-empty folder exists at the final path. If the function
-            returns True, the existing folder is kept and `fresh` is not renamed.
-    """
-    replaced = []
-    while not _try_rename(fresh, folder):
-        if unless():
-            break
-        replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
-        with suppress(FileNotFoundError):  # raised if another process has moved the folder
-            folder.rename(replaced[-1] / folder.name)
-    for old in replaced:  # removed only now, since removing takes time, and `folder` does not exist until the rename
-        shutil.rmtree(old)
-
-
-def _try_rename(fresh: Path, folder: Path) -> bool:
-    """Rename a folder and return True, or return False if a non-empty folder exists at the new path."""
-    try:
-        fresh.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        return False
-    return True
 
 
 def _is_saved_plan(folder: Path) -> bool:
@@ -154,7 +118,7 @@ def load_arrays(
     for name in (*names, *(name for name in optional if (folder / f"{name}.npy").exists())):
         file = folder / f"{name}.npy"
         try:
-            arrays[name] = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))  # faster to index
+            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise PackingError(
                 f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "

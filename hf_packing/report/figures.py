@@ -13,7 +13,6 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.report.work import Work, in_rows, packed_work, padded_work, sums_of_packs
-from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
 
@@ -27,11 +26,11 @@ _STEPS = 48
 class Setup:
     """The settings of the training run that a report assumes."""
 
-    ranks: int = 8
+    ranks: int
     """Number of ranks; each rank works on one pack at a time."""
-    padded_rows: int = 16
+    padded_rows: int
     """Number of documents in a micro-batch without packing."""
-    linear_cost: float = LINEAR_COST
+    linear_cost: float
     """Time that linear layers take for one token, in units of the time that attention takes for one pair of tokens."""
 
 

@@ -12,8 +12,6 @@ from hf_packing.report.figures import Figures, ReportRow
 
 _SIZE = (4.6, 4)
 """Width and height of a picture in inches; narrow, so that text stays readable on a phone."""
-_CHARACTERS_OF_A_LINE = 36
-"""Number of characters that fit in a line of a legend."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 
@@ -83,10 +81,8 @@ def picture(report: Figures, plot: Plot, kind: str) -> bytes:
         plot.draw(axes, report)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
             mark.set_gid(f"{plot.name}-mark-{number}")
-        if labels := axes.get_legend_handles_labels()[1]:  # outside the axes, the legend hides no data
-            columns = len(labels) if len("".join(labels)) < _CHARACTERS_OF_A_LINE else 2
-            look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
-            figure.legend(loc="outside upper left", ncols=columns, **look)
+        look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
+        figure.legend(loc="outside upper left", ncols=2, **look)  # outside the axes, the legend hides no data
         file = BytesIO()
         options = {"facecolor": "none", "metadata": {"Date": None}} if kind == "svg" else {"facecolor": "white"}
         figure.savefig(file, format=kind, dpi=160, **options)

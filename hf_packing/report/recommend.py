@@ -31,7 +31,7 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
     careful = _cutting_few(kept, _FEW_CUT * lengths.documents)
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
     enough = min(row.metrics.num_packs for row in single) * (1 + _WORTH_IT)
-    best = next(row for row in sorted(single, key=_simplicity) if row.metrics.num_packs <= enough)
+    best = min((row for row in single if row.metrics.num_packs <= enough), key=_simplicity)
     parts = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
     return Recommendation(best.name, "; ".join(parts), best.speed_up)
 

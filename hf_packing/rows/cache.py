@@ -10,8 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from datasets.table import MemoryMappedTable
 
 import hf_packing
 from hf_packing.errors import PackingError
+from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.storage import put_in_place
 
 ROWS = "rows.arrow"
 PLAN = "plan"
@@ -90,17 +89,9 @@ class StoredRows:
             raise PackingError(f"packed: expected {num_packs} rows that pack() saved, got {rows.num_rows}")
         return rows
 
-    @contextmanager
-    def create(self) -> Iterator[Path]:
-        """Context manager: make a folder to write to. At the end of the block, it gets its final name."""
-        work = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=_UNFINISHED))
-        try:
-            fresh = work / self.folder.name
-            fresh.mkdir()
-            yield fresh
-            put_in_place(fresh, self.folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    def create(self) -> AbstractContextManager[Path]:
+        """Return a context manager that makes a folder to write to, which gets its final path at the end."""
+        return new_folder(self.folder, _UNFINISHED)
 
 
 def save_origin(folder: Path, origin: Origin) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import labels_left
+from hf_packing.rows.changes import changes_of, describe_changes, labels_left
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     TRAINING_COLUMNS,
@@ -231,18 +231,10 @@ def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bo
 def _pack_table(table: pa.Table, packing: Packing) -> pa.Table:
     packing.check_names(table.column_names)
     columns = find_token_columns(table)
-    plan = packing.plan(columns).plan
-    tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
-    if packed < tokens:
-        warnings.warn(
-            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow"
-            f"{f'; {labels}' if (labels := labels_left(columns, plan)) else ''}",
-            stacklevel=2,
-        )
-    if masks := [name for name in LOSS_MASKS if name in columns]:
-        warnings.warn(
-            f"packing applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=2
-        )
+    plan, splits = packing.plan(columns)
+    facts = changes_of(columns, plan, labels_left(columns, plan), splits, strategy="overflow")
+    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch"):
+        warnings.warn(f"packing {change}", stacklevel=2)
     return packing.rows(columns, plan, np.arange(plan.num_packs)).table
 
 

@@ -241,13 +241,7 @@ def tokenize(
 
 
 def _tokens_of(
-    batch: Mapping[str, Sequence[Any]],
-    numbers: Sequence[int] | None = None,
-    *,
-    tokenizer: Any,
-    train_on: str | None,
-    text_field: str | None,
-    chat_template: str | None,
+    batch: Mapping[str, Sequence[Any]], numbers: Sequence[int] | None = None, **options: Any
 ) -> dict[str, list[list[int]]]:
     """Return the tokens and labels of a batch of rows; `numbers` are those of the rows in the dataset."""
     if not isinstance(batch, Mapping) or any(isinstance(each, str) for each in batch.values()):
@@ -255,7 +249,7 @@ def _tokens_of(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    texts = text_tokenizer(tokenizer, chat_template, train_on=train_on, text_field=text_field)
+    texts = text_tokenizer(**options)
     rendered = []
     for number, row in enumerate(rows):
         try:
@@ -264,12 +258,10 @@ def _tokens_of(
             place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
             raise PackingError(f"{place}: {error}") from None
     input_ids, labels = texts.tokens(rendered)
-    lacking = sum(each.lacks_text for each in rendered)
-    untrained = sum(not any(label >= 0 for label in each[1:]) for each in labels)
-    for number, text in (
-        (lacking, "chats lack content, thinking or tool calls, which the chat template leaves out"),
-        (untrained, "documents have no token to train on"),
-    ):
-        if number:
-            warnings.warn(f"tokenize: {number:,} of {len(rows):,} {text}", stacklevel=2)
+    of_rows = f"of {len(rows):,}"
+    if lacking := sum(each.lacks_text for each in rendered):
+        left_out = "content, thinking or tool calls, which the chat template leaves out"
+        warnings.warn(f"tokenize: {lacking:,} {of_rows} chats lack {left_out}", stacklevel=2)
+    if untrained := sum(not any(label >= 0 for label in each[1:]) for each in labels):
+        warnings.warn(f"tokenize: {untrained:,} {of_rows} documents have no token to train on", stacklevel=2)
     return {INPUT_IDS: input_ids, LABELS: labels}

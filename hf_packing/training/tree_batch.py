@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
-from hf_packing.rows.trained_tokens import num_training, tokens_of_documents, trained_pieces
 from hf_packing.trees.segments import Places, TreeSegments
+from hf_packing.trees.trained_tokens import num_training, tokens_of_documents, trained_pieces
 
 TREE_KEYS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 """The keys that only a batch of trees has."""

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tree_rows import documents_of, labeled_documents, runs_of, tree_row
 
 import hf_packing as hfp
-from hf_packing.rows.trained_tokens import num_training, tokens_of_documents, trained_pieces
 from hf_packing.trees.segments import TreeSegments
+from hf_packing.trees.trained_tokens import num_training, tokens_of_documents, trained_pieces
 
 KEYS = ["input_ids", "position_ids", "segment_lengths", "parents", "ends", "trained", "tree_labels"]
 

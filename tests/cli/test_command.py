@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from hf_packing.cli import main
-from hf_packing.cli.screen import print_json
 
 
 def test_report(capsys, tmp_path, data, tokenizer):
@@ -64,14 +63,6 @@ def test_letters_that_the_terminal_does_not_know(tmp_path, data, tokenizer):
 def test_names_with_words_between_colons_are_printed_as_they_are(capsys, tmp_path):
     assert main(["report", str(tmp_path / "a:100:.jsonl")]) == 2
     assert "a:100:.jsonl" in capsys.readouterr().err
-
-
-def test_json_has_no_numbers_that_json_does_not_know(capsys):
-    print_json({"leak": float("nan"), "rows": [{"gap": float("inf")}, 1.5]})
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
-        "leak": None,
-        "rows": [{"gap": None}, 1.5],
-    }
 
 
 def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):

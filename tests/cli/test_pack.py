@@ -100,6 +100,18 @@ def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
     assert datasets.load_from_disk(tmp_path / "packed")["weights"][:] == [[0.5, 1, 1]]
 
 
+@pytest.mark.parametrize("flags", [[], ["--workers", "1"]])
+def test_lines_with_tokens_need_no_tokenizer(tmp_path, flags):
+    """Of one file, and of many files."""
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [8]}\n')
+    given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "4", "--output", str(tmp_path / "packed")]
+    assert main([*given, *flags]) == 0
+    files = [str(file) for file in (tmp_path / "packed").glob("*.parquet" if flags else "*.arrow")]
+    packed = datasets.load_dataset("parquet" if flags else "arrow", data_files=files, split="train")
+    assert packed["input_ids"][:] == [[5, 6, 7, 8]]
+    assert main([*given, *flags, "--skip-bad"]) == 2
+
+
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
     PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
     given = ["pack", data, "--tokenizer", str(tmp_path / "folder"), "--max-length", "16", "--output"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hf_packing as hfp
+from hf_packing import files
 from hf_packing.planning import storage
 
 
@@ -197,7 +198,7 @@ def test_a_plan_is_removed_when_its_successor_is_in_place(tmp_path, monkeypatch)
         assert hfp.PackingPlan.load(tmp_path / "plan") == other
         remove(folder, **options)
 
-    monkeypatch.setattr(storage.shutil, "rmtree", remove_and_look)
+    monkeypatch.setattr(files.shutil, "rmtree", remove_and_look)
     other.save(tmp_path / "plan")
     assert removed == [make()]
     assert [file.name for file in tmp_path.iterdir()] == ["plan"]

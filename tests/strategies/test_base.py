@@ -27,13 +27,13 @@ STRATEGIES = [made_for(4, each) for each in strategy_classes()] + [hfp.BestFit(4
 BUCKETS = [strategy for strategy in STRATEGIES if strategy.has_buckets]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of the 11 tokens of a batch")
+pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of 11 tokens of a batch")
 
 
 def test_what_is_dropped_is_said():
-    with pytest.warns(UserWarning, match="packing drops 1 of the 11 tokens of a batch, as configured by overflow"):
+    with pytest.warns(UserWarning, match="packing drops 1 of 11 tokens of a batch, as configured by overflow"):
         hfp.BestFit(4, overflow="truncate")(BATCH)
-    with pytest.warns(UserWarning, match="drops 5 of the 11 tokens of a batch"):
+    with pytest.warns(UserWarning, match="drops 5 of 11 tokens of a batch"):
         hfp.BestFit(4, overflow="drop")(BATCH)
 
 

@@ -135,7 +135,7 @@ def test_pack(tmp_path, how):
 
 def test_map_and_streams():
     strategy, some = hfp.BestFit(128, overflow="truncate"), prompts(masked=120, short=2)
-    with pytest.warns(UserWarning, match="drops 144 of the 1,686 tokens of a batch, .*; 100 of 244 labels are left"):
+    with pytest.warns(UserWarning, match="drops 144 of 1,686 tokens of a batch, .*; 100 of 244 labels are left"):
         some.map(strategy, batched=True, batch_size=None, remove_columns=some.column_names)
     for streams in (None, 1):
         with pytest.warns(UserWarning, match="pack drops 144 of 1,686 tokens of a stream, and 144 labels"):

@@ -1,0 +1,49 @@
+"""Folders that appear whole or not at all: they are written under another name, and renamed when they are complete."""
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
+    """Context manager: make a folder to write to. At the end of the block, it gets its final path.
+
+    Args:
+        folder: the final path. A folder there is replaced.
+        prefix: how the name of the unfinished folder begins, beside the final path. If the process is killed, the
+            unfinished folder stays.
+    """
+    around = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix))
+    try:
+        fresh = around / folder.name
+        fresh.mkdir()  # has default permissions; `around` can be read by this user only
+        yield fresh
+        put_in_place(fresh, folder)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
+
+
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Rename a finished folder to its final path. A folder that exists there is removed."""
+    replaced = []
+    while not _try_rename(fresh, folder):
+        replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
+        with suppress(FileNotFoundError):  # raised if another process has moved the folder
+            folder.rename(replaced[-1] / folder.name)
+    for old in replaced:  # removed only now, since removing takes time, and `folder` does not exist until the rename
+        shutil.rmtree(old)
+
+
+def _try_rename(fresh: Path, folder: Path) -> bool:
+    """Rename a folder and return True, or return False if a non-empty folder exists at the new path."""
+    try:
+        fresh.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
