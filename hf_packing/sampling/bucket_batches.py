@@ -10,7 +10,7 @@ from hf_packing.checks import check_choice, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, SampledRow, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows
 from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps, sum_rows
 from hf_packing.sampling.sizes import RowSizes
 
@@ -41,7 +41,7 @@ class _BucketCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BucketBatches(LimitedBatching):
+class BucketBatches(Batching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
     A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. All

@@ -8,12 +8,12 @@ import numpy as np
 from hf_packing.checks import check_optional_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
 from hf_packing.sampling.sizes import RowSizes
 
 
 @dataclass(frozen=True)
-class InOrder(LimitedBatching):
+class InOrder(Batching):
     """A batching for evaluation: a micro-batch has rows_per_batch successive rows, or as many as fit into its limits.
 
     Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all

@@ -9,13 +9,7 @@ import numpy as np
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
 from hf_packing.planning.lengths import Pieces
 from hf_packing.rows.changes import LabelCounts, count_labels
-from hf_packing.rows.token_columns import (
-    TokenColumn,
-    check_same_lengths,
-    column_of_values,
-    row_numbers,
-    visible_columns,
-)
+from hf_packing.rows.token_columns import check_same_lengths, column_of_values, columns_of, visible_columns
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
@@ -70,12 +64,9 @@ def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: boo
     """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
     names = [name for name in visible_columns(dataset) if name not in unread]
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
-    table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *deciding)}
+    columns = columns_of(dataset, [INPUT_IDS, *deciding])
     check_same_lengths(columns)
-    if SEQ_LENGTHS in names:
-        columns[SEQ_LENGTHS] = TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers)
-    return columns
+    return columns | columns_of(dataset, [name for name in (SEQ_LENGTHS,) if name in names])
 
 
 def _by_reading(dataset: Any, sampler: RankBatchSampler, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hf_packing.checks import check_choice, check_optional_number, check_real, c
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, LimitedBatching, Shapes, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
 from hf_packing.sampling.fill import (
     LINEAR_COST,
     Limits,
@@ -41,7 +41,7 @@ _ROWS_WITH_FEWER = {
 
 
 @dataclass(frozen=True)
-class TokenBudget(LimitedBatching):
+class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
     Plain documents are packed during training, and are grouped differently from epoch to epoch. Every optimizer step
