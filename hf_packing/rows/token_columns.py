@@ -353,7 +353,7 @@ def _read_chunk(name: str, chunk: pa.Array) -> _Chunk:
     if is_list(values.type):
         sizes, values = pc.list_value_length(values), values.flatten()
         if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():
-            raise PackingError(f"column {name!r}: expected pairs of numbers in lists of lists, got other lists")
+            raise PackingError(f"column {name!r}: expected pairs of integers in lists of lists, got other lists")
     numbers = values.to_numpy(zero_copy_only=False)
     numbers = numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2)
     return _Chunk(numbers, offsets[:-1], np.diff(offsets), missing, nulls)

@@ -356,12 +356,7 @@ def _lists_in(column: TokenColumn) -> _Lists:
 
 
 def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray:
-    column = table.column(BUCKET)
-    if column.null_count or not pa.types.is_integer(column.type):
-        raise PackingError(
-            f"column 'bucket': expected an integer in every row, got {column.type} with {column.null_count} nulls"
-        )
-    bucket: IntArray = column.to_numpy()
+    bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
     return bucket if numbers is None else bucket[numbers]
 
 

@@ -94,7 +94,7 @@ def test_lists_of_pairs(kind):
 
 @pytest.mark.parametrize("other", [[[1, 2, 3], [4]], [[1, 2], None], [[1, None]]], ids=str)
 def test_lists_of_other_lists_than_pairs(other):
-    with pytest.raises(PackingError, match="column 'offsets': expected pairs of numbers"):
+    with pytest.raises(PackingError, match="column 'offsets': expected pairs of integers"):
         columns_of(datasets.Dataset.from_dict({"offsets": [[[1, 2]], other]}), ["offsets"])
 
 
