@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hf_packing.columns import (
     ATTENTION_MASK,
@@ -39,7 +40,7 @@ class TokenColumn:
 
     Args:
         name: the column's name, for error messages.
-        column: lists of integers, floats or booleans, without nulls.
+        column: lists of integers, floats or booleans, or of pairs of them, without nulls.
         row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
 
     Attributes:
@@ -53,7 +54,7 @@ class TokenColumn:
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
         self.name = name
         self.type: pa.DataType = column.type
-        chunks = [_read_chunk(chunk) for chunk in column.chunks]
+        chunks = [_read_chunk(name, chunk) for chunk in column.chunks]
         self._values = [chunk.values for chunk in chunks]
         none = np.zeros(0, dtype=np.int64)
         self._begin = np.concatenate([none, *(chunk.begin for chunk in chunks)])
@@ -88,15 +89,21 @@ class TokenColumn:
         Returns:
             Array [sum(length)] in the dtype of the column; always a copy.
         """
+        slices = self._slices(row, start, length)
+        return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
+
+    def read(self, rows: IntArray) -> list[npt.NDArray[Any]]:
+        """Return the values of some rows, as arrays that share the memory of the Arrow column."""
+        return self._slices(rows, 0, self.length[rows])
+
+    def _slices(self, row: IntArray, start: IntArray | int, length: IntArray) -> list[npt.NDArray[Any]]:
         begin = self._begin[row] + start
         bounds = zip(begin.tolist(), (begin + length).tolist(), strict=True)
         if len(self._values) == 1:
             values = self._values[0]
-            slices = [values[a:b] for a, b in bounds]
-        else:
-            chunks = self._values
-            slices = [chunks[c][a:b] for c, (a, b) in zip(self._chunk[row].tolist(), bounds, strict=True)]
-        return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
+            return [values[a:b] for a, b in bounds]
+        chunks = self._values
+        return [chunks[c][a:b] for c, (a, b) in zip(self._chunk[row].tolist(), bounds, strict=True)]
 
 
 def column_of_values(name: str, values: npt.NDArray[Any], lengths: IntArray) -> TokenColumn:
@@ -160,6 +167,12 @@ def token_columns_of(dataset: Any) -> TokenColumns:
     """Return the token columns of the documents of a Dataset, which must have no transform."""
     check_no_transform(dataset)
     return find_token_columns(documents_in(dataset), row_numbers(dataset))
+
+
+def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
+    """Return some columns of a Dataset, which must have lists of numbers."""
+    table, numbers = dataset.data.table, row_numbers(dataset)
+    return {name: TokenColumn(name, table.column(name), numbers) for name in names}
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
@@ -326,15 +339,21 @@ class _Chunk(NamedTuple):
     """bool [rows]: True if the row has a null value."""
 
 
-def _read_chunk(chunk: pa.Array) -> _Chunk:
+def _read_chunk(name: str, chunk: pa.Array) -> _Chunk:
     if pa.types.is_fixed_size_list(chunk.type):
         chunk = chunk.cast(pa.list_(chunk.type.value_type))
     missing = nulls = np.zeros(len(chunk), dtype=bool)
     if chunk.null_count:
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
     offsets, values = chunk.offsets.to_numpy().astype(np.int64), chunk.values
-    if values.null_count:
+    if values.null_count and not is_list(values.type):
         nulls_before = offsets_of(values.is_null().to_numpy(zero_copy_only=False))
         nulls = np.diff(nulls_before[offsets]) > 0
         values = values.fill_null(False if pa.types.is_boolean(values.type) else 0)
-    return _Chunk(values.to_numpy(zero_copy_only=False), offsets[:-1], np.diff(offsets), missing, nulls)
+    if is_list(values.type):
+        sizes, values = pc.list_value_length(values), values.flatten()
+        if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():
+            raise PackingError(f"column {name!r}: expected pairs of integers in lists of lists, got other lists")
+    numbers = values.to_numpy(zero_copy_only=False)
+    numbers = numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2)
+    return _Chunk(numbers, offsets[:-1], np.diff(offsets), missing, nulls)

@@ -167,9 +167,14 @@ class Batching(ABC):
     """True if a dataset must have at least one row for every rank."""
 
     seed: int = field(default=0, kw_only=True)
+    max_documents: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_fields(self, seed=check_seed(self.seed))
+        set_fields(
+            self,
+            seed=check_seed(self.seed),
+            max_documents=check_optional_number("max_documents", self.max_documents),
+        )
 
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
@@ -193,12 +198,24 @@ class Batching(ABC):
         """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
         return None
 
-    def within(self, shapes: Shapes) -> "Batching":
-        """Return this batching for micro-batches that fit into fixed shapes."""
-        raise PackingError(
-            f"tokens: expected None with {type(self).__name__}, since only TokenBudget and BucketBatches form batches "
-            f"of fixed shapes, got {shapes[0]}"
-        )
+    def within(self, shapes: Shapes) -> Self:
+        """Return this batching for micro-batches that fit into fixed shapes. One segment is left for the padding.
+
+        Raises:
+            PackingError: the two numbers are not valid, or the batching allows more tokens or documents, or does not
+                limit tokens.
+        """
+        tokens, max_segments = check_shapes(*shapes)
+        if self.most_tokens is None:
+            raise PackingError(f"tokens: expected None with {type(self).__name__}, without a token limit, got {tokens}")
+        if self.most_tokens > tokens:
+            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
+        if self.max_documents is not None and self.max_documents >= max_segments:
+            raise PackingError(
+                f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
+                f"segment fills the batch up to {tokens} tokens; got {max_segments}"
+            )
+        return replace(self, max_documents=self.max_documents or max_segments - 1)
 
     def plan(self, sizes: RowSizes, epoch: Epoch | None = None) -> EpochPlan:
         """Plan the micro-batches of all ranks in one epoch.
@@ -247,31 +264,3 @@ def check_batching(batching: Any) -> Batching:
         )
         raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}{hint}")
     return batching
-
-
-@dataclass(frozen=True)
-class LimitedBatching(Batching):
-    """The base class of batchings that can limit the documents of a micro-batch."""
-
-    max_documents: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_fields(self, max_documents=check_optional_number("max_documents", self.max_documents))
-
-    def within(self, shapes: Shapes) -> Self:
-        """Return this batching for micro-batches that fit into fixed shapes. One segment is left for the padding.
-
-        Raises:
-            PackingError: the two numbers are not valid, or the batching allows more tokens or documents, or cannot be
-                limited.
-        """
-        tokens, max_segments = check_shapes(*shapes)
-        if self.most_tokens is None or self.most_tokens > tokens:
-            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
-        if self.max_documents is not None and self.max_documents >= max_segments:
-            raise PackingError(
-                f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
-                f"segment fills the batch up to {tokens} tokens; got {max_segments}"
-            )
-        return replace(self, max_documents=self.max_documents or max_segments - 1)

@@ -10,7 +10,7 @@ from hf_packing.checks import check_choice, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, SampledRow, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows
 from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps, sum_rows
 from hf_packing.sampling.sizes import RowSizes
 
@@ -37,11 +37,11 @@ class _BucketCounts(NamedTuple):
     """Number of units that are too few for another step of this bucket. They move to the next larger bucket, or form
     the last step of the epoch."""
     joined: int
-    """Number of leftover units that are joined to make one unit of the next larger bucket."""
+    """Number of leftover units that are joined to make one unit of the next larger bucket; 1 in the largest."""
 
 
 @dataclass(frozen=True)
-class BucketBatches(LimitedBatching):
+class BucketBatches(Batching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
     A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. All
@@ -215,22 +215,20 @@ def _fill_buckets(
         own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
         units = left + [[(row, False)] for row in own.tolist()]
         full = len(units) - bucket.left
-        balanced = _balance(units[:full], bucket.rows_each, epoch.slots, rows.sizes, seed)
-        steps += _in_rounds(balanced, epoch, rows.sizes, seed)
-        if bucket is buckets[-1]:
-            left = units[full:]
-        else:
-            joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
-            left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
+        if full:
+            balanced = _balance(units[:full], bucket.rows_each, epoch.slots, rows.sizes, seed)
+            steps += _in_rounds(balanced, epoch, rows.sizes, seed)
+        joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
+        left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
     rows_each, rounds = _last_step(buckets, epoch)
+    if not left:
+        return steps, []
     filled_up = _complete(left, rounds * rows_each * epoch.world_size, units)
     return steps, _balance(filled_up, rows_each, epoch.world_size, rows.sizes, seed)
 
 
 def _in_rounds(micro_batches: list[_MicroBatch], epoch: Epoch, sizes: RowSizes, seed: int) -> list[list[_MicroBatch]]:
     """Return the micro-batches of full optimizer steps for each step, ordered by round, then by rank."""
-    if not micro_batches:
-        return []
     cost = sum_rows([[row for row, _ in each] for each in micro_batches], sizes.squared_lengths).astype(np.float64)
     steps = np.arange(len(micro_batches)).reshape(-1, epoch.slots)
     rounds = rounds_of_steps(steps, cost, len(micro_batches), epoch.world_size)
@@ -254,8 +252,6 @@ def _balance(units: list[_Unit], rows_each: int, group: int, sizes: RowSizes, se
         sizes: the sizes of all rows.
         seed: seed of the order, and of the choice among units of equal cost.
     """
-    if not units:
-        return []
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
     # units stand in place of micro-batches here, and the units of one micro-batch in place of an optimizer step

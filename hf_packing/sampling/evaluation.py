@@ -7,13 +7,13 @@ import numpy as np
 
 from hf_packing.checks import check_optional_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
-from hf_packing.sampling.batching import Epoch, EpochPlan, FittedRows, LimitedBatching, keep_rows
+from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
 from hf_packing.sampling.sizes import RowSizes
 
 
 @dataclass(frozen=True)
-class InOrder(LimitedBatching):
+class InOrder(Batching):
     """A batching for evaluation: a micro-batch has rows_per_batch successive rows, or as many as fit into its limits.
 
     Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all
@@ -79,14 +79,10 @@ class InOrder(LimitedBatching):
         """Return the index of the first row of each micro-batch among the kept rows, int64 [micro-batches]."""
         if self.rows_per_batch is not None:
             return np.arange(0, len(rows.kept), self.rows_per_batch)
-        ends = [
-            (np.cumsum(has[rows.kept]), most)
-            for has, most in ((rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents))
-            if most is not None
-        ]
+        limited = (rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
+        totals = [(offsets_of(has[rows.kept]), most) for has, most in limited if most is not None]
         begins = [0]
         while begins[-1] < len(rows.kept):
-            before = begins[-1] - 1
-            used = [(end, most + (int(end[before]) if before >= 0 else 0)) for end, most in ends]
-            begins.append(min(int(np.searchsorted(end, most, side="right")) for end, most in used))
+            ends = (np.searchsorted(total, total[begins[-1]] + most, side="right") for total, most in totals)
+            begins.append(int(min(ends)) - 1)
         return np.array(begins[:-1], dtype=np.int64)

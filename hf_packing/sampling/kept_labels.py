@@ -9,16 +9,11 @@ import numpy as np
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
 from hf_packing.planning.lengths import Pieces
 from hf_packing.rows.changes import LabelCounts, count_labels
-from hf_packing.rows.token_columns import (
-    TokenColumn,
-    check_same_lengths,
-    column_of_values,
-    row_numbers,
-    visible_columns,
-)
+from hf_packing.rows.token_columns import check_same_lengths, column_of_values, columns_of, visible_columns
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 
@@ -48,9 +43,7 @@ def kept_labels(
     in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
-    columns = (
-        _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sampler, unread, apply_masks)
-    )
+    columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
     whole = Pieces.whole(sizes.tokens)
     if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
         lengths = segments.gather(whole.document, whole.start, sizes.segments).astype(np.int64)
@@ -59,33 +52,30 @@ def kept_labels(
         whole = Pieces(row, np.cumsum(lengths) - lengths - first_of_row[row], lengths)
     found = count_labels(columns, whole, keep_first)
     if rows.pieces is not None:
-        return LabelCounts(count_labels(columns, rows.pieces.take(rows.kept), keep_first), found)
-    if not rows.lost_tokens:
+        left = rows.pieces.take(rows.kept)
+    elif rows.lost_tokens:
+        left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
+    else:
         return LabelCounts(found, found)
-    kept = np.flatnonzero(np.isin(whole.document, rows.kept))
-    return LabelCounts(count_labels(columns, whole.take(kept), keep_first), found)
+    return LabelCounts(count_labels(columns, left, keep_first), found)
 
 
 def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
     """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
     names = [name for name in visible_columns(dataset) if name not in unread]
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
-    table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *deciding)}
+    columns = columns_of(dataset, [INPUT_IDS, *deciding])
     check_same_lengths(columns)
-    if SEQ_LENGTHS in names:
-        columns[SEQ_LENGTHS] = TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers)
-    return columns
+    return columns | columns_of(dataset, [name for name in (SEQ_LENGTHS,) if name in names])
 
 
-def _by_reading(dataset: Any, sampler: RankBatchSampler, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
+def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
     """Return the same columns of a dataset whose rows are computed when they are read."""
-    sizes = sampler.sizes
     rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)
     labels, lengths = [np.zeros(0, np.int8)], [np.zeros(0, np.int64)]
     for number in np.flatnonzero(sizes.tokens).tolist():
         row = rows[number]
-        labels.append(np.where(np.asarray(row[LABELS]) == IGNORED_LABEL, IGNORED_LABEL, 0).astype(np.int8))
+        labels.append((np.asarray(row[LABELS]) == IGNORED_LABEL) * np.int8(IGNORED_LABEL))
         lengths.append(np.asarray(row.get(SEQ_LENGTHS, [])))
     columns = {LABELS: column_of_values(LABELS, np.concatenate(labels), sizes.tokens)}
     if sizes.packed:

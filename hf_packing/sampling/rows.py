@@ -1,13 +1,10 @@
 """Read the rows that a sampler selects: whole rows, pieces of rows, or copies with masked labels."""
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -33,7 +30,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.rows.lazy import lazy_rows
-from hf_packing.rows.token_columns import is_list, row_numbers, visible_columns
+from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -69,14 +66,14 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         apply_masks: bool = True,
         more: Sequence[str] = (),
     ) -> None:
-        self._arrow_rows: ArrowRows | None = None
+        self._stored: _TableRows | None = None
         self._lazy = lazy_rows(dataset)
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            names = visible_columns(dataset)
-            if INPUT_IDS not in names and TREE_INPUT_IDS not in names:
-                raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
-            columns = _columns_to_read(names, unread, more)
-            self._arrow_rows = ArrowRows.open(dataset, columns)
+            columns = _columns_to_read(visible_columns(dataset), unread, more)
+            fields = dataset.data.table.schema
+            # a subclass of Dataset may change rows when they are read
+            if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in columns):
+                self._stored = _TableRows(dataset, columns)
             dataset = dataset.with_format("numpy", columns=columns)
         self.dataset = dataset
         self.unread = unread
@@ -132,8 +129,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
-        if self._arrow_rows is not None:
-            return self._arrow_rows.read(numbers)
+        if self._stored is not None:
+            return self._stored.read(numbers)
         names: Iterable[str] | None = None
         if self._lazy is not None:
             (lazy, packs), names = self._lazy, self.dataset.format["columns"]
@@ -165,21 +162,9 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         return {**row, LABELS: labels}
 
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Raise PackingError if a row does not have the length that was known when micro-batches were planned.
-
-        Also raise PackingError if a row has no input_ids, or if a per-token column is not as long as input_ids.
-
-        Args:
-            numbers: numbers of the rows in the dataset.
-            rows: the rows, as the dataset returned them.
-        """
-        all_planned = self.sampler.sizes.tokens[numbers].tolist()
-        for number, row, planned in zip(numbers, rows, all_planned, strict=True):
+        """Raise PackingError if a row does not have its planned length, or a per-token column has another length."""
+        for number, row, planned in zip(numbers, rows, self.sampler.sizes.tokens[numbers].tolist(), strict=True):
             tokens_in = TREE_INPUT_IDS if TREE_INPUT_IDS in row else INPUT_IDS
-            if tokens_in not in row:
-                raise PackingError(
-                    f"dataset: expected a column 'input_ids', but row {number} has columns: {', '.join(row) or 'none'}"
-                )
             if (tokens := len(row[tokens_in])) != planned:
                 raise PackingError(
                     f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
@@ -217,114 +202,23 @@ def _with_masked_labels(row: Row) -> Row:
     return {**row, LABELS: np.full(tokens, IGNORED_LABEL), SEQ_IDX: segments}
 
 
-class ArrowRows:
-    """Rows of a Dataset, as dicts of NumPy arrays that share memory with the Arrow table.
+def _has_numbers(kind: pa.DataType) -> bool:
+    """Return whether a column has lists of numbers, or of pairs of numbers."""
+    return is_token_type(kind) or (is_list(kind) and is_token_type(kind.value_type))
 
-    Args:
-        dataset: a Dataset.
-        names: the columns to read. Every column has lists of numbers, or of pairs of integers, without nulls.
-    """
+
+class _TableRows:
+    """The rows of a Dataset whose columns have lists of numbers, as NumPy arrays that share memory with its table."""
 
     def __init__(self, dataset: datasets.Dataset, names: Sequence[str]) -> None:
-        self._dataset = dataset
-        self._indices = row_numbers(dataset)
-        self._columns = {name: _ListColumn(dataset.data.table.column(name)) for name in names}
+        self._made_from = dataset, names
+        self._columns = columns_of(dataset, names)
 
-    @classmethod
-    def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
-        """Return the rows of a dataset; None if they have to be read through the dataset.
-
-        This is the case if a column has anything but lists of numbers or lists of lists of integers, or has nulls, and
-        if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
-        """
-        table = dataset.data.table
-        plain = type(dataset) is datasets.Dataset and all(_has_numbers_only(table.column(name)) for name in names)
-        return cls(dataset, names) if plain else None
-
-    def read(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return the rows with these numbers.
-
-        Args:
-            numbers: row numbers in the dataset; negative numbers count from the end.
-
-        Returns:
-            One dict for each number, from column name to the read-only values of the row, in the column's dtype. A list
-            of pairs is an array [tokens, 2].
-
-        Raises:
-            IndexError: a number is out of range.
-        """
-        rows = len(self._dataset)
-        for number in numbers:
-            if not -rows <= number < rows:
-                raise IndexError(f"row {number} of a dataset with {rows} rows")
-        stored = [number % rows for number in numbers]
-        if self._indices is not None:
-            stored = self._indices[stored].tolist()
-        columns = [column.read(stored) for column in self._columns.values()]
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Return the rows with these numbers. The values are read-only, in the column's dtype."""
+        columns = [column.read(np.array(numbers, np.int64)) for column in self._columns.values()]
         return [dict(zip(self._columns, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the dataset and the names, since views of memory-mapped files would be pickled as copies."""
-        return type(self), (self._dataset, list(self._columns))
-
-
-class _ListColumn:
-    """A column of lists, whose rows are slices of the values of one chunk.
-
-    Args:
-        column: lists of numbers, or of lists of integers, without nulls.
-    """
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        chunks = [_with_offsets(chunk) for chunk in column.chunks if len(chunk)]
-        self._offsets = [chunk.offsets.to_numpy() for chunk in chunks]
-        nested = is_list(column.type.value_type)
-        self._values = [_Pairs(chunk.values) if nested else chunk.values.to_numpy() for chunk in chunks]
-        self._first_row = list(accumulate(map(len, chunks), initial=0))
-
-    def read(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
-        """Return the values of these rows. A batch has few rows, so a loop is faster than np.searchsorted."""
-        found = []
-        for row in rows:
-            chunk = bisect_right(self._first_row, row) - 1
-            offsets, inside = self._offsets[chunk], row - self._first_row[chunk]
-            found.append(self._values[chunk][offsets[inside] : offsets[inside + 1]])
-        return found
-
-
-class _Pairs:
-    """The values of a chunk of lists of pairs: a slice is an array [values, 2].
-
-    Args:
-        values: lists of integers without nulls.
-    """
-
-    def __init__(self, values: pa.Array) -> None:
-        values = _with_offsets(values)
-        self._offsets, self._numbers = values.offsets.to_numpy(), values.values.to_numpy()
-
-    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
-        borders = self._offsets[part.start : part.stop + 1]
-        if (np.diff(borders) != 2).any():
-            raise PackingError("dataset: expected pairs of integers in a column of lists of lists, got other lengths")
-        pairs: npt.NDArray[Any] = self._numbers[borders[0] : borders[-1]].reshape(-1, 2)
-        return pairs
-
-
-def _has_numbers_only(column: pa.ChunkedArray) -> bool:
-    """Return whether a column has lists of integers or floats, or lists of lists of integers, and no nulls."""
-    if not is_list(column.type):
-        return False
-    kind = column.type.value_type
-    if is_list(kind):
-        return pa.types.is_integer(kind.value_type) and not any(
-            chunk.null_count or chunk.values.null_count or chunk.values.values.null_count for chunk in column.chunks
-        )
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return number and not any(chunk.null_count or chunk.values.null_count for chunk in column.chunks)
-
-
-def _with_offsets(chunk: pa.Array) -> pa.Array:
-    """Return a chunk of lists as an array with offsets, which lists of a fixed size do not have."""
-    return chunk.cast(pa.list_(chunk.type.value_type)) if pa.types.is_fixed_size_list(chunk.type) else chunk
+        """Pickle the dataset and the names, since views of memory-mapped files would be pickled as copies."""
+        return type(self), self._made_from

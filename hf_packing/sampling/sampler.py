@@ -235,22 +235,8 @@ class RankBatchSampler:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
         """
         for name, value in self.plan_inputs().items():
-            if saved.get(name) == value:
-                continue
-            got, hint = repr(value), ""
-            if name == SLOTS:
-                got = f"{value} ({self.world_size} ranks, gradient_accumulation_steps={self.accumulation})"
-                hint = _same_slots(saved.get(name), self.world_size)
-            raise PackingError(
-                f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {got}; resuming would "
-                f"train on some rows twice and on other rows not at all{hint}"
-            )
-
-
-def _same_slots(saved: Any, world_size: int) -> str:
-    """Return a hint on how to make optimizer steps of as many micro-batches as when a checkpoint was saved."""
-    if not isinstance(saved, int):
-        return ""
-    if saved % world_size:
-        return f"; use a number of ranks that divides {saved}"
-    return f"; use gradient_accumulation_steps={saved // world_size}"
+            if saved.get(name) != value:
+                raise PackingError(
+                    f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; resuming "
+                    "would train on some rows twice and on other rows not at all"
+                )

@@ -165,8 +165,9 @@ def sizes_of(dataset: Any) -> RowSizes:
     refuse_cells(dataset)
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
-    if (lazy := lazy_rows(dataset)) is not None and lazy[0].plan.segment_shared is None:
-        return _sizes_of_lazy_rows(*lazy, dataset.format["columns"])
+    if (lazy := lazy_rows(dataset)) is not None:
+        _check_columns(dataset.format["columns"])
+        return sizes_of_planned(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -213,30 +214,45 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     names, numbers = visible_columns(dataset), row_numbers(dataset)
     _check_columns(names)
     table = with_typed_empty_lists(dataset.data.table.select(names))
-    lists = _columns_of_sizes(names)
-    sampled = _SAMPLED[-2:] if TREE_INPUT_IDS in names else _SAMPLED[:-2]
+    lists, tokens_in = _columns_of_sizes(names), _tokens_in(names)
     columns: dict[str, TokenColumn] = {}
-    for name in (*lists, *(name for name in sampled if name in names)):
+    for name in (*lists, *(name for name in _SAMPLED if name in names)):
         kind = table.schema.field(name).type
-        if name in (*lists, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+        if name in (*lists, tokens_in) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
         if is_token_type(kind):
             columns[name] = TokenColumn(name, table.column(name), numbers)
-    sample = b"".join(_sample_of_column(columns[name]) for name in sampled if name in columns)
-    tokens = next((columns[name].length for name in (TREE_INPUT_IDS, INPUT_IDS) if name in columns), None)
+    rows = rows_to_sample(len(dataset))
+    sample = (_sample_of(values) for name in _SAMPLED if name in columns for values in columns[name].read(rows))
     bucket = _buckets_in_table(table, numbers) if lists and BUCKET in names else None
-    return replace(_sizes({name: _lists_in(columns[name]) for name in lists}, tokens, bucket), sample=sample)
+    sizes = _sizes({name: _lists_in(columns[name]) for name in lists}, columns[tokens_in].length, bucket)
+    return replace(sizes, sample=b"".join(sample))
 
 
-def _sizes_of_lazy_rows(rows: DocumentRows, packs: IntArray, names: Sequence[str]) -> RowSizes:
-    """Return the sizes of rows of `pack(..., lazy=True)`, of which only a few are built."""
-    _check_columns(names)
+def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str] | None = None) -> RowSizes:
+    """Return the sizes of rows that are built when they are read, from their plan.
+
+    Args:
+        rows: builds the rows.
+        packs: integers [rows]: the number of each row's pack.
+        names: the columns to read, of which a few rows are sampled; None for no sample.
+    """
     plan = rows.plan
     segments = np.diff(plan.pack_offsets)[packs]
-    lengths = plan.segment_length[indices_in_ranges(plan.pack_offsets[packs], segments)]
-    sizes = sizes_of_packs(lengths, offsets_of(segments), plan.pack_capacity[packs] if BUCKET in names else None)
+    chosen, offsets = indices_in_ranges(plan.pack_offsets[packs], segments), offsets_of(segments)
+    lengths = plan.segment_length[chosen].astype(np.int64)
+    if plan.segment_shared is None:
+        bucket = plan.pack_capacity[packs] if names is not None and BUCKET in names else None
+        sizes = sizes_of_packs(lengths, offsets, bucket)
+    else:
+        shared = plan.segment_shared[chosen].astype(np.int64)
+        tokens, work = (sums_of(v, offsets) for v in (lengths - shared, attention_costs(lengths - shared, shared)))
+        counts = TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum()))
+        sizes = RowSizes(tokens, segments, work, packed=True, trees=counts)
+    if names is None:
+        return sizes
     sampled = [{name: row[name] for name in names} for row in rows.read(packs[rows_to_sample(len(packs))])]
-    return replace(sizes, sample=sample_of_rows(sampled))
+    return replace(sizes, sample=_sample_of_rows(sampled))
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
@@ -258,11 +274,10 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if lists and BUCKET in first:
             buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
-        column = next((name for name in (TREE_INPUT_IDS, INPUT_IDS) if name in row), None)
-        if column is not None:
-            few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
-            check_whole_numbers(f"column {column!r}, row {number}", few)
-        tokens.append(int(lists[SEQ_LENGTHS][-1].sum()) if column is None else len(row[column]))
+        column = _tokens_in(row)
+        few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
+        check_whole_numbers(f"column {column!r}, row {number}", few)
+        tokens.append(len(row[column]))
     joined = {
         name: _Lists(np.concatenate([np.zeros(0, np.int64), *values], dtype=np.int64), np.array([*map(len, values)]))
         for name, values in lists.items()
@@ -270,7 +285,11 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
     sizes = _sizes(joined, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
-    return replace(sizes, sample=sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
+    return replace(sizes, sample=_sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
+
+
+def _tokens_in(names: Any) -> str:
+    return TREE_INPUT_IDS if TREE_INPUT_IDS in names else INPUT_IDS
 
 
 def _columns_of_sizes(names: Any) -> tuple[str, ...]:
@@ -280,23 +299,14 @@ def _columns_of_sizes(names: Any) -> tuple[str, ...]:
     return (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
 
 
-def _sizes(lists: Mapping[str, _Lists], tokens: IntArray | None, bucket: IntArray | None) -> RowSizes:
-    """Return the sizes of rows.
-
-    Args:
-        lists: the columns with the sizes of segments, by name.
-        tokens: integers [rows]: the number of tokens in each row; None if only lists tell.
-        bucket: integers [rows], or None.
-    """
+def _sizes(lists: Mapping[str, _Lists], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
+    """Return the sizes of rows, from the columns with the sizes of segments and the number of tokens of each row."""
     if SEGMENT_LENGTHS in lists:
-        assert tokens is not None
         return _sizes_of_trees(tokens, lists[SEGMENT_LENGTHS], lists[PARENTS], lists[ENDS], bucket)
     if SEQ_LENGTHS not in lists:
-        assert tokens is not None
         return sizes_of_documents(tokens)
     segments = lists[SEQ_LENGTHS]
     sizes = sizes_of_packs(segments.values, offsets_of(segments.per_row), bucket)
-    tokens = sizes.tokens if tokens is None else tokens
     wrong = (sizes.tokens != tokens) | segments.with_any(segments.values < 1)
     segments.check(SEQ_LENGTHS, wrong, "positive lengths that add up to the {} tokens", tokens)
     return sizes
@@ -305,15 +315,7 @@ def _sizes(lists: Mapping[str, _Lists], tokens: IntArray | None, bucket: IntArra
 def _sizes_of_trees(
     tokens: IntArray, segments: _Lists, parents: _Lists, ends: _Lists, bucket: IntArray | None
 ) -> RowSizes:
-    """Return the sizes of rows of trees, if each segment has a parent before it, and each document ends in a segment.
-
-    Args:
-        tokens: integers [rows]: number of tokens in each row.
-        segments: the lengths of the segments.
-        parents: the parents of the segments, as indices in the row.
-        ends: the segments in which the documents end, as indices in the row.
-        bucket: integers [rows], or None.
-    """
+    """Return the sizes of rows of trees, whose parents come before them, and whose documents end in segments."""
     parents.check(PARENTS, parents.per_row != segments.per_row, "one parent for each of the {} segments", segments[1])
     offsets = offsets_of(segments.per_row)
     begin, most = np.repeat(offsets[:-1], segments.per_row), np.repeat(segments.per_row, ends.per_row)
@@ -354,12 +356,7 @@ def _lists_in(column: TokenColumn) -> _Lists:
 
 
 def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray:
-    column = table.column(BUCKET)
-    if column.null_count or not pa.types.is_integer(column.type):
-        raise PackingError(
-            f"column 'bucket': expected an integer in every row, got {column.type} with {column.null_count} nulls"
-        )
-    bucket: IntArray = column.to_numpy()
+    bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
     return bucket if numbers is None else bucket[numbers]
 
 
@@ -370,13 +367,14 @@ def _check_columns(names: Any) -> None:
                 f"column {missing[0]!r}: expected this column beside {TREE_INPUT_IDS}, in rows of documents that share "
                 f"prefixes, got the columns {', '.join(names)}"
             )
-    elif SEQ_LENGTHS not in names:
-        check_has_tokens(names)
-        if packed := [name for name in SEGMENT_COLUMNS if name in names]:
-            raise PackingError(
-                f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed "
-                "rows; pack() writes both columns"
-            )
+        return
+    check_has_tokens(names)
+    packed = [name for name in SEGMENT_COLUMNS if name in names]
+    if packed and SEQ_LENGTHS not in names:
+        raise PackingError(
+            f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
+            "pack() writes both columns"
+        )
 
 
 def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
@@ -399,27 +397,17 @@ def rows_to_sample(num_rows: int) -> IntArray:
     return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
 
 
-def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the first tokens, labels and mask values of the given rows as bytes, one column after another.
-
-    `_sizes_in_table` makes the same bytes from an Arrow table of these rows.
-    """
-    return b"".join(_sample_of_values(row[name]) for name in _SAMPLED for row in rows if name in row)
+def _sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(_sample_of(row[name]) for name in _SAMPLED for row in rows if name in row)
 
 
-def _sample_of_values(values: Any) -> bytes:
+def _sample_of(values: Any) -> bytes:
     """Return the first values of a row's column as bytes. Malformed values raise no error here, but in the collator."""
     try:
         with np.errstate(invalid="ignore"):  # converting NaN or infinity to integers warns
             return np.asarray(values)[:_SAMPLED_TOKENS].astype("<i8").tobytes()
     except (TypeError, ValueError, IndexError):
         return repr(values).encode()
-
-
-def _sample_of_column(column: TokenColumn) -> bytes:
-    rows = rows_to_sample(len(column.length))
-    values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], _SAMPLED_TOKENS))
-    return values.astype("<i8").tobytes()
 
 
 @dataclass(frozen=True)
@@ -465,5 +453,5 @@ def _content_of(dataset: Any, rows: int) -> bytes:
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):
         return repr(dataset.with_format("arrow")[numbers].to_pydict()).encode()
-    once, twice = (sample_of_rows([dataset[number] for number in numbers]) for _ in range(2))
+    once, twice = (_sample_of_rows([dataset[number] for number in numbers]) for _ in range(2))
     return once if once == twice else b""

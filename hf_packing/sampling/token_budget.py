@@ -10,7 +10,7 @@ from hf_packing.checks import check_choice, check_optional_number, check_real, c
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, LimitedBatching, Shapes, keep_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
 from hf_packing.sampling.fill import (
     LINEAR_COST,
     Limits,
@@ -41,7 +41,7 @@ _ROWS_WITH_FEWER = {
 
 
 @dataclass(frozen=True)
-class TokenBudget(LimitedBatching):
+class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
     Plain documents are packed during training, and are grouped differently from epoch to epoch. Every optimizer step
@@ -188,27 +188,19 @@ class TokenBudget(LimitedBatching):
         Raises:
             PackingError: a step has too many or too few documents for its micro-batches; the message says what fits.
         """
-        assert rows.fewest_micro_batches is not None
         assert self.match_documents_per_step is not None
         documents, most = int(rows.sizes.segments[rows.kept].sum()), len(rows.kept) // epoch.slots
         steps = -(-documents // self.match_documents_per_step)
         if least <= steps <= most:
             return steps
-        in_round = steps * epoch.world_size
-        fewest_documents = -(-documents // most) if most else documents + 1
-        most_documents = (documents - 1) // (least - 1) if least > 1 else documents
-        fitting = {
-            "gradient_accumulation_steps": (-(-rows.fewest_micro_batches // in_round), len(rows.kept) // in_round),
-            "match_documents_per_step": (fewest_documents, most_documents),
-        }
-        remedies = ["a larger max_tokens"] if steps < least else []
-        remedies += [f"{name} from {low} to {high}" for name, (low, high) in fitting.items() if low <= high]
+        fewest = -(-documents // most) if most else documents + 1
+        largest = (documents - 1) // (least - 1) if least > 1 else documents
         raise PackingError(
-            f"match_documents_per_step: expected from {least} to {most} optimizer steps, whose {epoch.accumulation} x "
-            f"{epoch.world_size} micro-batches (accumulation x ranks) have at least a row and at most "
-            f"{' and '.join(f'{limit} {unit}' for unit, (_, limit) in self._limited(rows.sizes).items())}, but "
-            f"{self.match_documents_per_step} of {documents} documents per step make {steps} steps; use "
-            f"{', or '.join(remedies) or 'None'}"
+            f"match_documents_per_step: expected {f'from {fewest} to {largest}' if fewest <= largest else 'None'}, got "
+            f"{self.match_documents_per_step} of {documents} documents; each of the {epoch.accumulation} x "
+            f"{epoch.world_size} micro-batches of a step (gradient_accumulation_steps x ranks) has at least one row, "
+            f"and at most the {' and '.join(self._limited(rows.sizes))} that the batching allows, so that other values "
+            "fit with more or fewer micro-batches, or with a larger max_tokens"
         )
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:

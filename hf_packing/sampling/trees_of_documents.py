@@ -1,6 +1,7 @@
 """Trees of the documents of a dataset, as rows for a sampler, so that nothing has to be packed before training."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -10,17 +11,16 @@ import torch
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import token_columns_of
-from hf_packing.sampling.sizes import RowSizes, TreeCounts, sizes_of
+from hf_packing.sampling.sizes import RowSizes, sizes_of, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
-from hf_packing.trees.segments import attention_costs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 """The columns that are read, beside those that are passed on."""
@@ -88,26 +88,14 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
     @property
     def sizes(self) -> RowSizes:
         """The sizes of all trees: unique tokens, documents, and twice the pairs of tokens that attention computes."""
-        plan = self.plan
-        assert plan.segment_shared is not None
-        shared = plan.segment_shared.astype(np.int64)
-        own = plan.segment_length.astype(np.int64) - shared
-        tokens, work = (_sums(values, plan) for values in (own, attention_costs(own, shared)))
-        used = np.unique(plan.segment_document)
-        return RowSizes(
-            tokens=tokens,
-            segments=np.diff(plan.pack_offsets),
-            squared_lengths=work,
-            packed=True,
-            sample=sizes_of(self.dataset).sample + plan.fingerprint.encode(),
-            trees=TreeCounts(
-                documents=plan.num_segments,
-                raw_tokens=int(plan.segment_length.sum(dtype=np.int64)),
-                unique_tokens=int(tokens.sum()),
-                left_out=plan.num_documents - len(used),
-                lost_tokens=int(plan.document_length.sum(dtype=np.int64) - plan.segment_length.sum(dtype=np.int64)),
-            ),
+        plan, sizes = self.plan, sizes_of_planned(self._rows, np.arange(self.plan.num_packs))
+        assert sizes.trees is not None
+        counts = replace(
+            sizes.trees,
+            left_out=plan.num_documents - len(np.unique(plan.segment_document)),
+            lost_tokens=int(plan.document_length.sum(dtype=np.int64)) - sizes.trees.raw_tokens,
         )
+        return replace(sizes, sample=sizes_of(self.dataset).sample + plan.fingerprint.encode(), trees=counts)
 
     @property
     def labels(self) -> LabelCounts:
@@ -130,9 +118,3 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
     def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
         return self._rows.read(np.array(numbers, dtype=np.int64))
-
-
-def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.int64]:
-    """Return the sum of a value of documents over each tree, int64 [trees]."""
-    total = offsets_of(values)
-    return np.diff(total[plan.pack_offsets])

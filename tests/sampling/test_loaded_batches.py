@@ -55,7 +55,7 @@ def tables(draw, columns, fixed=False):
 
 def batches(dataset, batching, world_size, rank, direct):
     rows = SampledRows(dataset, RankBatchSampler(batching, sizes_of(dataset), world_size, rank))
-    assert (rows._arrow_rows is not None) is direct
+    assert (rows._stored is not None) is direct
     return list(torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator()))
 
 

@@ -1,6 +1,5 @@
 """Rows as a sampler asks for them: whole, as pieces, and copies that have nothing to train on."""
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_the_same_batches_as_through_a_transform(documents, dataset_of, overflow
         loader_of(sampled(each, budget, world_size=2, rank=1))
         for each in (dataset, dataset.with_transform(lambda rows: rows))
     ]
-    assert [loader.dataset._arrow_rows is None for loader in loaders] == [False, True]
+    assert [loader.dataset._stored is None for loader in loaders] == [False, True]
     direct, transformed = map(list, loaders)
     assert len(direct) == len(transformed) > 0
     for one, other in zip(direct, transformed, strict=True):
@@ -71,17 +70,6 @@ def test_labels_that_are_not_about_tokens(labels):
     rows = sampled([{"input_ids": [5, 6], "labels": labels}] * 2, hfp.TokenBudget(4))
     with pytest.raises(PackingError, match="column 'labels': expected 2 values in row [01]"):
         list(loader_of(rows))
-
-
-def test_lengths_without_tokens():
-    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got columns: seq_lengths"):
-        sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
-
-
-def test_rows_with_lengths_but_no_tokens():
-    rows = sampled(Plain([{"seq_lengths": [2, 1], "inputs_embeds": [[0.5]] * 3}]), hfp.TokenBudget(8))
-    with pytest.raises(PackingError, match="expected a column 'input_ids', but row 0 has columns: seq_lengths"):
-        rows[0]
 
 
 def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():

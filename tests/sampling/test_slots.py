@@ -134,12 +134,9 @@ def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng)
     assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
 
 
-def test_a_checkpoint_of_other_steps_says_how_to_make_the_same_ones():
+def test_a_checkpoint_of_other_steps_is_refused():
     sizes = sizes_of_documents(np.arange(1, 60))
     saved = RankBatchSampler(hfp.TokenBudget(100), sizes, 4, 0, accumulation=2).plan_inputs()
     RankBatchSampler(hfp.TokenBudget(100), sizes, 1, 0, accumulation=8).check_can_resume(saved)
-    message = "gradient_accumulation_steps: expected 8, .* got 2 .2 ranks, .*=1.; .*; use gradient_accumulation_steps=4"
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(PackingError, match="^ranks x gradient_accumulation_steps: expected 8, .* got 2;"):
         RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)
-    with pytest.raises(PackingError, match="use a number of ranks that divides 8"):
-        RankBatchSampler(hfp.TokenBudget(100), sizes, 3, 0).check_can_resume(saved)
