@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.batch.segments import check_shapes
-from hf_packing.checks import check_optional_number, check_seed, check_whole_number, set_fields
+from hf_packing.checks import check_optional_number, check_seed, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.sizes import RowSizes
-
-MAX_RANKS = 2**20
 
 BoolArray = npt.NDArray[np.bool_]
 SampledRow = tuple[int, bool]
@@ -32,28 +30,14 @@ Shapes = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Epoch:
-    """The number of an epoch, the number of ranks, and the number of micro-batches per optimizer step.
-
-    Args:
-        number: number of the epoch, from 0.
-        world_size: number of ranks. All ranks run one micro-batch each at the same time.
-        accumulation: number of micro-batches of each rank in one optimizer step.
-
-    Raises:
-        PackingError: a bad argument, which the message names.
-    """
+    """The number of an epoch, the number of ranks, and the number of micro-batches per optimizer step."""
 
     number: int = 0
+    """Number of the epoch, from 0."""
     world_size: int = 1
+    """Number of ranks. All ranks run one micro-batch each at the same time."""
     accumulation: int = 1
-
-    def __post_init__(self) -> None:
-        set_fields(
-            self,
-            number=check_whole_number("epoch", self.number, minimum=0),
-            world_size=check_whole_number("world_size", self.world_size, maximum=MAX_RANKS),
-            accumulation=check_whole_number("accumulation", self.accumulation),
-        )
+    """Number of micro-batches of each rank in one optimizer step."""
 
     @property
     def slots(self) -> int:
@@ -232,16 +216,10 @@ class Batching(ABC):
                 bucket if the batching needs buckets.
         """
         epoch = Epoch() if epoch is None else epoch
-        if not isinstance(epoch, Epoch):
-            raise PackingError(f"epoch: expected Epoch(number, world_size, accumulation), got {epoch!r}")
         return self.plan_fitted(self.fit_enough(sizes, epoch.world_size), epoch)
 
-    def fit_enough(self, sizes: Any, ranks: int) -> FittedRows:
+    def fit_enough(self, sizes: RowSizes, ranks: int) -> FittedRows:
         """Return the rows to make micro-batches of; raise PackingError if they are too few for all ranks."""
-        if not isinstance(sizes, RowSizes):
-            raise PackingError(
-                f"sizes: expected the RowSizes that sizes_of(dataset) returns, got {type(sizes).__name__}"
-            )
         rows = self.fit(sizes)
         needed = ranks if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:

@@ -14,7 +14,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, check_batching
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
@@ -118,7 +118,7 @@ class RankBatchSampler:
         accumulation: micro-batches of each rank in one optimizer step.
 
     Raises:
-        PackingError: a bad argument, fewer rows than ranks, or a row longer than a micro-batch.
+        PackingError: fewer rows than ranks, or a row longer than a micro-batch.
 
     Example:
         >>> import numpy as np
@@ -132,11 +132,10 @@ class RankBatchSampler:
     def __init__(
         self, batching: Batching, sizes: RowSizes, world_size: int = 1, rank: int = 0, accumulation: int = 1
     ) -> None:
-        self.batching = check_batching(batching)
+        self.batching = batching
         self.epoch = Epoch(0, world_size, accumulation)
         """The epoch whose micro-batches the next iteration yields."""
-        self.world_size, self.accumulation = self.epoch.world_size, self.epoch.accumulation
-        self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
+        self.world_size, self.accumulation, self.rank = world_size, accumulation, rank
         self.rows: FittedRows = batching.fit_enough(sizes, self.world_size)
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
@@ -155,6 +154,7 @@ class RankBatchSampler:
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
+        number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
             self.first_micro_batch = 0
             self.epoch = Epoch(number, self.world_size, self.accumulation)

@@ -192,7 +192,7 @@ class _Lists(NamedTuple):
 
     def with_any(self, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return which rows have a wrong value, bool [rows]; `wrong` is bool [values of all rows]."""
-        return np.diff(offsets_of(wrong)[offsets_of(self.per_row)]) > 0
+        return sums_of(wrong, offsets_of(self.per_row)) > 0
 
     def check(self, name: str, wrong: npt.NDArray[np.bool_], expected: str, of_row: IntArray) -> None:
         """Raise PackingError if a row is wrong.
@@ -324,9 +324,7 @@ def _sizes_of_trees(
     outside = ends.with_any((ends.values < 0) | (ends.values >= most))
     ends.check(ENDS, outside, "numbers of the {} segments", segments.per_row)
     depths = _depths(segments.values, np.where(parents.values < 0, -1, parents.values + begin))
-    found, work = (
-        np.diff(offsets_of(values)[offsets]) for values in (segments.values, attention_costs(segments.values, depths))
-    )
+    found, work = (sums_of(v, offsets) for v in (segments.values, attention_costs(segments.values, depths)))
     segments.check(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the {} tokens", tokens)
     raw = int((depths + segments.values)[ends.values + np.repeat(offsets[:-1], ends.per_row)].sum())
     counts = TreeCounts(len(ends.values), raw, int(found.sum()))

@@ -146,25 +146,21 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        too_large = {unit: has > most for unit, (has, most) in self._limited(sizes).items()}
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
-        for unit, rows in too_large.items():
-            if rows.any() and self.overflow != "drop" and not (cuts and unit == "tokens"):
-                self._refuse_large(sizes, unit, np.flatnonzero(rows))
-        if cuts and too_large["tokens"].any():
-            fitted = _cut_rows(sizes, self.max_tokens, self.overflow)
-        else:
-            fitted = keep_rows(sizes, (sizes.tokens > 0) & ~np.any([*too_large.values()], axis=0))
+        fits = sizes.tokens > 0
+        for unit, (has, most) in self._limited(sizes).items():
+            large = np.flatnonzero(has > most)
+            if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
+                is_document = unit == "tokens" and not sizes.packed
+                remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
+                raise PackingError(
+                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but a micro-batch may have at most {most} "
+                    f"(rows with too many: {len(large)} in all); {remedy}, or use overflow='drop'"
+                )
+            fits[large] = False
+        cut = cuts and bool((sizes.tokens > self.max_tokens).any())
+        fitted = _cut_rows(sizes, self.max_tokens, self.overflow) if cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
-
-    def _refuse_large(self, sizes: RowSizes, unit: str, rows: IntArray) -> None:
-        has, most = self._limited(sizes)[unit]
-        is_document = unit == "tokens" and not sizes.packed
-        remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
-        raise PackingError(
-            f"max_{unit}: row {rows[0]} has {has[rows[0]]} {unit}, but a micro-batch may have at most {most} (rows "
-            f"with too many: {len(rows)} in all); {remedy}, or use overflow='drop'"
-        )
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         return -(-self._num_filled(rows, epoch) // epoch.world_size)

@@ -6,36 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch, EpochPlan
 from hf_packing.sampling.sizes import sizes_of_documents
-
-
-def test_epoch():
-    assert Epoch() == Epoch(0, 1, 1)
-    assert Epoch(np.uint8(3), np.int64(8), np.int8(2)) == Epoch(3, 8, 2)
-    assert type(Epoch(np.uint8(3)).number) is int
-    assert Epoch(3, 8, 2).slots == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"number": -1}, "epoch: expected an integer from 0 to 2147483647, got -1"),
-        ({"number": 1.0}, "epoch: expected an integer from 0"),
-        ({"world_size": 0}, "world_size: expected an integer from 1 to 1048576, got 0"),
-        ({"accumulation": 0}, "accumulation: expected an integer from 1"),
-    ],
-)
-def test_bad_epochs(arguments, message):
-    with pytest.raises(PackingError, match=message):
-        Epoch(**arguments)
-
-
-@pytest.mark.parametrize("epoch", [0, 3, (0, 2)], ids=str)
-def test_what_is_no_epoch(epoch):
-    with pytest.raises(PackingError, match=r"epoch: expected Epoch\(number, world_size, accumulation\), got"):
-        hfp.TokenBudget(8).plan(sizes_of_documents(np.array([3, 2])), epoch)
 
 
 def test_micro_batches_by_number_and_rank():

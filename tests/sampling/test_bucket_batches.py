@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.sizes import sizes_of_packs
 
 BUCKETS = np.array([8, 16, 32])
 
@@ -108,32 +108,3 @@ def test_attention_is_level_across_ranks(rng):
     epoch = hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8))
     assert epoch.utilization(sizes.tokens) > 0.99
     assert epoch.utilization(sizes.squared_lengths) > 0.98
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tokens_per_batch": 0}, "tokens_per_batch: expected an integer from 1"),
-        ({"tokens_per_batch": 8, "order": "long"}, "order: expected one of random, short_to_long, got 'long'"),
-        ({"tokens_per_batch": 8, "cycles": 2}, "cycles: expected 1 with order='random', got 2"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(PackingError, match=message):
-        hfp.BucketBatches(**arguments)
-
-
-def test_a_bucket_larger_than_the_batch():
-    with pytest.raises(PackingError, match="expected at least 32, the capacity of the largest bucket, got 16"):
-        hfp.BucketBatches(16).plan(full_rows([4, 4, 4]))
-
-
-def test_rows_without_buckets():
-    with pytest.raises(PackingError, match="expected a column 'bucket'.*TokenBudget, which does not need"):
-        hfp.BucketBatches(16).plan(sizes_of_documents(np.array([3, 4])))
-
-
-def test_a_row_longer_than_its_bucket():
-    sizes = sizes_of_packs(np.array([8, 9]), np.arange(3), np.array([8, 8]))
-    with pytest.raises(PackingError, match="row 1 has 9 tokens and a bucket of 8"):
-        hfp.BucketBatches(16).plan(sizes)

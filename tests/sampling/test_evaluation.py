@@ -11,7 +11,7 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.sizes import sizes_of_packs
 
 PACKS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=60).filter(lambda packs: any(packs))
 
@@ -26,23 +26,6 @@ class TestWithin:
         assert hfp.TokenBudget(100).within((128, 8)) == hfp.TokenBudget(100, max_documents=7)
         assert hfp.TokenBudget(100, max_documents=3).within((128, 8)).max_documents == 3
         assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
-
-    @pytest.mark.parametrize(
-        ("batching", "shapes", "argument"),
-        [
-            (hfp.TokenBudget(100), (99, 8), "tokens"),
-            (hfp.BucketBatches(100), (9, 8), "tokens"),
-            (hfp.TokenBudget(9, max_documents=8), (9, 8), "max_segments"),
-            (hfp.TokenBudget(100), (None, 8), "tokens"),
-            (hfp.TokenBudget(100), (100, None), "max_segments"),
-            (hfp.TokenBudget(1), (1, 1), "max_segments"),
-            (hfp.TokenBudget(9, length_schedule=hfp.LengthSchedule(2, 5)), (9, 8), "length_schedule"),
-            (InOrder(1), (9, 8), "tokens"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(self, batching, shapes, argument):
-        with pytest.raises(PackingError, match=f"^{argument}: expected"):
-            batching.within(shapes)
 
 
 class TestInOrder:
@@ -66,14 +49,6 @@ class TestInOrder:
         assert 0 <= copies < world_size
         first = next(row for row, pack in enumerate(packs) if pack)
         assert micro_batches[len(expected) :] == [[(first, True)]] * copies
-
-    def test_a_row_that_is_too_large_alone(self):
-        with pytest.raises(PackingError, match="tokens: expected at most 4 tokens in each row, but row 1 has 5"):
-            InOrder(max_tokens=4, max_documents=3).plan(sizes_of_documents(np.array([3, 5])))
-        with pytest.raises(
-            PackingError, match="max_segments: expected at most 1 documents in each row, but row 0 has 2"
-        ):
-            InOrder(max_tokens=4, max_documents=1).plan(sizes_of_lists([[1, 2]]))
 
 
 @settings(max_examples=200)

@@ -68,31 +68,6 @@ def test_a_rank_has_its_micro_batches_of_the_plan_in_every_epoch():
             assert list(sampler) == [plan.micro_batch(number, rank) for number in range(len(sampler))]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"world_size": 0}, "world_size: expected an integer from 1 to 1048576, got 0"),
-        ({"rank": 2, "world_size": 2}, "rank: expected an integer from 0 to 1, got 2"),
-        ({"accumulation": 0}, "accumulation: expected an integer from 1"),
-        ({"world_size": 4}, "at least one row for each of 4 ranks, got 3 rows, not counting 1 empty or dropped rows"),
-        ({"batching": hfp.TokenBudget(2)}, "max_tokens: row 0 has 3 tokens, but a micro-batch may have at most 2"),
-        ({"batching": hfp.TokenBudget}, r"pass an instance of the class, such as TokenBudget\(16384\)"),
-        ({"batching": 64}, "batching: expected TokenBudget.* got 64"),
-        ({"sizes": np.array([3, 2])}, "sizes: expected the RowSizes that sizes_of"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    good = {"batching": hfp.TokenBudget(8), "sizes": sizes_of_documents(np.array([3, 2, 1, 0]))}
-    with pytest.raises(PackingError, match=message):
-        RankBatchSampler(**(good | arguments))
-
-
-def test_an_epoch_below_zero():
-    sampler = RankBatchSampler(hfp.TokenBudget(8), sizes_of_documents(np.array([3, 2])))
-    with pytest.raises(PackingError, match="epoch: expected an integer from 0"):
-        sampler.set_epoch(-1)
-
-
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 8), st.integers(0, 3))
 def test_in_order(lengths, rows_per_batch, world_size, number):

@@ -88,12 +88,8 @@ def test_pieces_of_documents_count_as_documents():
     assert np.diff(plan.offsets).tolist() == [1] * 13
 
 
-def test_rows_with_too_many_documents_are_refused_or_dropped():
+def test_rows_with_too_many_documents_are_dropped():
     sizes = sizes_of_packs(np.full(7, 2), np.array([0, 2, 5, 7]))
-    with pytest.raises(
-        PackingError, match="max_documents: row 1 has 3 documents, but a micro-batch may have at most 2"
-    ):
-        hfp.TokenBudget(10, max_documents=2).plan(sizes)
     fitted = hfp.TokenBudget(10, max_documents=2, overflow="drop").fit(sizes)
     assert (fitted.kept.tolist(), fitted.left_out.tolist(), fitted.lost_tokens) == ([0, 2], [1], 6)
 
@@ -103,11 +99,6 @@ def test_another_limit_of_documents_is_another_batching():
     other = RankBatchSampler(hfp.TokenBudget(100, max_documents=3), sizes_of_documents(np.array([5, 6])))
     with pytest.raises(PackingError, match="batching: expected .*max_documents=None.* got .*max_documents=3"):
         other.check_can_resume(sampler.plan_inputs())
-
-
-def test_sizes_that_are_lengths():
-    with pytest.raises(PackingError, match="sizes: expected the RowSizes that sizes_of"):
-        hfp.TokenBudget(8).plan(np.array([3, 4]))
 
 
 @given(lengths=LENGTHS, world_size=st.integers(1, 8), max_tokens=st.integers(40, 200))
@@ -216,36 +207,6 @@ def test_overflow(overflow, kept, lost):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens: expected an integer from 1 to 2147483647, got 0"),
-        ({"max_tokens": 2.5}, "max_tokens: expected an integer from 1 to 2147483647, got 2.5"),
-        ({"max_tokens": 8, "balance": "none"}, "balance: expected one of attention, tokens, got 'none'"),
-        ({"max_tokens": 8, "overflow": "cut"}, "overflow: expected one of split, truncate, drop, error, got 'cut'"),
-        ({"max_tokens": 8, "linear_cost": -1}, r"linear_cost: expected a number from 0 to 1e\+12, or None, got -1"),
-        ({"max_tokens": 8, "match_documents_per_step": 0}, "match_documents_per_step: expected an integer from 1"),
-        ({"max_tokens": 8, "max_documents": 0}, "max_documents: expected an integer from 1 to 2147483647, got 0"),
-        ({"max_tokens": 8, "max_patches": 0}, "max_patches: expected an integer from 1 to 2147483647, got 0"),
-        ({"max_tokens": 8, "seed": -1}, "seed: expected an integer from 0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(PackingError, match=message):
-        hfp.TokenBudget(**arguments)
-
-
-def test_a_document_longer_than_the_budget_is_named():
-    with pytest.raises(PackingError, match="max_tokens: row 1 has 9 tokens, but a micro-batch may have at most 4"):
-        hfp.TokenBudget(4).plan(sizes_of_documents(np.array([3, 9, 2])))
-
-
-def test_packed_rows_are_not_cut():
-    sizes = sizes_of_packs(np.array([4, 5]), np.array([0, 2]))
-    with pytest.raises(PackingError, match="pack into rows of at most max_tokens tokens, or use overflow='drop'"):
-        hfp.TokenBudget(8, overflow="split").plan(sizes)
-
-
-@pytest.mark.parametrize(
     ("budget", "lengths", "epoch", "fitting"),
     [
         (hfp.TokenBudget(100, match_documents_per_step=50), [10] * 100, Epoch(0, 2, 2), "from 4 to 49"),
@@ -315,11 +276,7 @@ def test_few_steps_of_packed_rows_are_level_too(rng):
     assert (cost.mean(axis=1) / cost.max(axis=1)).mean() > 0.96
 
 
-def test_numpy_integers_of_any_size(sizes):
+def test_numpy_integers_of_any_size():
     plain = hfp.TokenBudget(16384, linear_cost=2, match_documents_per_step=64)
     numpy = hfp.TokenBudget(np.int32(16384), linear_cost=np.float64(2), match_documents_per_step=np.int64(64))
     assert repr(plain) == repr(numpy)
-    expected = plain.plan(sizes, Epoch(1, 16))
-    for kind in (np.uint8, np.int8, np.uint64):
-        plan = numpy.plan(sizes, Epoch(kind(1), kind(16), kind(1)))
-        assert np.array_equal(plan.rows, expected.rows)

@@ -101,6 +101,8 @@ def test_rows_of_other_kinds_of_datasets_have_the_same_sizes():
 
     packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
     one, other = sizes_of(packed), sizes_of(packed.to_list())
+    lazy = sizes_of(hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2, lazy=True))
+    assert (one.fingerprint, one.trees) == (lazy.fingerprint, lazy.trees)
     trees = TreesOfDocuments.find(DATA, 128, 2, "error")
     for name in ("tokens", "segments", "squared_lengths"):
         assert (getattr(one, name) == getattr(other, name)).all()

@@ -260,7 +260,7 @@ def test_a_state_that_lacks_something(name):
 
 def test_a_state_of_steps_of_another_size_is_refused():
     state = accumulating(4).state_dict()
-    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 4, .*; use .*_steps=4"):
+    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 4, .* got 2;"):
         accumulating(2).load_state_dict(state)
 
 
