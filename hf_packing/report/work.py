@@ -72,7 +72,7 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool
         order = np.arange(plan.num_packs)
         order[:whole] = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         tokens, squares = tokens[order], squares[order]
-    documents = len(np.unique(plan.segment_document))  # a document in several pieces counts once
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
     return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
 
 
