@@ -42,7 +42,7 @@ def mapped():
 
 
 def packed_stream(**changes):
-    return hfp.pack(documents().to_iterable_dataset(), hfp.BestFit(32, seed=None), **changes)
+    return hfp.pack(documents().to_iterable_dataset(num_shards=2), hfp.BestFit(32, seed=None), **changes)
 
 
 def lazily_packed(folder):
