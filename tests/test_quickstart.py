@@ -189,6 +189,6 @@ def test_skipped_tests_are_counted_by_reason(tmp_path):
         "def test(reason):\n    pytest.skip(reason)\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "-p", "no:cacheprovider", "test_skips.py"]
-    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "helpers")}
+    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=known)
     assert "2 skipped: no card\n1 skipped: no data\n" in done.stdout
