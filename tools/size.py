@@ -103,7 +103,7 @@ def main() -> None:
 
     def add(name: str, own: Size, before: Size) -> None:
         pairs = zip(astuple(own), astuple(before), strict=True)
-        table.add_row(name, *(f"{now:,} ({then:,})" if revision else f"{now:,}" for now, then in pairs))
+        table.add_row(name, *(f"{new:,} ({old:,})" if revision else f"{new:,}" for new, old in pairs))
 
     def total(sizes: dict[str, Size]) -> Size:
         return sum((size for room, size in sizes.items() if room.startswith(PACKAGE)), Size())

@@ -206,7 +206,7 @@ def _link(fresh: Path, path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFile:
-    """What is known of the rows of a task."""
+    """Facts about the rows of a task."""
 
     name: str
     inputs: Sequence[str]
@@ -258,7 +258,7 @@ class PackedCorpus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
+        """Counts of what was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
         "num_padding_slots", and those of "trained_tokens", of "skipped_rows", which cannot be used, and of
         "shortened_chats", of which the template leaves something out."""
         return sum_of(file.counts for file in self.files)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, smallest_index_type, sums_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, smallest_index_type, sums_of
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import load_arrays, save_arrays
@@ -100,6 +100,11 @@ class PackingPlan:
     @property
     def num_segments(self) -> int:
         return len(self.segment_document)
+
+    @property
+    def segments(self) -> Pieces:
+        """The slices of documents that are packed, in the order of the packs."""
+        return Pieces(self.segment_document, self.segment_start, self.segment_length)
 
     @property
     def num_packs(self) -> int:

@@ -39,7 +39,7 @@ UNTOUCHED_FOR = 3600.0
 
 @dataclass(frozen=True)
 class Origin:
-    """What packed rows were made from."""
+    """The plan from which packed rows were made, and what packing did."""
 
     plan: PackingPlan
     facts: dict[str, Any]

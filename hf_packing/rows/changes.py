@@ -47,11 +47,10 @@ def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | 
     Returns:
         The counts; None if nothing or everything is dropped, or if all tokens are labels.
     """
-    segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
-    lost_some = segments.length.sum(dtype=np.int64) not in (0, plan.document_length.sum(dtype=np.int64))
+    lost_some = plan.segment_length.sum(dtype=np.int64) not in (0, plan.document_length.sum(dtype=np.int64))
     if not lost_some or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return None
-    return LabelCounts(count_labels(columns, segments), count_labels(columns, Pieces.whole(plan.document_length)))
+    return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, Pieces.whole(plan.document_length)))
 
 
 def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = False) -> int:

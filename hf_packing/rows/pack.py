@@ -16,7 +16,6 @@ from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, Origin, StoredRows, fingerprint_of, save_origin, stored_rows
 from hf_packing.rows.changes import changes_of, count_labels, describe_changes, labels_left
@@ -197,8 +196,7 @@ def _store(packing: Packing, columns: TokenColumns, planned: Planned, stored: St
     facts = changes_of(columns, plan, labels, planned.splits, strategy=repr(packing.strategy))
     with stored.create() as folder:
         if lazy:
-            segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
-            trained = count_labels(columns, segments) if facts["loss_masks"] else None
+            trained = count_labels(columns, plan.segments) if facts["loss_masks"] else None
             origin = Origin(plan, facts | {"trained_tokens": trained})
         else:
             trained, first_labels = _write_rows(packing, columns, plan, folder / ROWS)

@@ -5,7 +5,7 @@ columns are packed, except `attention_mask` and those that the dataset's format 
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -269,16 +269,7 @@ def is_token_type(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value))
 
 
-class HasLengths(Protocol):
-    """A column of lists."""
-
-    @property
-    def length(self) -> IntArray:
-        """Integers [rows]: the number of values in each row."""
-        ...
-
-
-def check_same_lengths(columns: Mapping[str, HasLengths]) -> None:
+def check_same_lengths(columns: Mapping[str, TokenColumn]) -> None:
     """Raise PackingError unless every row has as many values in every column as in input_ids."""
     lengths = columns[INPUT_IDS].length
     for name, column in columns.items():

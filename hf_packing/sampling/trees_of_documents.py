@@ -100,9 +100,9 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
     @property
     def labels(self) -> LabelCounts:
         """The labels that are left in the trees, and those of the documents."""
-        segments = Pieces(self.plan.segment_document, self.plan.segment_start, self.plan.segment_length)
-        documents = Pieces.whole(self.plan.document_length)
-        return LabelCounts(count_labels(self._rows.columns, segments), count_labels(self._rows.columns, documents))
+        plan, columns = self.plan, self._rows.columns
+        documents = Pieces.whole(plan.document_length)
+        return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
 
     def are_of(self, dataset: Any) -> bool:
         """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""

@@ -90,7 +90,7 @@ class Mixture:
 
 @dataclass
 class Balance:
-    """What was counted of each source of a mixture."""
+    """Counts for each source of a mixture."""
 
     total: list[int] | None = None
     """What was counted of each source; None before the first document."""
@@ -163,7 +163,7 @@ def _phases_of(shares: Sequence[float], piece: int, pieces: int, seed: int) -> l
 
 @dataclass
 class _SourceProgress:
-    """How far one source of a mixture has come."""
+    """The place in one source of a mixture."""
 
     place: tuple[Any, ...] = tuple(START)
     """The fields of a Place."""

@@ -119,7 +119,7 @@ class Counts(NamedTuple):
 
 
 class WindowStart(NamedTuple):
-    """What has to be known at the start of a window to make its rows again."""
+    """Everything that is needed at the start of a window to make its rows again."""
 
     waiting: pa.Table
     """The documents, and parts of documents, that wait for the window, in the order of the stream."""

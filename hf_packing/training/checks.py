@@ -30,6 +30,8 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.changes import count_labels
+from hf_packing.rows.lazy import DocumentRows, lazy_rows
 from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumn,
@@ -213,8 +215,8 @@ def check_not_dispatched(accelerator: Accelerator) -> None:
 def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     """Refuse a dataset whose labels contradict the loss masks that the trainer applies.
 
-    Datasets with a transform, and datasets of other libraries, are not checked here: for their rows, the collator
-    compares labels and masks batch by batch.
+    Datasets with a transform, but for lazy packs, and datasets of other libraries are not checked here: for their rows,
+    the collator compares labels and masks batch by batch.
 
     Args:
         trainer: the trainer, whose class and arguments decide which masks apply.
@@ -225,6 +227,10 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
             not -100 where an applied mask is 0; or a label is -100 although completion_only_loss=False means that all
             tokens are trained on.
     """
+    asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
+    trains_on_all = applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss
+    if trains_on_all and (lazy := lazy_rows(dataset)) is not None and LABELS in dataset.column_names:
+        _check_all_labels_of_lazy(*lazy)
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
     names = visible_columns(dataset)
@@ -236,8 +242,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
         )
     if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
         return
-    asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
-    if applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss:
+    if trains_on_all:
         _check_all_labels(dataset)
     ignored = ignored_masks(trainer) if SEQ_LENGTHS not in names or asked is not None else ()
     if compared := [name for name in masks if name not in ignored]:
@@ -339,11 +344,21 @@ def _check_all_labels(dataset: datasets.Dataset) -> None:
         masked = values[LABELS] == IGNORED_LABEL
         masked[begins] = False
         if masked.any():
-            raise PackingError(
-                "completion_only_loss: expected None, got False, which asks for training on all tokens, but row "
-                f"{rows[int(masked.argmax())]} has labels of -100. To train on all tokens, remove the column 'labels'; "
-                "if rows are packed, pack the documents again without the column 'completion_mask'"
-            )
+            raise _asks_for_all(f"row {rows[int(masked.argmax())]} has labels of -100")
+
+
+def _check_all_labels_of_lazy(rows: DocumentRows, packs: IntArray) -> None:
+    segments = rows.plan.take_packs(packs).segments
+    if missing := int((segments.length - 1).sum(dtype=np.int64)) - count_labels(rows.columns, segments):
+        raise _asks_for_all(f"{missing:,} tokens have labels of -100")
+
+
+def _asks_for_all(found: str) -> PackingError:
+    return PackingError(
+        f"completion_only_loss: expected None, got False, which asks for training on all tokens, but {found}. To train "
+        "on all tokens, remove the column 'labels'; if rows are packed, pack the documents again without the column "
+        "'completion_mask'"
+    )
 
 
 def _blocks(

@@ -98,7 +98,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
     offsets = offsets_of(sizes)
     documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
-    whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))
+    whole = plan.segments.take(documents)
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
     adds = np.flatnonzero(paths.own)

@@ -12,6 +12,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import data_facts, sizes_of
 from hf_packing.training.loader import rows_loader
@@ -153,3 +154,15 @@ def test_your_own_loop(pair):
     one, other = (list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(128))) for rows in pair)
     assert len(one) == len(other) > 1
     assert all(map(same, one, other))
+
+
+def test_masks_that_are_applied_are_noticed(tmp_path):
+    """As with the rows of pack(): training on all tokens is asked for, but labels are masked."""
+    options = {"completion_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    for rows in both(tmp_path / "masks", source=documents(45).map(with_masks)):
+        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, **options)
+        with pytest.raises(PackingError, match="completion_only_loss: expected None, got False, .* labels of -100"):
+            hfp.attach(trainer, hfp.TokenBudget(128))
+    for rows in both(tmp_path / "tokens"):
+        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, **options)
+        hfp.attach(trainer, hfp.TokenBudget(128))
