@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -17,14 +18,13 @@ def new_folder(folder: Path, prefix: str) -> Iterator[Path]:
         prefix: how the name of the unfinished folder begins, beside the final path. If the process is killed, the
             unfinished folder stays.
     """
-    around = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix))
+    fresh = folder.parent / f"{prefix}{uuid4().hex}"
+    fresh.mkdir()
     try:
-        fresh = around / folder.name
-        fresh.mkdir()  # has default permissions; `around` can be read by this user only
         yield fresh
         put_in_place(fresh, folder)
     finally:
-        shutil.rmtree(around, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def put_in_place(fresh: Path, folder: Path) -> None:

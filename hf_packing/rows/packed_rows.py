@@ -70,7 +70,9 @@ def pack_rows(
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
-    return Rows(pa.table(arrays), first_labels, int(np.count_nonzero(labels != IGNORED_LABEL)))
+    # without labels and masks, all tokens have labels but the first of each segment
+    trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
+    return Rows(pa.table(arrays), first_labels, trained)
 
 
 def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
