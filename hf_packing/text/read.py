@@ -238,8 +238,10 @@ def _parts(file: str, whole: bool) -> Iterator[tuple[str, bytes]]:
     Raises:
         PackingError: the file cannot be read to its end.
     """
+    # an archive is no compressed file: of a .zip, fsspec would open the first file alone
+    compression = "infer" if file.lower().endswith(_COMPRESSED) else None
     try:
-        with fsspec.open(file, "rb", compression="infer") as stream:
+        with fsspec.open(file, "rb", compression=compression) as stream:
             for number, part in enumerate([stream.read()] if whole else stream, start=1):
                 if part.strip():
                     yield file if whole else f"{file}, line {number}", part

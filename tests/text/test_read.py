@@ -2,8 +2,10 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import random
+import zipfile
 from dataclasses import replace
 
 import datasets
@@ -18,6 +20,15 @@ from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 OPEN_TABLES = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
 """datasets 5.0 leaves tables for pandas to close."""
+
+
+def zipped(*texts):
+    """The bytes of an archive with some files."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for number, text in enumerate(texts):
+            archive.writestr(f"{number}.txt", text)
+    return written.getvalue()
 
 
 @pytest.fixture
@@ -107,6 +118,7 @@ def test_files_of_one_folder_are_of_one_kind(tmp_path, read):
         ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
         ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
         ("a.tar", b"one\0\0\0", [], "line 1: expected text in UTF-8"),
+        ("a.zip", zipped("one\n", "two\n"), [], "line 1: expected text in UTF-8"),
     ],
 )
 def test_lines_and_rows_that_cannot_be_used_are_named_or_left_out(tmp_path, read, name, content, kept, reason):
