@@ -91,9 +91,9 @@ def prepare_dataloader(
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
-        PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch,
-            but for an epoch whose rest was planned anew. `print(loader.summary)` shows what an epoch has. For a stream,
-            a StreamLoopLoader: each iteration goes on where the last one has stopped, up to the end of the epoch.
+        PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch.
+            `print(loader.summary)` shows what an epoch has. For a stream, a StreamLoopLoader: each iteration goes on
+            where the last one has stopped, up to the end of the epoch.
 
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
