@@ -4,12 +4,12 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import Any, ClassVar
+from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
-from hf_packing.checks import check_optional_seed, check_real, check_whole_number, set_fields
+from hf_packing.checks import check_real, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.best_fit import Remaining
 from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces, offsets_of
@@ -61,12 +61,9 @@ class Bucket(CountingStrategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_fields(
-            self,
-            bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
-            padding_threshold=check_real("padding_threshold", self.padding_threshold, 0, 1, "a number from 0 to 1"),
-            seed=check_optional_seed(self.seed),
-        )
+        super().__post_init__()
+        threshold = check_real("padding_threshold", self.padding_threshold, 0, 1, "a number from 0 to 1")
+        set_fields(self, padding_threshold=threshold)
 
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         patterns, cuts = _bucket_packs(counts, self.bucket_lengths, self.padding_threshold)
@@ -111,27 +108,8 @@ class BucketByLength(Strategy):
     bucket_lengths: Sequence[int] = _BUCKET_LENGTHS
     seed: int | None = field(default=0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        set_fields(
-            self,
-            bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
-            seed=check_optional_seed(self.seed),
-        )
-
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, tuple(self.bucket_lengths), self.seed)
-
-
-def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
-    """Return the bucket lengths as a tuple of ints, if they are ascending."""
-    if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
-        raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
-    lengths = tuple(check_whole_number("bucket_lengths", length) for length in bucket_lengths)
-    if not lengths or any(shorter >= longer for shorter, longer in pairwise(lengths)):
-        raise PackingError(
-            f"bucket_lengths: expected at least one length, ascending without repeats, got {bucket_lengths!r}"
-        )
-    return lengths
 
 
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:

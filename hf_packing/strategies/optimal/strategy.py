@@ -71,9 +71,8 @@ class Optimal(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_fields(
-            self, time_limit=check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
-        )
+        seconds = check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
+        set_fields(self, time_limit=seconds)
 
     def solve(self, counts: IntArray) -> Solution:
         with tqdm(
