@@ -78,21 +78,22 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
     bucket, length = bucket[order], lengths[order]
     capacity = np.array(capacities)[bucket]
     # tokens and packs are counted from the first document of the bucket on
-    start = offsets_of(length)[:-1]
-    start -= start[np.searchsorted(bucket, bucket)]
+    offsets = offsets_of(length)
+    before = offsets[np.searchsorted(bucket, np.arange(len(capacities)))]
+    start = offsets[:-1] - before[bucket]
     end = start + length
     first_pack = start // capacity
     packs_touched = np.where(length > 0, (end - 1) // capacity - first_pack + 1, 0)
     check_num_pieces(float(packs_touched.sum()), capacities[-1])
     number = np.repeat(np.arange(len(order)), packs_touched)
     pack = indices_in_ranges(first_pack, packs_touched)
-    pack_begin = pack * capacity[number]
-    segment_begin = np.maximum(start[number], pack_begin)
-    segment_end = np.minimum(end[number], pack_begin + capacity[number])
+    capacity = capacity[number]
+    segment_begin = np.maximum(start[number], pack * capacity)
+    segment_end = np.minimum(end[number], (pack + 1) * capacity)
     opens_pack = np.append(True, (np.diff(pack) != 0) | (np.diff(bucket[number]) != 0))[: len(pack)]
     first = np.flatnonzero(opens_pack)
     pieces = Pieces(order[number], segment_begin - start[number], segment_end - segment_begin)
-    return _plan_pieces(lengths, pieces, np.append(first, len(pack)), capacity[number[first]], seed)[0]
+    return _plan_pieces(lengths, pieces, np.append(first, len(pack)), capacity[first], seed)[0]
 
 
 def _plan_pieces(
