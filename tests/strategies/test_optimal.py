@@ -143,7 +143,7 @@ def test_what_slots_prove_holds_for_the_documents(case):
     assert relaxation is not None
     assert relaxation.finished
     assert duals.bound <= relaxation.objective + 1e-6
-    bound = strategy._proven_bound(counts, capacity, tokens, problem, duals, deadline)
+    bound = strategy._proven_bound(counts, tokens, problem, duals)
     assert bound <= fewest_packs(lengths, capacity, limit)
 
 
