@@ -194,6 +194,11 @@ def test_every_make_target_that_pages_name_exists():
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
 
 
+def test_every_file_that_the_architecture_names_exists():
+    for name in re.findall(r"`([a-z_/]+\.py)`", (DOCS / "ARCHITECTURE.md").read_text()):
+        assert list(ROOT.rglob(name)), name
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
