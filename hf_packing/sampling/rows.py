@@ -30,7 +30,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.rows.lazy import lazy_rows
-from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, visible_columns
+from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, read_rows, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -216,8 +216,7 @@ class _TableRows:
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the rows with these numbers. The values are read-only, in the column's dtype."""
-        columns = [column.read(np.array(numbers, np.int64)) for column in self._columns.values()]
-        return [dict(zip(self._columns, values, strict=True)) for values in zip(*columns, strict=True)]
+        return read_rows(self._columns, np.array(numbers, np.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the dataset and the names, since views of memory-mapped files would be pickled as copies."""

@@ -1,7 +1,5 @@
 """Rows of trees are measured before training: tokens, documents and the pairs of tokens that attention computes."""
 
-import re
-
 import datasets
 import numpy as np
 import pytest
@@ -46,8 +44,6 @@ def test_sizes_are_those_of_the_documents(rows):
 def test_columns_that_contradict_each_other(wrong):
     assert ROW["segment_lengths"] == [2, 1, 2, 1]
     assert sizes_of(Plain([ROW, ROW])).tokens.tolist() == [6, 6]
-    ((name, values),) = wrong.items()
-    with pytest.raises(PackingError, match=re.escape(f"{values}")) as found:
+    (name,) = wrong
+    with pytest.raises(PackingError, match=f"column {name!r}: expected .* of row 1"):
         sizes_of(Plain([ROW, ROW | wrong]))
-    assert f"column {name!r}: expected" in str(found.value)
-    assert "of row 1, got" in str(found.value)
