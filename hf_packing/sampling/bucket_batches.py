@@ -25,7 +25,7 @@ from hf_packing.sampling.sizes import RowSizes
 BucketOrder = Literal["random", "short_to_long"]
 
 _Units = list[list[int]]
-"""For each unit its rows, which take the space of one row of a bucket: a row of this bucket, or leftover rows of smaller
+"""The rows of each unit, which take the space of one row of a bucket: a row of this bucket, or leftovers of smaller
 buckets. A copy of a row with masked labels has the number of the row plus the number of rows in the dataset."""
 
 

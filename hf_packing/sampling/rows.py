@@ -89,14 +89,6 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)
 
-    def plan_inputs(self) -> dict[str, str | int]:
-        """Return all values that determine the batches, except the epoch. Checkpoints store these values."""
-        return self.sampler.plan_inputs()
-
-    def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        """Raise PackingError if a checkpoint was saved with different optimizer steps; `saved` is its `plan_inputs`."""
-        self.sampler.check_can_resume(saved)
-
     def set_epoch(self, epoch: int) -> None:
         self.check_num_rows()
         self.sampler.set_epoch(epoch)

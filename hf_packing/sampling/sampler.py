@@ -139,6 +139,8 @@ class RankBatchSampler:
         self.rows: FittedRows = batching.fit_enough(sizes, self.world_size)
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
+        self.more_inputs: dict[str, str] = {}
+        """What decides the content of the rows beside the dataset; stored and checked like the rest of `plan_inputs`."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)
@@ -226,6 +228,7 @@ class RankBatchSampler:
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
             SLOTS: self.epoch.slots,
+            **self.more_inputs,
         }
 
     def check_can_resume(self, saved: dict[str, Any]) -> None:
@@ -238,5 +241,5 @@ class RankBatchSampler:
             if saved.get(name) != value:
                 raise PackingError(
                     f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; resuming "
-                    "would train on some rows twice and on other rows not at all"
+                    "would go on with other batches, with some rows twice and others not at all"
                 )

@@ -227,9 +227,7 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
         bucket=plan.pack_capacity[packs].astype(np.int64) if BUCKET in names else None,
         packed=True,
         sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]),
-        trees=None
-        if plan.segment_shared is None
-        else TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum())),
+        trees=None if plan.segment_shared is None else TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum())),
     )
 
 
