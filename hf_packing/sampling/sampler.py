@@ -140,7 +140,7 @@ class RankBatchSampler:
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
         self.more_inputs: dict[str, str] = {}
-        """What decides the content of the rows beside the dataset; stored and checked like the rest of `plan_inputs`."""
+        """What else decides the rows, such as how tokens are masked; part of `plan_inputs`."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)

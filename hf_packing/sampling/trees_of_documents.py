@@ -97,6 +97,9 @@ class TreesOfDocuments(DocumentRows):
     def __len__(self) -> int:
         return self.plan.num_packs
 
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        return self.__getitems__([number])[0]
+
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
         return self.read(np.array(numbers, dtype=np.int64))
