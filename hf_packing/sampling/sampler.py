@@ -144,7 +144,7 @@ class RankBatchSampler:
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)
-        self._planned: tuple[Epoch, EpochPlan] | None = None
+        self._plan: EpochPlan | None = None
 
     def __len__(self) -> int:
         return self._num_micro_batches
@@ -159,14 +159,14 @@ class RankBatchSampler:
         number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
             self.first_micro_batch = 0
-            self.epoch = Epoch(number, self.world_size, self.accumulation)
+            self.epoch, self._plan = Epoch(number, self.world_size, self.accumulation), None
 
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, for all ranks."""
-        if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, self.batching.plan_fitted(self.rows, self.epoch)
-        return self._planned[1]
+        if self._plan is None:
+            self._plan = self.batching.plan_fitted(self.rows, self.epoch)
+        return self._plan
 
     def __iter__(self) -> Iterator[list[SampledRow]]:
         return self.plan.micro_batches(self.rank, self.first_micro_batch)

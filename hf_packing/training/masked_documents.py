@@ -90,10 +90,9 @@ class MaskedRows(SampledRows):
     def _with_labels(self, row: Row) -> Row:
         return row
 
-    def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        super()._check_lengths(numbers, rows)
-        for row in rows:
-            self._check_columns(row)
+    def _check_lengths(self, number: int, row: Row) -> None:
+        super()._check_lengths(number, row)
+        self._check_columns(row)
 
     def _check_words(self) -> None:
         """Raise PackingError if no gaps divide words in a sample of rows, so that a row is masked as a whole or not."""
