@@ -165,12 +165,11 @@ class Batching(ABC):
         """Return the rows to make micro-batches of. Rows that are too long are cut, left out or refused."""
 
     @abstractmethod
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches of each rank. It is the same in every epoch, for the same rows."""
-
-    @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        """Return the plan of one epoch for all ranks, from rows that `fit` returned."""
+        """Return the plan of one epoch for all ranks, from rows that `fit` returned.
+
+        Every epoch of the same rows has the same number of micro-batches.
+        """
 
     @property
     def most_tokens(self) -> int | None:

@@ -144,30 +144,21 @@ class BucketBatches(Batching):
             in_unit *= bucket.joined
         return most
 
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        buckets = self._count_buckets(rows, epoch.slots)
-        _, last_rounds = _last_step(buckets, epoch)
-        return sum(bucket.steps for bucket in buckets) * epoch.accumulation + last_rounds
-
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         buckets = self._count_buckets(rows, epoch.slots)
-        capacity = np.array([bucket.capacity for bucket in buckets])
-        bucket_of_step = np.repeat(np.arange(len(buckets)), [bucket.steps for bucket in buckets])
+        capacity = np.repeat([bucket.capacity for bucket in buckets], [bucket.steps for bucket in buckets])
         steps, last_step = _fill_buckets(rows, buckets, epoch, seed)
-        order = self._order_of_steps(bucket_of_step, seed)
-        micro_batches = [*chain.from_iterable(steps[number] for number in order.tolist()), *last_step]
-        planned, offsets = flatten(micro_batches)
+        order = self._order_of_steps(capacity, seed)
+        planned, offsets = flatten([*chain.from_iterable(steps[number] for number in order.tolist()), *last_step])
+        in_last_step = [buckets[-1].capacity] * (len(last_step) // epoch.world_size)
         return EpochPlan(
             epoch.world_size,
             rows=planned % len(rows.sizes),
             is_copy=planned >= len(rows.sizes),
             offsets=offsets,
             left_out=rows.left_out,
-            bucket=np.append(
-                np.repeat(capacity[bucket_of_step[order]], epoch.accumulation),
-                np.repeat(capacity[-1:], len(last_step) // epoch.world_size),
-            ),
+            bucket=np.append(np.repeat(capacity[order], epoch.accumulation), in_last_step).astype(np.int64),
         )
 
     def _count_buckets(self, rows: FittedRows, slots: int) -> list[_BucketCounts]:
@@ -184,26 +175,17 @@ class BucketBatches(Batching):
             taken_over = -(-left // joined)
         return buckets
 
-    def _order_of_steps(self, bucket_of_step: IntArray, seed: int) -> IntArray:
+    def _order_of_steps(self, capacity: IntArray, seed: int) -> IntArray:
         """Return the indices of all full optimizer steps in the order in which they run, int64 [steps].
 
         Args:
-            bucket_of_step: int64 [steps], ascending: the index of every step's bucket; 0 is the smallest bucket.
+            capacity: int64 [steps], ascending: the capacity of every step's bucket.
             seed: seed of the random order.
         """
         if self.order == "random":
-            return random_order(len(bucket_of_step), seed, "order of steps")
-        steps = np.bincount(bucket_of_step)
-        number = indices_in_ranges(0, steps)
-        return np.lexsort((bucket_of_step, number * self.cycles // steps[bucket_of_step]))
-
-
-def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> tuple[int, int]:
-    """Return the units of each micro-batch of the last step, which is not full, and the micro-batches of each rank."""
-    rows_each, left = buckets[-1].rows_each, buckets[-1].left
-    if not any(bucket.steps for bucket in buckets):
-        rows_each = min(rows_each, -(-left // epoch.world_size))
-    return rows_each, -(-left // (rows_each * epoch.world_size))
+            return random_order(len(capacity), seed, "order of steps")
+        _, steps = np.unique(capacity, return_counts=True)
+        return np.lexsort((capacity, indices_in_ranges(0, steps) * self.cycles // np.repeat(steps, steps)))
 
 
 def _fill_buckets(
@@ -228,10 +210,13 @@ def _fill_buckets(
             steps += _in_rounds(balanced, epoch, squared_lengths, seed)
         joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
         left = [list(chain.from_iterable(_complete(each, bucket.joined, units, rows))) for each in joined]
-    rows_each, rounds = _last_step(buckets, epoch)
     if not left:
         return steps, []
-    filled_up = _complete(left, rounds * rows_each * epoch.world_size, units, rows)
+    rows_each = buckets[-1].rows_each
+    if not steps:
+        rows_each = min(rows_each, -(-len(left) // epoch.world_size))
+    in_round = rows_each * epoch.world_size
+    filled_up = _complete(left, -(-len(left) // in_round) * in_round, units, rows)
     return steps, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed)
 
 

@@ -65,7 +65,7 @@ def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: boo
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
     columns = columns_of(dataset, [INPUT_IDS, *deciding])
     check_same_lengths(columns)
-    return columns | columns_of(dataset, [name for name in (SEQ_LENGTHS,) if name in names])
+    return columns | columns_of(dataset, [SEQ_LENGTHS] if SEQ_LENGTHS in names else [])
 
 
 def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:

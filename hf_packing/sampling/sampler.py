@@ -143,16 +143,15 @@ class RankBatchSampler:
         """What else decides the rows, such as how tokens are masked; part of `plan_inputs`."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
-        self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)
         self._plan: EpochPlan | None = None
 
     def __len__(self) -> int:
-        return self._num_micro_batches
+        return self.plan.num_micro_batches
 
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in an epoch."""
-        return -(-self._num_micro_batches // self.accumulation)
+        return -(-len(self) // self.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
@@ -181,7 +180,8 @@ class RankBatchSampler:
             isolation: an object whose text says what was proven about isolation so far.
             labels: the labels that are left.
         """
-        plan, fitted, trees, steps = self.plan, self.rows, self.sizes.trees, self.optimizer_steps
+        plan, fitted, steps = self.plan, self.rows, self.optimizer_steps
+        trees = self.sizes.trees or TreeCounts(0, 0, 0)
         tokens = int(fitted.sizes.tokens[fitted.kept].sum())
         documents = int(fitted.sizes.segments[fitted.kept].sum())
         return EpochSummary(
@@ -196,13 +196,13 @@ class RankBatchSampler:
             token_utilization=plan.utilization(fitted.sizes.tokens),
             attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
             copies=plan.num_copies,
-            left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
-            lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
+            left_out=len(plan.left_out) + trees.left_out,
+            lost_tokens=fitted.lost_tokens + trees.lost_tokens,
             labels=labels,
             unpacked_documents_per_step=unpacked if unpacked is not None and self._can_match(unpacked) else None,
             split=0 if fitted.pieces is None else int((np.bincount(fitted.pieces.document) > 1).sum()),
-            packed_rows=len(fitted.kept) if fitted.sizes.packed and trees is None else None,
-            trees=trees,
+            packed_rows=len(fitted.kept) if fitted.sizes.packed and self.sizes.trees is None else None,
+            trees=self.sizes.trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
         )
@@ -215,8 +215,7 @@ class RankBatchSampler:
         if not isinstance(self.batching, TokenBudget) or self.batching.match_documents_per_step is not None:
             return False
         try:
-            matched = replace(self.batching, match_documents_per_step=documents)
-            matched.num_micro_batches(self.rows, self.epoch)
+            replace(self.batching, match_documents_per_step=documents).num_filled(self.rows, self.epoch)
         except PackingError:
             return False
         return True

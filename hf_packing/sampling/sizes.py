@@ -187,7 +187,7 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     names, numbers = visible_columns(dataset), row_numbers(dataset)
     _check_columns(names)
     table = with_typed_empty_lists(dataset.data.table.select(names))
-    of_sizes, tokens_in = _columns_of_sizes(names), _tokens_in(names)
+    tokens_in, of_sizes = _columns_of_sizes(names)
     columns: dict[str, TokenColumn] = {}
     for name in (*of_sizes, *(name for name in _SAMPLED if name in names)):
         kind = table.schema.field(name).type
@@ -246,11 +246,11 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
                 f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
                 "row 0"
             )
-        for name in _columns_of_sizes(row):
+        column, of_sizes = _columns_of_sizes(row)
+        for name in of_sizes:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if lists and BUCKET in first:
             buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
-        column = _tokens_in(row)
         few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
         check_whole_numbers(f"column {column!r}, row {number}", few)
         tokens.append(len(row[column]))
@@ -260,15 +260,11 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
     return replace(sizes, sample=_sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
 
 
-def _tokens_in(names: Any) -> str:
-    return TREE_INPUT_IDS if TREE_INPUT_IDS in names else INPUT_IDS
-
-
-def _columns_of_sizes(names: Any) -> tuple[str, ...]:
-    """Return the columns with the sizes of segments; a document has none."""
+def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the column with the tokens, and those with the sizes of segments, of which a document has none."""
     if TREE_INPUT_IDS in names:
-        return SEGMENT_LENGTHS, PARENTS, ENDS
-    return (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
+        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
+    return INPUT_IDS, (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
 
 
 def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: IntArray | None) -> RowSizes:

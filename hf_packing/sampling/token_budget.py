@@ -162,11 +162,12 @@ class TokenBudget(Batching):
         fitted = _cut_rows(sizes, self.max_tokens, self.overflow) if cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        return -(-self._num_filled(rows, epoch) // epoch.world_size)
+    def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
+        """Return the number of micro-batches over all ranks, without those that only have copies of rows.
 
-    def _num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches over all ranks, without those that only have copies of rows."""
+        Raises:
+            PackingError: match_documents_per_step does not fit.
+        """
         assert rows.fewest_micro_batches is not None
         optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
         if self.match_documents_per_step is not None:
@@ -201,7 +202,7 @@ class TokenBudget(Batching):
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         limits = self._limits(rows)
-        filled = fill(limits, self._num_filled(rows, epoch), epoch.slots, seed)
+        filled = fill(limits, self.num_filled(rows, epoch), epoch.slots, seed)
 
         jittered = jitter_attention(sum_rows(filled, squared_lengths), seed)
         steps = group_by_cost(self._cost(sum_rows(filled, tokens), jittered), epoch.slots, seed)

@@ -109,7 +109,7 @@ def test_few_rows_make_a_last_step_without_accumulated_copies():
 @pytest.mark.parametrize(("ranks", "accumulation"), [(8, 1), (4, 2), (8, 4), (2, 16)])
 @pytest.mark.parametrize("balance", ["attention", "tokens"])
 def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balance):
-    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 20_000), 1, 16384).astype(int))
+    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 40_000), 1, 16384).astype(int))
     plan = hfp.TokenBudget(16384, balance=balance, linear_cost=0).plan(sizes, Epoch(0, ranks, accumulation))
     of_row = sizes.squared_lengths if balance == "attention" else sizes.tokens
     assert plan.utilization(of_row) > 0.98
