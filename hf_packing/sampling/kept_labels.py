@@ -39,7 +39,9 @@ def kept_labels(
     """
     rows, sizes = sampler.rows, sampler.sizes
     if isinstance(dataset, TreesOfDocuments):
-        return dataset.labels
+        documents = Pieces.whole(dataset.plan.document_length)
+        counts = (count_labels(dataset.columns, pieces) for pieces in (dataset.plan.segments, documents))
+        return LabelCounts(*counts)
     in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS, TREE_INPUT_IDS, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import token_columns_of
@@ -87,12 +86,6 @@ class TreesOfDocuments(DocumentRows):
             lost_tokens=int(plan.document_length.sum(dtype=np.int64)) - sizes.trees.raw_tokens,
         )
         return replace(sizes, sample=sizes.sample + plan.fingerprint.encode(), trees=counts)
-
-    @property
-    def labels(self) -> LabelCounts:
-        """The labels that are left in the trees, and those of the documents."""
-        documents = Pieces.whole(self.plan.document_length)
-        return LabelCounts(count_labels(self.columns, self.plan.segments), count_labels(self.columns, documents))
 
     def __len__(self) -> int:
         return self.plan.num_packs
