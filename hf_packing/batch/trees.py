@@ -84,7 +84,7 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     """
     _check_lengths(columns)
     joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
-    tokens, labels, ends, parents = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS, PARENTS))
+    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
     segments, documents, runs = (
@@ -93,7 +93,7 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     )
     first_segment, first_document = np.cumsum(segments) - segments, np.cumsum(documents) - documents
 
-    trees = _segments_of(columns, parents + np.where(parents < 0, 0, np.repeat(first_segment, segments)))
+    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
     outside = (ends < 0) | (ends >= np.repeat(segments, documents))
     _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
     ends = ends + np.repeat(first_segment, documents)
@@ -133,19 +133,6 @@ def _check_lengths(columns: _Columns) -> None:
         ):
             if expected != got:
                 raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
-
-
-def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
-    """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
-    try:
-        return TreeSegments.from_arrays(np.concatenate(columns[SEGMENT_LENGTHS]), parents)
-    except PackingError:
-        for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
-            try:
-                TreeSegments.from_arrays(*row)
-            except PackingError as error:
-                raise PackingError(f"{error} of row {number}") from None
-        raise
 
 
 def _check_runs(trained: _Integers, lengths: _Integers, first_document: _Integers, runs: _Integers) -> None:
