@@ -1,6 +1,7 @@
 """Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,15 +85,6 @@ def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
     """
     row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
     return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
-
-
-def check_bucket_is_free(column_names: Collection[str]) -> None:
-    """Raise PackingError if documents have a column `bucket`, since packing is about to add a column of this name."""
-    if BUCKET in column_names:
-        raise PackingError(
-            "column 'bucket': expected no such column in the documents, since packed rows store the capacity of their "
-            "pack in a column of this name; rename or remove the column of the documents"
-        )
 
 
 def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
@@ -211,6 +203,14 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
 
 
+def arrays_of_rows(column: pa.Array) -> Any:
+    """Return the lists of a column as arrays that share its memory; a column of numbers as one array."""
+    if pa.types.is_integer(column.type):
+        return column.to_numpy()
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
+
+
 def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
     if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
         raise PackingError(
@@ -224,10 +224,3 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
             "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
             "seq_lengths in the rows"
         )
-    if POSITION_IDS in packed.column_names:
-        found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
-        if not np.array_equal(found, positions_of(plan.segment_length)):
-            raise PackingError(
-                "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
-                "other positions; remove position_ids or correct seq_lengths"
-            )

@@ -83,7 +83,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             segment_shared=forest.shared,
         )
         packing = Packing(BestFit(max_tokens), fewest_shared=fewest_shared)
-        return cls(DocumentRows(dataset, packing, plan, names, columns))
+        return cls(DocumentRows(dataset, packing, plan, columns))
 
     @property
     def sizes(self) -> RowSizes:

@@ -126,25 +126,9 @@ def test_two_processes_at_once(folder):
     assert not list(folder.glob(".*"))
 
 
-def test_rows_outlast_a_forked_process(monkeypatch):
-    at_exit = []
-    monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append((call, options)))
-    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-    file = Path(hfp.pack(Dataset.from_dict(DOCUMENTS), hfp.BestFit(4)).cache_files[0]["filename"])
-    (((end, *given), options),) = at_exit
-    child = os.fork()
-    if child == 0:
-        end(*given, **options)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert file.exists()
-    end(*given, **options)
-    assert not file.parent.exists()
-
-
 def test_half_a_cache_is_not_used(folder, monkeypatch):
     source = load_from_disk(folder)
-    monkeypatch.setattr(pack_module, "save_origin", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         hfp.pack(source, hfp.BestFit(4))
     monkeypatch.undo()
@@ -189,13 +173,15 @@ def test_a_stream_that_ends_between_two_blocks_is_packed_again(folder, monkeypat
     monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 1)
     stored, packed = pack(folder)
     assert packed.data.column("input_ids").num_chunks == len(packed) == 3
-    content, fewer = (stored / "rows.arrow").read_bytes(), 0
+    content, shorter = (stored / "rows.arrow").read_bytes(), []
     for size in range(0, len(content) - 8, 8):
         (stored / "rows.arrow").write_bytes(content[:size])
         with suppress(OSError, pa.ArrowException):
-            fewer += MemoryMappedTable.from_file(str(stored / "rows.arrow")).num_rows in (1, 2)
+            if MemoryMappedTable.from_file(str(stored / "rows.arrow")).num_rows in (1, 2):
+                shorter.append(size)
+    for size in (shorter[0], shorter[-1]):
+        (stored / "rows.arrow").write_bytes(content[:size])
         assert len(pack(folder)[1]) == 3
-    assert fewer
 
 
 def test_unpack_of_damaged_files_says_what_to_do(folder):

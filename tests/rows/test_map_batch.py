@@ -122,7 +122,7 @@ def test_single_rows_through_a_function_of_ones_own(documents, form):
         documents.with_format(form).map(lambda row: STRATEGY(row))
 
 
-@pytest.mark.parametrize("row", [np.array([1, 2]), np.zeros(0), np.int64(3), 3, [1, 2]])
+@pytest.mark.parametrize("row", [np.array([1, 2]), np.int64(3), 3, [1, 2]])
 def test_single_rows_by_hand(row):
     with pytest.raises(hfp.PackingError, match="got a single row"):
         STRATEGY({"input_ids": row})

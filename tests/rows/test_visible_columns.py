@@ -91,7 +91,7 @@ def test_hidden_borders_of_packed_rows(documents):
             lambda: hfp.pack(hidden, hfp.BestFit(8)),  # noqa: B023
             lambda: hidden.map(hfp.BestFit(8), batched=True),  # noqa: B023
         ):
-            with pytest.raises(hfp.PackingError, match="this column says where their documents begin"):
+            with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths or position_ids"):
                 call()
 
 
