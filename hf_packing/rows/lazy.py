@@ -20,7 +20,7 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, arrays_of_rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, token_columns_of
+from hf_packing.rows.token_columns import TokenColumns, row_numbers, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -133,7 +133,8 @@ def lazy_rows(dataset: Any) -> tuple[DocumentRows, IntArray] | None:
     if first.type != _CELL or any(not first.equals(other) for other in others):
         return None
     packs: IntArray = first.combine_chunks().field(0).to_numpy()
-    return transform, packs if dataset._indices is None else packs[dataset._indices.column(0).to_numpy()]
+    numbers = row_numbers(dataset)
+    return transform, packs if numbers is None else packs[numbers]
 
 
 def refuse_cells(dataset: Any) -> None:

@@ -20,7 +20,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 
@@ -55,14 +55,22 @@ def pack_rows(
     """
     sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
     segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
-    document, start = plan.segment_document[segments], plan.segment_start[segments]
-    length = plan.segment_length[segments]
+    pieces = plan.segments.take(segments)
+    length = pieces.length
     row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
-    packed = {name: _gather(column, document, start, length) for name, column in columns.items()}
-    input_ids = packed.pop(INPUT_IDS)
-    labels, first_labels = _make_labels(packed, input_ids, np.cumsum(length, dtype=np.int64) - length)
+    others = {
+        name: column.gather(pieces.document, pieces.start, length)
+        for name, column in columns.items()
+        if name not in (LABELS, *LOSS_MASKS)
+    }
+    input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
+    given = read_labels(columns, pieces, input_ids)
+    labels = input_ids.copy() if given is None else given
+    begin = np.cumsum(length, dtype=np.int64) - length
+    first_labels = None if given is None else labels[begin]
+    labels[begin] = IGNORED_LABEL
     large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
-    of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **packed}
+    of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
     arrays = {
         name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
     }
@@ -137,32 +145,28 @@ def check_num_rows(packed: pa.Table, plan: PackingPlan) -> None:
         )
 
 
-def _make_labels(
-    packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Return labels with -100 at the start of every segment, and the labels that -100 replaced there.
+def read_labels(
+    columns: TokenColumns, pieces: Pieces, input_ids: npt.NDArray[np.int32] | None = None
+) -> npt.NDArray[np.int32] | None:
+    """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
 
-    The second result is None if the documents have neither labels nor loss masks.
+    The label of a piece's first token is included, although no earlier token can predict it.
 
     Args:
-        packed: all token columns except input_ids, by name, [tokens] each. The function removes labels and loss masks
-            from this dict.
-        input_ids: int32 [tokens], used as labels if the documents have no labels.
-        segment_begin: int64 [segments]: index of the first token of every segment.
+        columns: the token columns of the documents.
+        pieces: the pieces of documents to read.
+        input_ids: int32 [tokens]: the tokens of the pieces, if they are at hand.
     """
-    masks = {name: packed.pop(name) for name in LOSS_MASKS if name in packed}
-    given = packed.pop(LABELS, None)
-    labels = input_ids.copy() if given is None else given
-    if masks:
-        labels = apply_loss_masks(labels, masks)
-    first_labels = labels[segment_begin] if given is not None or masks else None
-    labels[segment_begin] = IGNORED_LABEL
-    return labels, first_labels
-
-
-def _gather(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
-    values = column.gather(document, start, length)
-    return as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
+    where = (pieces.document, pieces.start, pieces.length)
+    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
+    if LABELS not in columns and not masks:
+        return None
+    if LABELS in columns or input_ids is None:
+        source = LABELS if LABELS in columns else INPUT_IDS
+        labels = as_int32(source, columns[source].gather(*where))
+    else:
+        labels = input_ids
+    return apply_loss_masks(labels, masks) if masks else labels
 
 
 def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

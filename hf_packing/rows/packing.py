@@ -48,10 +48,10 @@ class Packing:
             PackingError: `strategy` is no strategy, `share_prefixes` is neither a bool nor an integer of at least 1, or
                 the strategy cannot pack trees.
         """
-        fewest_shared = check_fewest_shared(share_prefixes)
+        strategy, fewest_shared = check_strategy(strategy), check_fewest_shared(share_prefixes)
         if fewest_shared is not None:
-            check_strategy(strategy).tree_limits()
-        return cls(check_strategy(strategy), position_ids, fewest_shared)
+            strategy.tree_limits()
+        return cls(strategy, position_ids, fewest_shared)
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise PackingError if documents have a column whose name the rows need for something else."""

@@ -200,15 +200,14 @@ def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
         raise PackingError(
             f"conversations: expected a list of messages, or a batch, got {type(conversations).__name__}"
         )
-    columns = {name: conversations[name] for name in (_PROMPT, _COMPLETION, *_SETTINGS) if name in conversations}
-    if column in conversations:
-        columns.pop(_PROMPT, None)
-        columns[_COMPLETION] = conversations[column]
-    elif not {_PROMPT, _COMPLETION} <= columns.keys():
+    names = {column: _COMPLETION} if column in conversations else {_PROMPT: _PROMPT, _COMPLETION: _COMPLETION}
+    if not names.keys() <= conversations.keys():
         raise PackingError(
             f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', got the columns "
             f"{', '.join(conversations)}"
         )
+    names |= {name: name for name in _SETTINGS if name in conversations}
+    columns = {name: conversations[source] for source, name in names.items()}
     first = next(iter(columns[_COMPLETION]), None)
     if isinstance(columns[_COMPLETION], str) or isinstance(first, Mapping):
         raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")

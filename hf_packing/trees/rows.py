@@ -35,10 +35,10 @@ from hf_packing.planning.lengths import (
     sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, as_int32, list_array
+from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.base import Strategy
-from hf_packing.trees.find import find_trees, read_labels
+from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import plan_forest
 from hf_packing.trees.segments import TreePaths, segments_of
 
