@@ -57,13 +57,18 @@ def pack_batch(batch: Any, strategy: Strategy) -> Any:
     if mapped is not None:
         table = _select_visible(table, mapped, strategy)
     table = with_typed_empty_lists(table)
-    packed = _pack_table(table, Packing(strategy))
+    packing = Packing(strategy)
+    packing.check_names(table.column_names)
+    columns = find_token_columns(table)
+    plan, splits = packing.plan(columns)
+    packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
+    left_out = []
     if call is not None:
         call.check_columns(table.column_names, packed.column_names)
-        if left_out := columns_left_out(table.schema, call.remove_columns):
-            warnings.warn(
-                f"map leaves out columns without one number for each token: {', '.join(left_out)}", stacklevel=2
-            )
+        left_out = columns_left_out(table.schema, call.remove_columns)
+    facts = changes_of(columns, plan, labels_left(columns, plan), splits, strategy="overflow")
+    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch", left_out=left_out):
+        warnings.warn(f"packing {change}", stacklevel=2)
     if mapped is not None or not isinstance(batch, Mapping) or hasattr(batch, "pa_table"):
         return packed
     first = next(iter(batch[INPUT_IDS]), None)
@@ -208,13 +213,3 @@ def _select_visible(table: pa.Table, dataset: Any, strategy: Strategy) -> pa.Tab
             "remove the column, or call pack, which shows all columns of packed rows"
         )
     return shown
-
-
-def _pack_table(table: pa.Table, packing: Packing) -> pa.Table:
-    packing.check_names(table.column_names)
-    columns = find_token_columns(table)
-    plan, splits = packing.plan(columns)
-    facts = changes_of(columns, plan, labels_left(columns, plan), splits, strategy="overflow")
-    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch"):
-        warnings.warn(f"packing {change}", stacklevel=2)
-    return packing.rows(columns, plan, np.arange(plan.num_packs)).table

@@ -37,27 +37,26 @@ def pack(folder, **options):
     return Path(packed.cache_files[0]["filename"]).parent, packed
 
 
-def test_beside_the_datasets_own_files(folder):
-    source = load_from_disk(folder)
-    packed = hfp.pack(source, hfp.BestFit(4))
-    assert packed.cache_files[0]["filename"].startswith(str(folder / "packed-"))
+def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(folder, tmp_path):
+    on_disk, in_memory = (
+        hfp.pack(each, hfp.BestFit(4)) for each in (load_from_disk(folder), Dataset.from_dict(DOCUMENTS))
+    )
+    assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
+    assert in_memory.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "packed-"))
     assert not list(folder.glob(".*"))
 
 
-def test_in_memory_datasets_go_to_the_cache_of_datasets(tmp_path):
-    packed = hfp.pack(Dataset.from_dict(DOCUMENTS), hfp.BestFit(4))
-    assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "packed-"))
-
-
-def test_a_hit_plans_nothing(folder, monkeypatch):
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_hit_plans_nothing(folder, monkeypatch, lazy):
     source = load_from_disk(folder)
-    first = hfp.pack(source, hfp.BestFit(4))
+    first = hfp.pack(source, hfp.BestFit(4), lazy=lazy)
     monkeypatch.setattr(hfp.BestFit, "plan_lengths", lambda *_: pytest.fail("planned again"))
-    second = hfp.pack(source, hfp.BestFit(4))
+    second = hfp.pack(source, hfp.BestFit(4), lazy=lazy)
     assert second.cache_files == first.cache_files
     assert second[:] == first[:]
-    with pytest.raises(pytest.fail.Exception, match="planned again"):
-        hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False)
+    for options in ({"lazy": lazy, "load_from_cache_file": False}, {"lazy": not lazy}):
+        with pytest.raises(pytest.fail.Exception, match="planned again"):
+            hfp.pack(source, hfp.BestFit(4), **options)
 
 
 def test_misses(folder, tmp_path, monkeypatch):
@@ -198,41 +197,8 @@ def test_the_plan_of_other_rows_is_refused(folder):
         hfp.unpack(packed)
 
 
-SCRIPT = """
-import sys, time, datasets, hf_packing as hfp, hf_packing.rows.pack as made
-made.TOKENS_AT_ONCE = 1
-pack_rows, calls = made.Packing.rows, []
-
-def slowly(*args, **more):
-    calls.append(1)
-    if len(calls) == 3:
-        print("packing", flush=True)
-        time.sleep(600)
-    return pack_rows(*args, **more)
-
-made.Packing.rows = slowly
-hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4))
-"""
-
-
 def unfinished(folder):
     return sorted(file for file in folder.iterdir() if file.name.startswith("."))
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_has_left_is_removed_when_nobody_writes_to_it(folder):
-    running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout.readline() == "packing\n"
-    finally:
-        running.kill()
-        running.communicate()
-    (left,) = unfinished(folder)
-    assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
-    assert unfinished(folder) == [left]
-    make_old(left)
-    pack(folder)
-    assert unfinished(folder) == []
 
 
 def make_old(*files):
