@@ -95,23 +95,6 @@ def test_pieces_that_are_trained_on(row, train_on, pieces):
     assert rendered.trained == (None if train_on == "all" else spans)
 
 
-def test_a_template_that_rewrites_earlier_turns():
-    last_only = "{{ messages[-1].content }}{% if add_generation_prompt %}?{% endif %}"
-    row = {"prompt": [USER], "completion": [ASSISTANT]}
-    with pytest.raises(
-        PackingError, match="expected a chat template that leaves earlier turns as they are, .* first 1"
-    ):
-        render(row, last_only)
-    assert render(row, last_only, train_on="all").text == "A"
-
-
-def test_text_that_the_template_leaves_out_is_noticed():
-    row = {"messages": [USER, {**ASSISTANT, "reasoning_content": "Hm."}]}
-    assert render(row).lacks_text
-    assert not render({"messages": [USER, {**ASSISTANT, "content": "<think>Hm.</think>A"}]}).lacks_text
-    assert not render(row, f"{CHATML}Hm.", train_on="all").lacks_text
-
-
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds what is lost"}}]
 
 
@@ -142,8 +125,3 @@ TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds
 def test_refused(row, options, reason):
     with pytest.raises(PackingError, match=f"expected .*{reason}|^{reason}: expected "):
         render(row, **options)
-
-
-def test_a_template_that_writes_no_tools():
-    with pytest.raises(PackingError, match="expected a chat template that writes tools"):
-        render({"messages": [USER], "tools": TOOLS}, "{% for message in messages %}{{ message.content }}{% endfor %}")
