@@ -271,7 +271,7 @@ def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> To
     where = (pieces.document, pieces.start, pieces.length)
     input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(*where))
     words, names = [input_ids[:, None]], [INPUT_IDS]
-    labels = read_labels(columns, pieces, input_ids)
+    labels = read_labels(columns, pieces)
     if labels is not None:
         labels[(labels == input_ids)] = IGNORED_LABEL
         if are_beginnings:
