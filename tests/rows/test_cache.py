@@ -71,6 +71,8 @@ def test_misses(folder, tmp_path, monkeypatch):
         cache_file(source, hfp.BestFit(4, seed=1)),
         cache_file(source, hfp.FirstCome(4)),
         cache_file(source, hfp.BestFit(4), position_ids=False),
+        cache_file(source, hfp.BestFit(4), share_prefixes=2),
+        cache_file(source, hfp.BestFit(4), share_prefixes=3),
         cache_file(source.select([0, 2]), hfp.BestFit(4)),
         cache_file(load_from_disk(tmp_path / "other"), hfp.BestFit(4)),
     ]
@@ -160,6 +162,13 @@ def test_every_file_cut_short_is_packed_again(folder, how):
         assert hfp.unpack(packed)[:] == DOCUMENTS
 
 
+def test_a_plan_of_trees_that_lacks_what_they_share_is_packed_again(folder):
+    stored, packed = pack(folder, share_prefixes=1)
+    (stored / "plan" / "segment_shared.npy").unlink()
+    assert pack(folder, share_prefixes=1)[1][:] == packed[:]
+    assert (stored / "plan" / "segment_shared.npy").exists()
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "1", '{"strategy": "BestFit(4)"}', "\ufffd\x00"])
 def test_facts_that_are_not_those_of_a_pack(folder, text):
     stored, _ = pack(folder)
@@ -219,12 +228,3 @@ def test_unfinished_folders_are_removed_an_hour_after_the_last_write(folder):
     make_old(left)
     pack(folder)
     assert unfinished(folder) == [other]
-
-
-@pytest.mark.filterwarnings("ignore:pack skips:UserWarning")
-@pytest.mark.parametrize("columns", [{"input_ids": ROWS}, {"input_ids": [[]], "labels": [[]]}])
-def test_what_was_packed_without_labels_or_rows(columns):
-    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
-    packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(4))
-    assert len(hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(4))) == len(packed)
-    assert hfp.unpack(packed)[:] == columns

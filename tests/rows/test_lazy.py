@@ -224,14 +224,3 @@ def test_no_tokens_are_written(tmp_path):
     size = sum(file.stat().st_size for file in tmp_path.glob("packed-*/**/*") if file.is_file())
     assert 12 * len(source) < size < 24 * len(source) < 4 * 40 * len(source)
     assert same_rows(lazy, hfp.pack(source, hfp.BestFit(800)))
-
-
-@pytest.mark.parametrize("rows", [[], [0], [0, 1, 0]])
-def test_no_tokens(rows):
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    source = Dataset.from_dict({"input_ids": [[], []]}, features=features).select(rows)
-    packed, warned, lazy, warned_lazily = both(source)
-    assert len(lazy) == len(packed) == 0
-    assert lazy.column_names == packed.column_names
-    assert warned == warned_lazily
-    assert hfp.unpack(lazy)[:] == hfp.unpack(packed)[:]

@@ -1,5 +1,7 @@
 """pack and unpack over whole datasets."""
 
+from pathlib import Path
+
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -53,15 +55,6 @@ def test_unpack_what_was_not_dropped():
     assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
 
 
-def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
-    packed = hfp.pack(documents(), hfp.BestFit(4))
-    packed.save_to_disk(tmp_path / "packed")
-    elsewhere = load_from_disk(tmp_path / "packed")
-    plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
-    assert hfp.unpack(elsewhere, plan)["input_ids"][:] == ROWS
-    assert hfp.unpack(packed, plan)["input_ids"][:] == ROWS
-
-
 def test_rows_that_were_filtered_away_are_not_looked_at():
     rows = [[1, 2], None, [3], [4, None]]
     source = Dataset.from_dict({"input_ids": rows})
@@ -80,13 +73,6 @@ def test_shuffled_selected_filtered_and_concatenated_datasets_are_packed_as_they
     for view in (source.shuffle(seed=3), source.select([4, 0]), filtered, joined):
         assert hfp.unpack(hfp.pack(view, hfp.BestFit(4)))[:] == view[:]
     assert source.shuffle(seed=3)["input_ids"][:] != ROWS
-
-
-@pytest.mark.parametrize("options", [{}, {"lazy": True}, {"share_prefixes": True}], ids=str)
-def test_splits_of_a_dict(options):
-    packed = hfp.pack(DatasetDict(train=documents(), test=documents().select([0])), hfp.BestFit(4), **options)
-    assert {name: len(split) for name, split in packed.items()} == {"train": 3, "test": 1}
-    assert hfp.unpack(packed["test"])["input_ids"][:] == [[1, 2, 3]]
 
 
 def test_blocks_make_the_same_rows(monkeypatch, rng):
@@ -149,8 +135,35 @@ def test_other_token_columns_are_packed_along():
     assert hfp.unpack(packed)["weights"][:] == weights
 
 
-def test_no_rows():
-    packed = hfp.pack(documents().select([]), hfp.BestFit(4))
-    assert len(packed) == 0
-    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
-    assert len(hfp.unpack(hfp.pack(documents().select([1]), hfp.BestFit(4)))) == 1
+@pytest.mark.parametrize("share_prefixes", [False, 2])
+def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path, share_prefixes):
+    packed = hfp.pack(documents(), hfp.BestFit(4), share_prefixes=share_prefixes)
+    packed.save_to_disk(tmp_path / "packed")
+    elsewhere = load_from_disk(tmp_path / "packed")
+    plan = hfp.PackingPlan.load(Path(packed.cache_files[0]["filename"]).parent / "plan")
+    assert hfp.unpack(packed, plan)[:] == documents()[:]
+    assert hfp.unpack(elsewhere, plan)["input_ids"][:] == ROWS
+    first_of_segments = [label[:1] for label in hfp.unpack(elsewhere, plan)["labels"]]
+    assert first_of_segments == [[-100], [], [-100], [-100], [-100]]
+
+
+OPTIONS = [{}, {"lazy": True}, {"share_prefixes": True}, {"lazy": True, "share_prefixes": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_splits_of_a_dict(options):
+    packed = hfp.pack(DatasetDict(train=documents(), test=documents().select([0])), hfp.BestFit(4), **options)
+    assert {name: len(split) for name, split in packed.items()} == {"train": 3, "test": 1}
+    assert hfp.unpack(packed["test"])["input_ids"][:] == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rows", [[], [[]], [[], []]])
+def test_documents_without_a_token(rows, options):
+    names = hfp.pack(documents(), hfp.BestFit(4), **options).column_names
+    for columns in ({"input_ids": rows}, {"input_ids": rows, "labels": rows}):
+        features = datasets.Features(dict.fromkeys(columns, datasets.List(datasets.Value("int32"))))
+        source = Dataset.from_dict(columns, features=features)
+        for packed in (hfp.pack(source, hfp.BestFit(4), **options) for _ in range(2)):  # the second from the cache
+            assert (len(packed), packed.column_names) == (0, names)
+            assert hfp.unpack(packed)[:] == columns

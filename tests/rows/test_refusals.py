@@ -1,5 +1,7 @@
 """What `pack`, `map` and `unpack` refuse: the call, and the argument or column that the error names."""
 
+from pathlib import Path
+
 import datasets
 import numpy as np
 import pytest
@@ -29,6 +31,10 @@ def trees(strategy=STRATEGY, share_prefixes=2, **columns):
 def elsewhere(packed):
     """The same rows, without the plan that is stored beside them."""
     return Dataset.from_dict(packed.to_dict())
+
+
+def stored_plan(packed):
+    return hfp.PackingPlan.load(Path(packed.cache_files[0]["filename"]).parent / "plan")
 
 
 def plan_of(lengths, strategy=STRATEGY):
@@ -84,6 +90,10 @@ REFUSED = {
     "unpack a column of numbers": (
         lambda: hfp.unpack(elsewhere(pack()).add_column("extra", [1, 2, 3]), plan_of([3, 0, 2, 1, 5])),
         "column 'extra': ",
+    ),
+    "unpack trees with another plan": (
+        lambda: hfp.unpack(elsewhere(trees()), stored_plan(trees(hfp.FirstCome(4)))),
+        "plan: .* segment_lengths",
     ),
     "unpack trees with a plan of packs": (
         lambda: hfp.unpack(elsewhere(trees()), plan_of([3, 0, 2, 1, 5])),

@@ -178,44 +178,8 @@ def test_true_means_sixteen_tokens():
     assert hfp.pack(documents, hfp.BestFit(99), share_prefixes=15)["tree_input_ids"][0] != packed["tree_input_ids"][0]
 
 
-def test_rows_are_cached_by_what_is_shared():
-    documents = on_trees()
-    packed = hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)
-    again = hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)
-    assert again.cache_files == packed.cache_files
-    others = [hfp.pack(documents, hfp.BestFit(8)), hfp.pack(documents, hfp.BestFit(8), share_prefixes=3)]
-    assert len({each.cache_files[0]["filename"] for each in (packed, *others)}) == 3
-    (file,) = packed.cache_files
-    (Path(file["filename"]).parent / "plan" / "segment_shared.npy").unlink()
-    assert hfp.pack(documents, hfp.BestFit(8), share_prefixes=2)[:] == packed[:]
-    assert plan_of(packed).segment_shared is not None
-
-
-def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
-    packed = hfp.pack(on_trees(labels=DOCUMENTS), hfp.BestFit(8), share_prefixes=2)
-    packed.save_to_disk(tmp_path / "packed")
-    elsewhere = datasets.load_from_disk(tmp_path / "packed")
-    plan = plan_of(packed)
-    restored = hfp.unpack(elsewhere, plan)
-    assert restored["input_ids"][:] == DOCUMENTS
-    assert restored["labels"][:] == [[-100, *document[1:]] if document else [] for document in DOCUMENTS]
-    with pytest.raises(hfp.PackingError, match="the segments of this plan differ from segment_lengths in the rows"):
-        hfp.unpack(elsewhere, plan_of(hfp.pack(on_trees(), hfp.BestFit(14), share_prefixes=1)))
-
-
 def test_splits_are_said():
     weights = [[1, 1, 1, 1], [1, 1, 1], [1, 1], [1, 2, 1], [1, 1], []]
     with pytest.warns(UserWarning, match="pack shares fewer tokens at 1 places, where tokens agree but weights differ"):
         packed = hfp.pack(on_trees(weights=weights), hfp.BestFit(8), share_prefixes=2)
     assert hfp.unpack(packed)["weights"][:] == weights
-
-
-def test_nothing_to_share_and_nothing_at_all():
-    apart = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]})
-    packed = hfp.pack(apart, hfp.BestFit(8, seed=None), share_prefixes=1)
-    assert packed["parents"][:] == [[-1, -1]]
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    for rows in ([], [[]]):
-        empty = hfp.pack(Dataset.from_dict({"input_ids": rows}, features=features), hfp.BestFit(8), share_prefixes=1)
-        assert len(empty) == 0
-        assert hfp.unpack(empty)["input_ids"][:] == rows
