@@ -9,6 +9,7 @@ import datasets
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
+from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.logical import LogicalStreams, warn_of_reading
@@ -43,11 +44,9 @@ def pack_stream(stream: Any, packing: Packing, *, window_packs: int, streams: in
 def _pack_one(stream: Any, packing: Packing, streams: int | None, **how: Any) -> Any:
     source = open_source("dataset", stream)
     packing.check_names(source.names)
-    if source.left_out:
-        left_out = ", ".join(source.left_out)
-        warnings.warn(f"pack leaves out columns without one number for each token: {left_out}", stacklevel=4)
-    if masks := [name for name in LOSS_MASKS if name in source.schema.names]:
-        warnings.warn(f"pack applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=4)
+    masks = [name for name in LOSS_MASKS if name in source.schema.names]
+    for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
+        warnings.warn(f"pack {change}", stacklevel=4)
     of_windows = StreamPacking(packing, schema=source.schema, **how)
     packed: Any = PackedExamples(source.examples, of_windows)
     if streams is not None:
