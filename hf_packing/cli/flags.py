@@ -4,7 +4,6 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -134,8 +133,8 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
         if unused := [name for name, value in options.items() if value is not None]:
             raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
         return None
-    tokenizer = text_tokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **options)
-    return replace(tokenizer, end=None) if given.no_eos else tokenizer
+    loaded = load_tokenizer(given.tokenizer, given.trust_remote_code)
+    return text_tokenizer(loaded, end_documents=not given.no_eos, **options)
 
 
 def print_skipped(skipped: Sequence[str]) -> None:
