@@ -100,8 +100,7 @@ def mix(
         warnings.warn(f"mix {change}", stacklevel=2)
     mixture = Mixture(shares, first.schema, count, stopping_strategy, check_seed(seed))
     examples = MixedExamples([source.examples for source in opened.values()], mixture)
-    mixed: datasets.IterableDataset = upstream.stream_of(examples, mixture.features)
-    return mixed
+    return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=mixture.features))
 
 
 def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
