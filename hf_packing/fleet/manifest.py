@@ -27,6 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
+from hf_packing.files import size_and_version
 from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
@@ -34,8 +35,6 @@ Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
 _UNFINISHED, _ABANDONED = ".unfinished-", 600.0
 """How names of unfinished local files begin, and the seconds without a write after which their process has died."""
-_CHANGES = ("ETag", "etag", "blob_id", "sha256", "md5Hash", "content_md5", "LastModified", "updated", "mtime")
-"""Values of fsspec's `info` that change with a file's content; the first that a file system has is taken."""
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -56,8 +55,7 @@ def identity_of(name: str, options: Mapping[str, Any]) -> Identity:
     """Return what differs between two versions of a file to pack."""
     system, path = file_system(name, options)
     system.invalidate_cache(path)  # of the time when files were listed
-    info = system.info(path)
-    return [info["size"], next((str(info[each]) for each in _CHANGES if info.get(each)), "")]
+    return list(size_and_version(system, path, times=True))
 
 
 def check_unchanged(name: str, before: Identity, now: Identity) -> None:
