@@ -5,6 +5,7 @@ import re
 
 import datasets
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from document_streams import make_documents, read_stream, split_unevenly, stream_of, write_parquet, write_source
@@ -35,6 +36,9 @@ REFUSED = {
     "dataset: .* without a shuffle buffer": lambda: pack(stream_of(FEW).shuffle(seed=0)),
     "dataset: .* shuffle buffer, since": lambda: pack(stream_of(FEW).shuffle(seed=0).map(lambda row: row)),
     "dataset: .* no document": lambda: pack(IterableDataset.from_generator(lambda: iter(()))),
+    "dataset: expected documents whose columns are lists or NumPy arrays": lambda: pack(
+        IterableDataset.from_generator(lambda: iter([{"input_ids": torch.tensor([1, 2])}]))
+    ),
     "to be packed already": lambda: pack(hfp.pack(stream_of(FEW), hfp.BestFit(64))),
     "column 'input_ids'": lambda: pack(Dataset.from_dict({"text": ["a"]}).to_iterable_dataset()),
     r"dataset\['train'\]: column 'input_ids'": lambda: pack(
