@@ -31,8 +31,8 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import count_ranges
 from hf_packing.trees.segments import TreeSegments
-from hf_packing.trees.trained_tokens import num_training, trained_pieces
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
@@ -102,7 +102,8 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
     trained[:, 0] += np.repeat(first_document, runs)
     _check_runs(trained, (trees.depths + np.diff(trees.begins))[ends], first_document, runs)
-    is_trained = num_training(trained_pieces(trees, ends, trained), len(tokens)) > 0
+    ranges = trees.find_runs(ends, trained)
+    is_trained = count_ranges(ranges.begin, ranges.length, len(tokens)) > 0
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
     in_rows = np.array([*map(len, columns[TREE_INPUT_IDS])])
     _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows)

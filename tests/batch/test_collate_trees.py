@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tree_rows import documents_of, labeled_documents, runs_of, tree_row
 
 import hf_packing as hfp
+from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import TreeSegments
-from hf_packing.trees.trained_tokens import num_training, tokens_of_documents, trained_pieces
 
 KEYS = ["input_ids", "position_ids", "segment_lengths", "parents", "ends", "trained", "tree_labels"]
 
@@ -60,28 +60,32 @@ def test_documents_and_labels_come_back_from_a_batch(sets, kind):
         assert [positions[place] for place in path] == [*range(len(tokens))]
 
 
+def find_runs(row):
+    """The runs that documents train on, and where they stand."""
+    runs = np.array(row["trained"], np.int64).reshape(-1, 3)
+    trees = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
+    return runs, trees.find_runs(np.array(row["ends"]), runs)
+
+
 @given(labeled_documents())
 def test_trained_tokens_one_by_one(case):
     row, _ = tree_row(*case)
-    trees = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
-    pieces = trained_pieces(trees, np.array(row["ends"]), np.array(row["trained"], np.int64).reshape(-1, 3))
+    runs, ranges = find_runs(row)
     expected = [
         (document, place)
         for document, (_, labels, path) in enumerate(documents_of(row))
         for place, label in zip(path, labels, strict=True)
         if label != -100
     ]
-    found = tokens_of_documents(pieces)
-    assert sorted(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(expected)
-    counts = num_training(pieces, trees.tokens).tolist()
-    assert counts == [sum(place == token for _, token in expected) for place in range(trees.tokens)]
+    documents = np.repeat(runs[ranges.part, 0], ranges.length).tolist()
+    tokens = indices_in_ranges(ranges.begin, ranges.length).tolist()
+    assert sorted(zip(documents, tokens, strict=True)) == sorted(expected)
 
 
 def test_the_rows_of_the_tests_have_runs_across_segments():
     assert runs_of([5, 6, -100, 7, 8]) == [[1, 1], [3, 2]]
-    trees = TreeSegments.from_arrays(ROW["segment_lengths"], ROW["parents"])
-    pieces = trained_pieces(trees, np.array(ROW["ends"]), np.array(ROW["trained"]).reshape(-1, 3))
-    assert len(pieces) == 7 > len(ROW["trained"]) // 3
+    runs, ranges = find_runs(ROW)
+    assert len(ranges.part) == 7 > len(runs)
 
 
 def test_token_types_and_workers():
