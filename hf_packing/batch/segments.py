@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
+    ATTENTION_MASK,
     COPIED_SEGMENT,
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -50,10 +51,7 @@ def check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
 def check_mask(mask: Any, tokens: int, row: int) -> None:
     """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
     values = np.asarray(mask)
-    if values.shape != (tokens,):
-        raise PackingError(
-            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 per token, got shape {values.shape}"
-        )
+    check_length(ATTENTION_MASK, values, tokens, row)
     if (other := values != 1).any():
         raise PackingError(
             f"column 'attention_mask': expected documents without padding, got a {values[other.argmax()]} in row "

@@ -102,9 +102,8 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     begin = offsets_of(paths.length)[:-1]
     first_labels = None
     if labels is None:
-        runs = Pieces(np.arange(len(begin)), np.ones_like(begin), paths.length - 1).take(
-            np.flatnonzero(paths.length > 1)
-        )
+        longer = np.flatnonzero(paths.length > 1)
+        runs = Pieces(longer, np.ones_like(longer), paths.length[longer] - 1)
     else:
         first_labels = labels[begin]
         labels[begin] = IGNORED_LABEL

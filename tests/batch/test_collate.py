@@ -284,7 +284,7 @@ def test_empty_rows_have_no_segment():
         ),
         (
             [{"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1]}],
-            "column 'assistant_masks': expected 2 values in row 0, one for each label, got shape \\(1,\\)",
+            "column 'assistant_masks': expected 2 values in row 0, one for each token, got 1",
         ),
         ({"input_ids": [1]}, "rows: expected a list of mappings with input_ids, got dict"),
         ([[1, 2]], "rows: expected a list of mappings with input_ids, got list"),
