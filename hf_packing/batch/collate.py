@@ -302,12 +302,7 @@ def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, tor
         if all(values is None for values in of_rows):
             continue
         for number, (values, ids) in enumerate(zip(of_rows, tokens, strict=True)):
-            if values is None:
-                raise PackingError(
-                    f"column {name!r}: expected a list of numbers in row {number}, one for each token, as in other "
-                    "rows; remove the column if it does not describe tokens"
-                )
-            check_length(name, values, len(ids), number)
+            check_length(name, () if values is None else values, len(ids), number)
         joined = np.concatenate([values for values in of_rows if values is not None and len(values)])
         kind = {"f": np.float32, "b": np.bool_}.get(joined.dtype.kind, np.int64)
         found[name] = torch.from_numpy(joined.astype(kind)[None])

@@ -53,8 +53,8 @@ OF_SHAPES = [
     ("max_segments: expected an integer from 2 .* got 1", {"tokens": 8, "max_segments": 1}),
     ("max_segments: expected an integer from 2 .* got 2.5", {"tokens": 8, "max_segments": 2.5}),
     ("tokens: expected at most 4 tokens .* got 5", {"tokens": 4, "max_segments": 8}),
-    ("max_segments: expected at most 2 .* got 3 segments$", {"tokens": 5, "max_segments": 2}),
-    ("max_segments: expected at most 3 .* got 3 segments and one more", {"tokens": 6, "max_segments": 3}),
+    ("max_segments: expected at most 2 .* got 3 segments", {"tokens": 5, "max_segments": 2}),
+    ("max_segments: expected at most 3 .* got 4 segments", {"tokens": 6, "max_segments": 3}),
 ]
 
 DOCUMENTS = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [7, 8], [1, 2, 3, 4]]
