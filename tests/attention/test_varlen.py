@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, or_masks
 
@@ -103,6 +103,7 @@ def test_harmless_arguments_pass():
     )
 
 
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     size=st.integers(1, 10),
