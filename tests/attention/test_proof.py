@@ -7,7 +7,7 @@ from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched, varlen
+from hf_packing.attention import is_patched
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import attention_of
@@ -60,18 +60,6 @@ def test_check_isolation_sees_gradients_that_cross_borders():
 def test_gradients_that_are_not_those_of_documents_alone_are_refused():
     with pytest.raises(hfp.ModelNotSupportedError, match="a document's gradients differ by"):
         hfp.patch_model(with_gradient(build("Llama"), larger_in_long_rows))
-
-
-def test_a_scale_that_is_one_percent_off_is_no_route(monkeypatch):
-    exact = varlen.attend_by_segment
-
-    def off(query, *args, **kwargs):
-        return exact(query * 1.01, *args, **kwargs)
-
-    monkeypatch.setattr(varlen, "attend_by_segment", off)
-    route = hfp.check_isolation(hfp.patch_model(build("Llama"))).route
-    assert route.name == "segments"
-    assert "a document's logits differ by" in route.tried[0]
 
 
 def test_the_attention_written_out_is_a_reference_beside_the_models_own(monkeypatch):

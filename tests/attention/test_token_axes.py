@@ -11,7 +11,6 @@ from hf_packing.attention.token_axes import (
     TokenAxes,
     counts_along,
     cut_inputs,
-    detached_copy,
     join_outputs,
     leaves,
     map_leaves,
@@ -63,13 +62,6 @@ def test_outputs_of_transformers_keep_their_class():
     assert changed.hidden_states is None
 
 
-def test_copies_are_new_tensors():
-    value = {"hidden": row(3).requires_grad_()}
-    copy = detached_copy(value)
-    assert not copy["hidden"].requires_grad
-    assert copy["hidden"].data_ptr() != value["hidden"].data_ptr()
-
-
 def test_axes_are_known_by_their_place_once_they_were_seen():
     value = {"hidden": row(1, TOKENS, 4), "scores": row(1, TOKENS, TOKENS), "width": row(4), "number": TOKENS}
     axes = recorded(value)
@@ -86,12 +78,6 @@ def test_axes_are_known_by_their_place_once_they_were_seen():
     message = r"Module \(name\): the tensor other.0 of shape \[7, 2\] did not occur when the model was patched"
     with pytest.raises(PackingError, match=message):
         axes.of(("other", 0), row(TOKENS, 2))
-
-
-def test_what_has_no_tokens():
-    axes = recorded({"width": row(4), "flag": True, "text": "7"})
-    assert not axes.any_in({"width": row(4), "flag": True, "text": "7"})
-    assert not axes.has_count({"flag": True})
 
 
 def test_a_row_of_another_length_is_refused():
@@ -235,30 +221,11 @@ def test_a_shared_call_whose_output_has_no_axis_for_rows():
         split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
 
 
-def test_positions_and_biases_that_count():
+def test_biases_that_count():
     positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
     causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts_along(positions, (0,))
-    assert counts_along(positions[None].expand(3, -1) + 2, (1,))
     assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
     assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts_along(torch.zeros(41), (0,))
     assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts_along(torch.randn(2, 41), (1,))
     assert not counts_along(causal, (0, 1))
     assert not counts_along(torch.randn(41, 41), (0, 1))
-
-
-def test_axes_of_tokens_are_not_guessed():
-    axes = TokenAxes("Module (name)", 41)
-    axes.record({"hidden": torch.zeros(1, 41, 8)})
-    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.freeze()
-    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
-    counted = TokenAxes("Module (name)", 41)
-    counted.record({"positions": torch.arange(41)})
-    assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(PackingError, match="a padding token in a document may be the cause"):
-        counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(PackingError, match=r"Module \(name\): the tensor other of shape \[1, 41\] did not occur when"):
-        axes.of(("other",), torch.zeros(1, 41))

@@ -16,6 +16,22 @@ from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
 
+UNDONE = ("mamba", "jamba", "bart")
+
+
+@pytest.mark.parametrize("architecture", fast_only(UNDONE, "mamba"))
+def test_modules_and_buffers_are_as_before(architecture):
+    model = tiny_model(architecture, "causal")
+    before = [dict(vars(module)) for module in model.modules()]
+    buffers = copy.deepcopy(list(model.buffers()))
+    hfp.unpatch_model(hfp.patch_model(model))
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(map(torch.equal, model.buffers(), buffers))
+
 
 class TestUndone:
     def test_completely(self):
