@@ -166,22 +166,14 @@ class TemperatureByPosition(nn.Module):
 
 
 class Table(nn.Module):
-    """Learned positions, of which there are some."""
+    """Learned positions."""
 
-    def __init__(self, positions, is_given):
+    def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(positions, WIDTH)
-        self.is_given = is_given
+        self.table = nn.Embedding(64, WIDTH)
 
     def forward(self, x, positions):
-        return x + self.table(positions if self.is_given else torch.arange(x.shape[1]) % sum(LENGTHS))
-
-
-class PastTheEnd(Table):
-    """Reads one after another, from the start of the row."""
-
-    def forward(self, x, positions):  # noqa: ARG002
-        return x + self.table.weight[: x.shape[1]]
+        return x + self.table(positions)
 
 
 class Rotary(nn.Module):
@@ -205,19 +197,13 @@ class RotaryThatRemembers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [
-        *(layer, norm, Gate, block, nn.Identity, TemperatureByPosition, lambda: Rotary(0)),
-        *(lambda: Table(64, is_given=True), lambda: PastTheEnd(16384, is_given=False)),
-    ],
+    "inner", [layer, norm, Gate, block, nn.Identity, TemperatureByPosition, Table, lambda: Rotary(0)]
 )
 def test_segment_local_modules_stay_packed(inner):
     assert search(inner, inner) == ({}, {})
 
 
-@pytest.mark.parametrize(
-    "inner", [Temperature, lambda: PastTheEnd(64, is_given=False), lambda: Rotary(1), RotaryThatRemembers]
-)
+@pytest.mark.parametrize("inner", [Temperature, lambda: Rotary(1), RotaryThatRemembers])
 def test_rows_that_are_longer_and_far_positions_of_other_documents_are_tried(inner):
     plans, errors = search(inner)
     assert errors == {}
