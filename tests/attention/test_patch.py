@@ -191,11 +191,27 @@ def test_unpadded_batches_of_plain_documents():
         assert torch.allclose(hfp.patch_model(model)(rows).logits, stock, atol=1e-5)
 
 
-def test_bad_borders_are_refused():
-    model = patched("Llama")
-    for borders in ([0, 2], [0, 2, 1, 3], [1, 3]):
-        with pytest.raises(hfp.PackingError, match="cu_seq_lens_q: expected .* lengths that rise from 0 to 3 tokens"):
-            model(torch.tensor([[5, 6, 7]]), cu_seq_lens_q=torch.tensor(borders))
+AT_5 = {"position_ids": torch.tensor([[5, 6, 5]]), "cu_seq_lens_q": torch.tensor([0, 2, 3])}
+
+REFUSED = [
+    *(
+        ("llama", {"cu_seq_lens_q": torch.tensor(borders)}, "cu_seq_lens_q")
+        for borders in ([0, 2], [0, 2, 1, 3], [1, 3])
+    ),
+    ("llama", {"training": True}, "position_ids"),
+    ("llama", {"attention": "eager"}, "attention"),
+    ("bart", AT_5, "position_ids"),  # which counts by itself
+]
+
+
+@pytest.mark.parametrize(("architecture", "inputs", "argument"), REFUSED)
+def test_what_does_not_fit_is_refused(architecture, inputs, argument):
+    model, inputs = patched_tiny(architecture), dict(inputs)
+    model.train(inputs.pop("training", False))
+    if other := inputs.pop("attention", None):
+        model.set_attn_implementation(other)
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected"):
+        model(torch.tensor([[5, 6, 7]]), **inputs)
 
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
@@ -231,19 +247,6 @@ def test_calls_past_the_outer_model(name):
             inputs = {"input_ids": full["input_ids"], key: full[key]}
             assert torch.allclose(model.base_model(**inputs)[0], expected, atol=1e-5)
             assert torch.allclose(model.forward(**inputs).logits, model(**full).logits, atol=1e-5)
-
-
-def test_training_without_borders_is_refused():
-    model = patched("Llama").train()
-    with pytest.raises(hfp.PackingError, match="in training mode, got none of them, so the borders between packed"):
-        model(torch.tensor([[5, 6, 7]]))
-
-
-def test_attention_set_by_somebody_else_is_noticed():
-    model = patched("Llama")
-    model.set_attn_implementation("eager")
-    with pytest.raises(hfp.PackingError, match="attention: expected 'packed_varlen' on a patched model, .* 'eager'"):
-        model(**batch_of(DOCUMENTS))
 
 
 @pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small")
@@ -332,16 +335,6 @@ def test_positions_of_one_row_for_all(architecture):
     ids, positions = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]), torch.tensor([[0, 1, 2, 0, 1]])
     expected = model(input_ids=ids, position_ids=positions.expand(2, -1)).logits
     assert torch.equal(model(input_ids=ids, position_ids=positions).logits, expected)
-
-
-def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
-    model = patched_tiny("bart", "causal")
-    with pytest.raises(hfp.PackingError, match=r"position_ids: expected positions that restart at 0"):
-        model(
-            input_ids=torch.tensor([[5, 6, 7, 8]]),
-            position_ids=torch.tensor([[5, 6, 5, 6]]),
-            cu_seq_lens_q=torch.tensor([0, 2, 4]),
-        )
 
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))

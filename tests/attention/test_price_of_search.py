@@ -91,25 +91,17 @@ def test_a_layer_with_another_setting_is_searched_itself(searched):
     assert "model.layers.1.mlp" not in searched
 
 
-def test_a_layer_that_only_seems_alike_is_found_by_the_second_search(searched):
+@pytest.mark.parametrize("layers", [[3], [1, 2, 3]])
+def test_layers_that_only_seem_alike_are_found_by_the_second_search(searched, layers):
+    """It searches every layer."""
     model = deep_llama(ScaledInSecret)
-    READS_TOKEN_BEFORE.add(id(model.model.layers[3].mlp))
-    try:
-        route = hfp.check_isolation(hfp.patch_model(model)).route
-    finally:
-        READS_TOKEN_BEFORE.clear()
-    assert [plan.name for plan in route.by_segment] == ["model.layers.3.mlp"]
-    assert searched.count("model.layers.0.mlp") == 2  # once in each search
-    assert searched.count("model.layers.3.mlp") == 1
-
-
-def test_the_second_search_searches_every_layer():
-    model = deep_llama(ScaledInSecret)
-    READS_TOKEN_BEFORE.update(id(layer.mlp) for layer in model.model.layers[1:])
+    READS_TOKEN_BEFORE.update(id(model.model.layers[layer].mlp) for layer in layers)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     try:
         route = hfp.check_isolation(hfp.patch_model(model)).route
     finally:
         READS_TOKEN_BEFORE.clear()
-    assert [plan.name for plan in route.by_segment] == [f"model.layers.{layer}.mlp" for layer in range(1, 4)]
+    assert [plan.name for plan in route.by_segment] == [f"model.layers.{layer}.mlp" for layer in layers]
+    assert searched.count("model.layers.0.mlp") == 2  # once in each search
+    assert searched.count("model.layers.3.mlp") == 1
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())

@@ -1,10 +1,13 @@
 """Which axes of nested tensors are tokens, cutting segments out of them, and joining them again."""
 
 import re
+from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_packing.attention.token_axes import (
@@ -117,24 +120,6 @@ def test_what_counts_along_a_row(tensor, along, expected):
     assert counts_along(tensor, along) == expected
 
 
-def test_segments_are_cut_out_one_by_one():
-    value = (row(1, TOKENS, 4), {"mask": row(1, TOKENS, TOKENS), "number": TOKENS, "width": row(4)})
-    axes = recorded(value)
-    for start, end in SLICES:
-        hidden, more = cut_inputs(value, axes, [(start, end)])
-        assert torch.equal(hidden, value[0][:, start:end])
-        assert torch.equal(more["mask"], value[1]["mask"][:, start:end, start:end])
-        assert (more["number"], more["width"].tolist()) == (end - start, row(4).tolist())
-
-
-def test_positions_begin_anew_in_every_segment():
-    value = {"positions": torch.arange(TOKENS)[None] + 2}
-    for start, end in SLICES:
-        assert cut_inputs(value, recorded(value), [(start, end)])["positions"].tolist() == [
-            [*range(2, 2 + end - start)]
-        ]
-
-
 def test_segments_that_share_a_call_are_padded_on_the_right():
     value = {"hidden": row(1, TOKENS, 2), "number": TOKENS}
     batch = cut_inputs(value, recorded(value), SLICES)
@@ -153,48 +138,38 @@ def test_segments_cannot_share_a_call_without_an_axis_for_rows():
         cut_inputs(value, recorded(value), SLICES)
 
 
-def run(value, slices_of_calls):
+def run(value, slices_of_calls, tokens=TOKENS):
     """What a module returns that returns what it is given, in calls with these slices."""
-    axes, parts, output = recorded(value), [], None
+    axes, parts, output = recorded(value, tokens), [], None
     for slices in slices_of_calls:
         output = cut_inputs(value, axes, slices)
         parts += split_outputs(output, axes, [end - start for start, end in slices])
     return join_outputs(output, axes, parts)
 
 
-@pytest.mark.parametrize("calls", [[[each] for each in SLICES], [SLICES], [SLICES[:2], SLICES[2:]]])
-def test_what_was_cut_is_joined_again(calls):
-    value = (row(1, TOKENS, 4), {"heads": row(1, 2, TOKENS, 3)})
-    hidden, more = run(value, calls)
-    assert torch.equal(hidden, value[0])
-    assert torch.equal(more["heads"], value[1]["heads"])
-
-
-def test_counts_of_tokens_are_summed():
-    assert run({"number": TOKENS}, [[each] for each in SLICES]) == {"number": TOKENS}
-    assert run({"number": TOKENS}, [SLICES[:1], SLICES[1:]]) == {"number": TOKENS}  # the second and third are as long
-
-
-def test_two_token_axes_are_joined_along_the_diagonal():
-    scores = row(1, TOKENS, TOKENS)
-    same = torch.block_diag(*(torch.ones(length, length) for length in LENGTHS)).bool()
-    assert torch.equal(run({"scores": scores}, [SLICES])["scores"], scores.where(same, 0))
+@settings(max_examples=40)
+@given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=3), min_size=1, max_size=3))
+@example([[3, 4], [5, 5]])
+def test_what_was_cut_is_joined_again(lengths_of_calls):
+    """Of a module that returns what it is given, in calls with one segment or several; positions begin anew."""
+    lengths = [length for call in lengths_of_calls for length in call]
+    ends, tokens = [*accumulate(lengths)], sum(lengths)
+    places = iter(zip([0, *ends], ends, strict=False))
+    calls = [[next(places) for _ in call] for call in lengths_of_calls]
+    value = {"hidden": (row(1, tokens, 60), row(1, 55, tokens, 60)), "scores": row(1, tokens, tokens), "number": tokens}
+    value |= {"positions": torch.arange(tokens)[None] + 2, "state": row(1, 56), "text": "a", "flag": True}
+    found = run(value, calls, tokens)
+    assert all(map(torch.equal, found["hidden"], value["hidden"]))
+    same = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool()
+    assert torch.equal(found["scores"], value["scores"].where(same, 0))
+    assert torch.equal(found["state"], value["state"])
+    assert (found["number"], found["text"], found["flag"]) == (tokens, "a", True)
+    assert found["positions"].tolist() == [[2 + place for length in lengths for place in range(length)]]
 
 
 def test_three_token_axes_are_refused():
     with pytest.raises(PackingError, match="the module returns a tensor with 3 token axes"):
         run({"scores": row(TOKENS, TOKENS, TOKENS)}, [[each] for each in SLICES])
-
-
-def test_of_what_has_no_tokens_the_last_is_taken():
-    axes = recorded({"hidden": row(1, TOKENS, 2), "state": row(1, 4), "text": "a", "flag": True})
-    outputs = [
-        {"hidden": row(1, length, 2), "state": torch.full((1, 4), float(length)), "text": text, "flag": True}
-        for length, text in zip(LENGTHS, "abc", strict=True)
-    ]
-    parts = [split_outputs(output, axes, [length])[0] for output, length in zip(outputs, LENGTHS, strict=True)]
-    found = join_outputs(outputs[-1], axes, parts)
-    assert (found["state"].tolist(), found["text"], found["flag"]) == ([[2.0] * 4], "c", True)
 
 
 def test_single_numbers_that_differ_are_refused():
