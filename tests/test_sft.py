@@ -364,40 +364,20 @@ def test_the_best_model(train, data, tmp_path):
     assert weights(tmp_path / "output") == weights(Path(trainer.state.best_model_checkpoint))
 
 
-def test_accumulation(train, tmp_path):
-    one = train(steps=1)
-    two = train("--gradient_accumulation_steps", 2, steps=1, output=tmp_path / "other")
-    assert two.state.log_history[0]["tokens_per_step"] > 1.5 * one.state.log_history[0]["tokens_per_step"]
-
-
-def test_losses_of_trl(train, tmp_path):
-    usual = losses(train(steps=1))
-    assert losses(train("--loss_type", "dft", steps=1, output=tmp_path / "dft")) != usual
-    assert losses(train("--label_smoothing_factor", 0.5, steps=1, output=tmp_path / "smooth")) != usual
-
-
-def test_router_loss(train, tmp_path, tmp_path_factory):
-    model = save_tiny_model(tmp_path_factory.mktemp("moe"), "Mixtral")
-    none, much = (
-        losses(train("--router_aux_loss_coef", coef, model=model, steps=1, output=tmp_path / str(coef)))[0]
-        for coef in (0, 5)
-    )
-    assert much > none + 1
-
-
-def test_checkpointed_activations_change_no_loss(train, tmp_path):
-    on = losses(train("--gradient_checkpointing", "True"))
-    reentrant = ("--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
-    for number, flags in enumerate((("--gradient_checkpointing", "False"), reentrant)):
-        assert losses(train(*flags, output=tmp_path / str(number))) == pytest.approx(on, rel=1e-5)
+EFFECTS = [
+    (("--loss_type", "dft"), False),
+    (("--label_smoothing_factor", 0.5), False),
+    (("--gradient_checkpointing", "False"), True),
+    (("--gradient_checkpointing_kwargs", '{"use_reentrant": true}'), True),
+    (("--torch_compile", "True", "--torch_compile_backend", "eager"), True),
+]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-def test_compiled(train, tmp_path):
-    usual = losses(train(steps=1))
-    compiled = train("--torch_compile", "True", "--torch_compile_backend", "eager", steps=1, output=tmp_path / "other")
-    assert losses(compiled) == pytest.approx(usual, rel=1e-4)
-    assert compiled.accelerator.state.dynamo_plugin.backend.value == "EAGER"
+@pytest.mark.parametrize(("flags", "is_same"), EFFECTS)
+def test_flags_that_change_the_loss_and_others(train, tmp_path, flags, is_same):
+    usual, other = losses(train(steps=1)), losses(train(*flags, steps=1, output=tmp_path / "other"))
+    assert (other == pytest.approx(usual, rel=1e-4)) == is_same
 
 
 def test_other_flags(train):

@@ -13,6 +13,10 @@ from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.tiny_model import tiny_model
 
 
+def llama(**changes):
+    return build("Llama", num_hidden_layers=1, **changes)
+
+
 @pytest.mark.parametrize("name", fast_only(sorted(set(SUPPORTED) - {"GptOss"}), "GPT2", "Gemma2", "Llama", "Mixtral"))
 def test_stock_models_leak_through_their_default_cache(name):
     report = hfp.check_isolation(build(name))
@@ -30,7 +34,7 @@ def test_masks_made_without_positions_and_states_leak_whatever_the_cache(name, c
 
 
 def test_the_model_is_left_as_it_was():
-    model = build("Llama").train()
+    model = llama().train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -41,7 +45,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_a_model_that_cannot_be_called_so():
-    model = build("Llama")
+    model = llama()
     model.model.layers[0].self_attn.forward = None
     report = hfp.check_isolation(model)
     assert not report.isolated
@@ -49,7 +53,7 @@ def test_a_model_that_cannot_be_called_so():
 
 
 def test_a_backbone_is_checked_by_its_hidden_states():
-    backbone = build("Llama").model
+    backbone = llama().model
     assert not hfp.check_isolation(backbone).isolated
     assert hfp.check_isolation(hfp.patch_model(backbone)).isolated
 
@@ -73,7 +77,7 @@ def test_a_classifier_is_checked_on_a_padded_batch():
 
 def test_nothing_is_proven_where_nothing_could_leak():
     """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
-    model = build("Llama")
+    model = llama()
     for layer in model.model.layers:
         torch.nn.init.constant_(layer.self_attn.o_proj.weight, 1e-12)
     with pytest.raises(hfp.ModelNotSupportedError, match="isolation cannot be tested, since changing the first tokens"):
@@ -89,18 +93,18 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
 
     monkeypatch.setattr(patched_forward, "read_row", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
-        hfp.patch_model(build("Llama"))
+        hfp.patch_model(llama())
 
 
 def test_nan_logits_are_no_proof():
-    model = build("Llama")
+    model = llama()
     torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
     with pytest.raises(hfp.ModelNotSupportedError, match="finite logits, but LlamaForCausalLM returns no finite"):
         hfp.patch_model(model)
 
 
 def test_logits_set_to_minus_infinity_are_left_out():
-    model = build("Llama")
+    model = llama()
 
     def ban_some(_, __, output):
         output.logits[..., :5] = torch.finfo().min
@@ -112,7 +116,7 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
-    run = probe.Probe(build("Llama"))
+    run = probe.Probe(llama())
     assert tuple(len(tokens) for tokens in run.documents) == inspect_model._LENGTHS[0]
     assert all(
         a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
@@ -122,8 +126,8 @@ def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
 
 
 def test_the_length_of_the_probe_is_no_size_of_the_model():
-    assert sum(probe.Probe(build("Llama")).lengths) == 41
-    assert sum(probe.Probe(build("Llama", intermediate_size=41)).lengths) == 43
+    assert sum(probe.Probe(llama()).lengths) == 41
+    assert sum(probe.Probe(llama(intermediate_size=41)).lengths) == 43
 
 
 def test_a_collator_that_fails_is_not_the_models_fault():
@@ -133,4 +137,4 @@ def test_a_collator_that_fails_is_not_the_models_fault():
     with pytest.raises(
         hfp.PackingError, match="collator: expected a function .*, but the collator raised KeyError: 'no_such'"
     ):
-        hfp.check_isolation(build("Llama"), collator=collator)
+        hfp.check_isolation(llama(), collator=collator)
