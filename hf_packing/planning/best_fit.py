@@ -195,29 +195,26 @@ class Remaining:
         if not self.number[length]:
             self.lengths ^= 1 << length
 
-    def fill(self, room: int) -> tuple[list[tuple[int, int]], int]:
+    def fill(self, room: int) -> tuple[dict[int, int], int]:
         """Choose documents for a pack with `room` free tokens. Each choice is the longest remaining document that fits.
 
         The chosen documents are not removed from this object.
 
         Returns:
-            A list of (length, number of chosen documents), and the number of tokens that stay free in the pack.
+            The number of chosen documents by their length, and the number of tokens that stay free in the pack.
         """
-        copies: list[tuple[int, int]] = []
+        copies: dict[int, int] = {}
         limit = room
         while (length := self.longest(limit)) > 0:
             number = min(room // length, self.number[length])
-            copies.append((length, number))
+            copies[length] = number
             room -= number * length
             limit = min(room, length - 1)
         return copies, room
 
-    def packs_alike(self, copies: list[tuple[int, int]]) -> int:
-        """Return the number of equal packs that can be made from the remaining documents.
-
-        `copies` describes one of these packs as a list of (length, number of documents), as returned by `fill`.
-        """
-        return min(self.number[length] // number for length, number in copies)
+    def packs_alike(self, copies: dict[int, int]) -> int:
+        """Return how many packs with the same copies, as returned by `fill`, the remaining documents can make."""
+        return min(self.number[length] // number for length, number in copies.items())
 
 
 def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
@@ -239,7 +236,7 @@ def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
     while remaining.lengths:
         copies, _ = remaining.fill(capacity)
         packs = remaining.packs_alike(copies)
-        for length, number in copies:
+        for length, number in copies.items():
             remaining.take(length, packs * number)
             runs.append((length, num_packs, packs, number))
         num_packs += packs

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
@@ -133,10 +133,10 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
     num_packs = 0
     capacity_of_pattern: list[int] = []
 
-    def make_packs(packs: int, capacity: int, copies: Iterable[tuple[int, int]]) -> None:
-        """Make packs of a capacity, given (length, number of segments) for each length of segments in a pack."""
+    def make_packs(packs: int, capacity: int, copies: dict[int, int]) -> None:
+        """Make packs of a capacity, given the number of segments in a pack by their length."""
         nonlocal num_packs
-        runs.extend((length, num_packs, packs, number) for length, number in copies)
+        runs.extend((length, num_packs, packs, number) for length, number in copies.items())
         capacity_of_pattern.append(capacity)
         num_packs += packs
 
@@ -146,7 +146,7 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
     for length, documents in zip(counts.length.tolist(), counts.documents.tolist(), strict=True):
         full, rest = divmod(length, largest) if length > largest else (0, length)
         if full:
-            make_packs(documents * full, largest, [(largest, 1)])
+            make_packs(documents * full, largest, {largest: 1})
         if rest:
             left[rest].append((documents, length, (largest,) * full))
         else:
@@ -157,7 +157,7 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
         copies, room = remaining.fill(capacity)
         too_empty = room / capacity > padding_threshold
         packs = 1 if too_empty else remaining.packs_alike(copies)
-        for length, number in copies:
+        for length, number in copies.items():
             remaining.take(length, packs * number)
         if too_empty and remaining.lengths:
             length = remaining.shortest()
@@ -167,9 +167,7 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
             if number > 1:
                 left[length].append((number - 1, document_length, before))
             left[length - room].append((1, document_length, (*before, room)))
-            with_piece = Counter(dict(copies))
-            with_piece[room] += 1
-            copies = list(with_piece.items())
+            copies[room] = copies.get(room, 0) + 1
         make_packs(packs, capacity, copies)
     for length, some in left.items():
         for documents, document_length, before in some:

@@ -29,8 +29,6 @@ from hf_packing.strategies.base import Strategy, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
 
-_JUMPS_AT_ONCE = 1 << 20
-
 
 @register_strategy
 @dataclass(frozen=True)
@@ -215,15 +213,12 @@ def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> 
         max_documents: maximum number of pieces in a pack.
     """
     end = np.cumsum(length, dtype=np.int64)
+    beyond = np.searchsorted(end, end - length + capacity, side="right")
+    following = np.minimum(beyond, np.arange(len(length)) + max_documents)
     first, piece = [], 0
-    for begin in range(0, len(length), _JUMPS_AT_ONCE):
-        block = slice(begin, begin + _JUMPS_AT_ONCE)
-        number = np.arange(begin, begin + len(length[block]))
-        beyond = np.searchsorted(end, end[block] - length[block] + capacity, side="right")
-        jump = np.minimum(beyond, number + max_documents).tolist()
-        while piece < begin + len(jump):
-            first.append(piece)
-            piece = jump[piece - begin]
+    while piece < len(length):
+        first.append(piece)
+        piece = int(following[piece])
     return np.array(first, dtype=np.int64)
 
 
