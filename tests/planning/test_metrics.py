@@ -32,7 +32,3 @@ def test_bound_is_l2_and_never_above_the_fewest_packs(case):
     bound = pack_lower_bound(np.bincount(lengths), capacity)
     assert bound == l2_by_definition(lengths, capacity)
     assert bound <= fewest_packs(lengths, capacity)
-
-
-def test_bound_is_more_than_volume():
-    assert pack_lower_bound(np.bincount([6, 6, 6]), 10) == 3 > 18 / 10

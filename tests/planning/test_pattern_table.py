@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.planning.lengths import LengthCounts, count_lengths, cut_to_pieces
+from hf_packing.planning.lengths import count_lengths, cut_to_pieces
 from hf_packing.planning.patterns import cut_by_overflow
 from hf_packing.strategies.base import CountingStrategy
 
@@ -29,14 +29,6 @@ def test_cuts_are_the_pieces_of_each_document(lengths, capacity, overflow):
     assert cuts.counts().tolist() == np.bincount(pieces.length, minlength=len(cuts.counts())).tolist()
     assert cuts.num_documents == len(lengths)
     assert cuts.documents @ cuts.tokens_kept == pieces.length.sum()
-
-
-def test_ranks_count_through_pieces_of_equal_length():
-    cuts = cut_by_overflow(LengthCounts(np.array([3, 10, 23]), np.array([2, 3, 2])), 10, "split")
-    assert cuts.piece_length.tolist() == [3, 10, 10, 10, 3]
-    first, stride = cuts.ranks
-    assert first.tolist() == [0, 4, 7, 8, 2]
-    assert stride.tolist() == [1, 1, 2, 2, 1]
 
 
 def test_more_documents_than_fit_anywhere():
