@@ -72,7 +72,7 @@ class TreesOfDocuments(DocumentRows):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, names, columns)
+        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, columns)
 
     @property
     def sizes(self) -> RowSizes:
