@@ -105,23 +105,30 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
     """Return phrases that say, in warnings, what packing did to documents, such as "drops 5 of 11 tokens".
 
     Args:
-        facts: what `changes_of` returned, with `trained_tokens` if they are known.
+        facts: what `changes_of` returned, with `trained_tokens` if they are known. Facts that are missing are not
+            described.
         of: whose tokens are counted, such as " of a batch".
         left_out: names and types of the columns that are left out.
     """
     said = []
-    if facts["loss_masks"]:
+    if masks := facts.get("loss_masks"):
         trained = facts.get("trained_tokens")
         counted = "tokens with a 0 are not trained on"
         if trained is not None:
             counted = f"{trained:,} of {facts['packed_tokens']:,} tokens are trained on"
-        said.append(f"applies {' and '.join(facts['loss_masks'])} to labels: {counted}")
-    if dropped := facts["tokens"] - facts["packed_tokens"]:
-        left = f"; {LabelCounts(*facts['labels_left'])}" if facts.get("labels_left") else ""
-        said.append(f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{left}")
-    if empty := facts["empty_documents"]:
+        said.append(f"applies {' and '.join(masks)} to labels: {counted}")
+    if dropped := facts.get("tokens", 0) - facts.get("packed_tokens", 0):
+        labels = ""
+        if facts.get("labels_left"):
+            labels = f"; {LabelCounts(*facts['labels_left'])}"
+        elif lost := facts.get("lost_labels"):
+            labels = f"; {lost:,} labels are lost"
+        said.append(
+            f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{labels}"
+        )
+    if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
-    if splits := facts["splits"]:
+    if splits := facts.get("splits"):
         places, names = sum(splits.values()), " or ".join(splits)
         said.append(f"shares fewer tokens at {places:,} places{of}, where tokens agree but {names} differ")
     if left_out:

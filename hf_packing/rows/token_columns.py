@@ -166,6 +166,12 @@ def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
     return {name: TokenColumn(name, table.column(name), numbers) for name in names}
 
 
+def read_rows(columns: TokenColumns, rows: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return the values of some rows in each column, as arrays that share the memory of the Arrow columns."""
+    values = [column.read(rows) for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     """Return a table in which token columns with nothing but empty lists are cast to lists of int32.
 

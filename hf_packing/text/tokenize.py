@@ -107,12 +107,15 @@ class TextTokenizer:
         return encodings
 
 
-def text_tokenizer(tokenizer: Any, chat_template: str | None = None, **options: Any) -> TextTokenizer:
+def text_tokenizer(
+    tokenizer: Any, chat_template: str | None = None, end_documents: bool = True, **options: Any
+) -> TextTokenizer:
     """Return a `TextTokenizer` that wraps a tokenizer of transformers.
 
     Args:
         tokenizer: a PreTrainedTokenizerBase. Its padding and truncation, which would change lengths, are switched off.
         chat_template: the chat template; None for that of the tokenizer, or ChatML if it has none.
+        end_documents: whether to append the end-of-sequence token to texts.
         options: `text_field`, `separator` and `train_on` of TextTokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -122,7 +125,7 @@ def text_tokenizer(tokenizer: Any, chat_template: str | None = None, **options: 
         backend.no_padding()
         backend.no_truncation()
     template = ChatTemplate(tokenizer, chat_template or tokenizer.chat_template or CHATML)
-    return TextTokenizer(backend, template, tokenizer.eos_token_id, **options)
+    return TextTokenizer(backend, template, tokenizer.eos_token_id if end_documents else None, **options)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
