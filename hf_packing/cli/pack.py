@@ -10,7 +10,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import StoredRows
+from hf_packing.rows.cache import Origin
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.compare import name_of
@@ -41,7 +41,7 @@ def _pack_dataset(given: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with documents_of(given, beside=output) as read:
         packed = pack(read.tokens, strategy, share_prefixes=given.share_prefixes)
-        origin = StoredRows(Path(packed.cache_files[0]["filename"]).parent).load()
+        origin = Origin.load(Path(packed.cache_files[0]["filename"]).parent)
         if not origin.plan.num_packs:
             raise PackingError(f"data: expected documents with tokens, got none in {given.data!r}")
         packed.save_to_disk(read.folder / "packed")

@@ -65,19 +65,12 @@ HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("trap", LEAKS)
-def test_stock_leaks(trap, attention):
+@pytest.mark.parametrize("setup", [*LEAKS, *HOLDS])
+def test_stock_models_leak_or_hold(setup, attention):
     model = build("Llama", use_cache=False, attn_implementation=attention)
-    report = hfp.check_isolation(model, collator=LEAKS[trap])
-    assert not report.isolated
-    assert report.max_leak > 1e-2
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("setup", HOLDS)
-def test_stock_holds(setup, attention):
-    model = build("Llama", use_cache=False, attn_implementation=attention)
-    assert hfp.check_isolation(model, collator=HOLDS[setup]).isolated
+    report = hfp.check_isolation(model, collator=(LEAKS | HOLDS)[setup], rows=2 if setup == "positions" else 1)
+    assert report.isolated == (setup in HOLDS)
+    assert report.isolated or report.max_leak > 1e-2
 
 
 @pytest.mark.parametrize("setup", HOLDS)
@@ -96,12 +89,6 @@ def test_patched_is_right_or_raises(trap):
             hfp.check_isolation(model, collator=LEAKS[trap])
     else:  # where nothing tells of documents, they are one
         assert hfp.check_isolation(model, collator=LEAKS[trap]).isolated == (trap == "a mask of ones")
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_two_rows_of_positions_hold_without_flash_attention(attention):
-    model = build("Llama", use_cache=False, attn_implementation=attention)
-    assert hfp.check_isolation(model, collator=stacked, rows=2).isolated
 
 
 def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
