@@ -1,13 +1,12 @@
 """check_isolation, and the proof of patch_model: what they see, what does not fool them, what they leave alone."""
 
-
 import pytest
 import torch
 from tiers import fast_only
 from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
-from hf_packing.attention import inspect_model, patched_forward, probe
+from hf_packing.attention import inspect_model, is_patched, patched_forward, probe
 from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.tiny_model import tiny_model
 
@@ -59,8 +58,10 @@ def test_a_classifier_is_checked_on_a_padded_batch():
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert "changing one document changed the logits of another document" in report.reason
-    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported: changing one"):
         hfp.patch_model(model)
+    assert not is_patched(model)
+    assert "forward" not in vars(model.bert.pooler)
 
 
 def test_nothing_is_proven_where_nothing_could_leak():
@@ -118,11 +119,14 @@ def test_the_length_of_the_probe_is_no_size_of_the_model():
     assert sum(probe.Probe(llama(intermediate_size=41)).lengths) == 43
 
 
-def test_a_collator_that_fails_is_not_the_models_fault():
-    def collator(rows):
-        return rows[0]["no_such"]
-
-    with pytest.raises(
-        hfp.PackingError, match="collator: expected a function .*, but the collator raised KeyError: 'no_such'"
-    ):
-        hfp.check_isolation(llama(), collator=collator)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collator": lambda rows: rows[0]["no_such"]}, "collator: .* the collator raised KeyError: 'no_such'"),
+        ({"collator": lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"][5:]])}}, "collator: .*whole"),
+        ({"rows": 0}, "rows: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_collators_and_rows_are_refused(options, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.check_isolation(llama(), **options)
