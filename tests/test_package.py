@@ -56,7 +56,7 @@ THIRD_PARTY = {
     "attention": {"numpy", "torch", "transformers", "accelerate", "flash_attn", "flash_attn_interface", "tqdm"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "report": {"numpy", "jinja2", "markupsafe", "matplotlib"},
-    "cli": {"pyarrow", "rich", "tqdm", "datasets", "torch", "transformers"},
+    "cli": {"pyarrow", "tqdm", "datasets", "torch", "transformers"},
 }
 
 

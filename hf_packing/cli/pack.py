@@ -5,12 +5,12 @@ import warnings
 from pathlib import Path
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategy_named
-from hf_packing.cli.screen import out, print_json, say
+from hf_packing.cli.screen import print_json
 from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
 from hf_packing.fleet import PackedCorpus
 from hf_packing.fleet import pack as pack_files
-from hf_packing.rows.cache import StoredRows
+from hf_packing.rows.cache import Origin
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
 from hf_packing.strategies.compare import name_of
@@ -41,7 +41,7 @@ def _pack_dataset(given: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with documents_of(given, beside=output) as read:
         packed = pack(read.tokens, strategy, share_prefixes=given.share_prefixes)
-        origin = StoredRows(Path(packed.cache_files[0]["filename"]).parent).load()
+        origin = Origin.load(Path(packed.cache_files[0]["filename"]).parent)
         if not origin.plan.num_packs:
             raise PackingError(f"data: expected documents with tokens, got none in {given.data!r}")
         packed.save_to_disk(read.folder / "packed")
@@ -61,10 +61,10 @@ def _pack_dataset(given: argparse.Namespace) -> None:
         }
         print_json(facts | vars(origin.plan.metrics()))
         return
-    say(out, str(origin.plan))
-    say(out, f"{origin.facts['trained_tokens']:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
+    print(origin.plan)
+    print(f"{origin.facts['trained_tokens']:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
     print_skipped(read.skipped)
-    say(out, f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
+    print(f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
 
 
 def _pack_files(given: argparse.Namespace) -> None:
@@ -98,8 +98,8 @@ def say_packed(packed: PackedCorpus, as_json: bool) -> None:
         facts = {"rows": packed.num_rows, "strategy": packed.strategy, "changes": packed.changes()}
         print_json(facts | packed.counts | {"data_files": packed.data_files})
         return
-    say(out, str(packed))
-    say(out, f"written: {packed.folder.url}")
+    print(packed)
+    print(f"written: {packed.folder.url}")
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

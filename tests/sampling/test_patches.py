@@ -13,21 +13,21 @@ from hf_packing.sampling.sizes import sizes_of_documents
 
 @settings(max_examples=100)
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=60).map(np.array),
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=60),
     world_size=st.integers(1, 8),
     accumulation=st.integers(1, 3),
-    max_patches=st.integers(30, 60),
-    max_documents=st.one_of(st.none(), st.integers(1, 6)),
+    max_patches=st.one_of(st.none(), st.integers(30, 60)),
+    max_documents=st.one_of(st.none(), st.integers(4, 12)),
 )
 def test_patches_are_limited_beside_tokens_and_documents(rows, world_size, accumulation, max_patches, max_documents):
-    tokens, patches = rows.T
-    sizes = replace(sizes_of_documents(tokens), patches=patches)
+    tokens, patches, documents = np.array(rows).T
+    sizes = replace(sizes_of_documents(tokens), segments=documents, patches=patches)
     assume(len(tokens) >= world_size)
     for epoch in range(2):
         budget = hfp.TokenBudget(50, max_patches=max_patches, max_documents=max_documents)
         plan = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
         assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(tokens)))
-        assert plan.per_micro_batch(patches).max() <= max_patches
+        assert max_patches is None or plan.per_micro_batch(patches).max() <= max_patches
         assert plan.per_micro_batch(tokens).max() <= 50
         assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
 

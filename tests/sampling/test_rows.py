@@ -24,37 +24,6 @@ def loader_of(rows, **options):
     return torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator(), **options)
 
 
-@pytest.mark.parametrize("overflow", ["split", "truncate"])
-@pytest.mark.parametrize(
-    "dataset_of",
-    [
-        lambda documents: documents,
-        lambda documents: documents.map(lambda row: {"completion_mask": [0, *[1] * 9][: len(row["input_ids"])]}),
-        lambda documents: documents.select([3, 0, 1]),
-        lambda documents: packed(documents),
-        lambda documents: packed(documents).shuffle(seed=0),
-    ],
-    ids=["documents", "with masks", "selected", "packed", "packed and shuffled"],
-)
-def test_the_same_batches_as_through_a_transform(documents, dataset_of, overflow):
-    """Rows of a plain dataset are read from the Arrow table; those of a transform are not."""
-    dataset = dataset_of(documents)
-    budget = hfp.TokenBudget(4 if "seq_lengths" not in dataset.column_names else 6, overflow=overflow)
-    loaders = [
-        loader_of(sampled(each, budget, world_size=2, rank=1))
-        for each in (dataset, dataset.with_transform(lambda rows: rows))
-    ]
-    assert [loader.dataset._stored is None for loader in loaders] == [False, True]
-    direct, transformed = map(list, loaders)
-    assert len(direct) == len(transformed) > 0
-    for one, other in zip(direct, transformed, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            value, expected = torch.as_tensor(value), torch.as_tensor(other[name])
-            assert value.dtype == expected.dtype
-            assert torch.equal(value, expected)
-
-
 @pytest.mark.parametrize("overflow", ["error", "truncate"])
 @pytest.mark.parametrize("kind", [Plain, list])
 @pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, None, torch.tensor(5)])

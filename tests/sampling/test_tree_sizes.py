@@ -1,16 +1,12 @@
 """Rows of trees are measured before training: tokens, documents and the pairs of tokens that attention computes."""
 
-import re
-
 import datasets
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_dataset import Plain
 from tree_rows import documents_of, labeled_documents, tree_row
 
-from hf_packing.errors import PackingError
 from hf_packing.sampling.sizes import sizes_of
 from hf_packing.trees.segments import TreeSegments
 
@@ -31,23 +27,3 @@ def test_sizes_are_those_of_the_documents(rows):
             assert work == own + above
         assert sizes.trees.raw_tokens == sum(len(tokens) for row in rows for tokens, *_ in documents_of(row))
         assert (sizes.trees.unique_tokens, sizes.trees.documents) == (sizes.tokens.sum(), sizes.segments.sum())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"segment_lengths": [1, 1, 2, 1]},
-        {"parents": [-1, 0, 0]},
-        {"parents": [-1, 0, 3, -1]},
-        {"ends": [1, 2, 4]},
-        {"ends": [1, -1, 3]},
-    ],
-)
-def test_columns_that_contradict_each_other(wrong):
-    assert ROW["segment_lengths"] == [2, 1, 2, 1]
-    assert sizes_of(Plain([ROW, ROW])).tokens.tolist() == [6, 6]
-    ((name, values),) = wrong.items()
-    with pytest.raises(PackingError, match=re.escape(f"{values}")) as found:
-        sizes_of(Plain([ROW, ROW | wrong]))
-    assert f"column {name!r}: expected" in str(found.value)
-    assert "of row 1, got" in str(found.value)

@@ -185,7 +185,7 @@ def test_another_number_of_values_is_refused(tmp_path, changed):
 
 def test_some_rows_without_them_are_refused():
     rows = [{"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]}]
-    with pytest.raises(PackingError, match="column 'weights': expected a list of numbers in row 1"):
+    with pytest.raises(PackingError, match="column 'weights': expected .* in row 1"):
         hfp.PackingCollator()(rows)
 
 

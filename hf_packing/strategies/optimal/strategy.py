@@ -71,9 +71,8 @@ class Optimal(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_fields(
-            self, time_limit=check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
-        )
+        seconds = check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
+        set_fields(self, time_limit=seconds)
 
     def solve(self, counts: IntArray) -> Solution:
         with tqdm(
@@ -117,7 +116,8 @@ def _optimal_packs(
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
-    if _least_packs_of_slots(problem) >= best_fit.num_packs:
+    least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
+    if least_of_slots >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
     if too_much_work(problem):
         note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
@@ -147,14 +147,6 @@ def _optimal_packs(
     if found.num_packs >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
     return Solution(found, bound, how)
-
-
-def _least_packs_of_slots(problem: Problem) -> int:
-    """Return a lower bound on the number of packs if each document occupies the whole length of a slot.
-
-    The bound is the total length of the slots of all documents, divided by the capacity and rounded up.
-    """
-    return int(np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING))
 
 
 def _proven_bound(
@@ -215,17 +207,13 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
         ]
         if len(ways) > _MOST_WAYS:
             return None
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        return None
     optimize: Any = load_scipy_optimize("Optimal")
     columns = np.array([way for way, _, _ in ways[1:]]).T  # the first way is an empty pack
-    options = {"time_limit": seconds} if np.isfinite(seconds) else {}
     result = optimize.milp(
         np.ones(columns.shape[1]),
         integrality=np.ones(columns.shape[1]),
         constraints=optimize.LinearConstraint(columns, lb=demand),
-        options=options,
+        options={"time_limit": max(0.0, deadline - time.monotonic())},
     )
     if result.status != 0:
         return None
