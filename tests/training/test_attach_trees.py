@@ -65,16 +65,6 @@ def test_a_step_is_that_of_the_documents_alone(tmp_path, kind, loss):
         check_equal(found, expected)
 
 
-def test_evaluation_on_trees(tmp_path):
-    packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
-    trainer = trainer_of(tmp_path, data=DATA)
-    hfp.attach(trainer, hfp.TokenBudget(256))
-    expected = trainer.evaluate(DATA)["eval_loss"]
-    assert trainer.evaluate(packed)["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    accelerator = Accelerator(cpu=True)
-    assert hfp.evaluation_loss(accelerator, trainer.model, packed) == pytest.approx(expected, rel=1e-6)
-
-
 def test_lost_documents_are_counted(tmp_path):
     rows = {"input_ids": [[*range(3, 40)], [*range(3, 30), 50], [5] * 90, [], [7, 8]]}
     data = datasets.Dataset.from_dict(rows)
@@ -196,12 +186,8 @@ def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
     rows = list(packed())
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
     trainer = trainer_of(tmp_path, kind, patched("Llama"), packed(), max_steps=len(rows), **options)
-    trainer.eval_dataset = packed()
     summary = hfp.attach(trainer, hfp.TokenBudget(96))
     assert "share_prefixes=2" in str(summary)
-    expected = hfp.evaluation_loss(trainer.accelerator, trainer.model, DATA)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    assert hfp.evaluation_loss(trainer.accelerator, trainer.model, packed()) == pytest.approx(expected, rel=1e-6)
     seen = []
     trainer.model.register_forward_pre_hook(
         lambda _, __, inputs: seen.append(tuple(inputs["input_ids"][0].tolist())), with_kwargs=True

@@ -10,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import slow
 from torch.nn import functional as F
-from trainers import trainer_of
-from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.errors import PackingError
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.ranks import StepCounts, micro_batch_counts
-from hf_packing.training.trainer_loss import loss_of_trainer
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -82,12 +78,6 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     assert abs(ours[1] - float(own)) > 1e-3 * float(own)
 
 
-def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
-    with torch.device("meta"):
-        model = type(tiny_model("bart", "causal"))(tiny_model("bart", "causal").config)
-    assert not predicts_next(model)
-
-
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
 def test_facts_of_steps_on_two_ranks(steps):
     """Each step has the lengths of the documents of both ranks."""
@@ -104,14 +94,3 @@ def test_facts_of_steps_on_two_ranks(steps):
     assert found["token_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
     assert found["attention_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
     assert seen.take(50) == {}
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-def test_log_probabilities_that_a_version_of_trl_may_not_return(tmp_path):
-    trainer = trainer_of(tmp_path, SFTTrainer)
-    found = loss_of_trainer(trainer)
-    assert found.sums_log_probs
-    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    arguments = trainer, trainer.model, batch, lambda inputs, **_: trainer.model(**inputs).loss
-    with pytest.raises(PackingError, match="expected log_probs of all tokens from SFTTrainer's fused LM head"):
-        found.of_micro_batch(*arguments, loss="sequence", items=None, token_losses=None)

@@ -334,7 +334,7 @@ def check_close(found, expected, close=CLOSE):
     assert worst <= close, worst
 
 
-FEW = ("plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE", "JetMoe")
+FEW = ("plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE")
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -375,7 +375,7 @@ def documents_in(batch):
         yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
 
 
-@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "Bamba"))
+@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "AdaLoRA"))
 def test_losses_by_document(tmp_path, name):
     case = CASES[name]
     model = case.model()
@@ -412,7 +412,7 @@ def test_loops(name):
     assert float(found.detach()) == pytest.approx(right_step(case, stock, batches[:1])[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "Bamba"], "JetMoe"))
+@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "Bamba"], "Qwen3-MoE"))
 def test_evaluation_leaves_out_what_models_add(tmp_path, name):
     case = CASES[name]
     model = case.model()

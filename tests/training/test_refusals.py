@@ -140,6 +140,11 @@ def labeled_masks():
     return to_mask().map(lambda row: {"labels": row["input_ids"]})
 
 
+def unlabeled():
+    """Documents whose labels would only repeat the tokens that a masked language model sees."""
+    return documents(12).remove_columns("labels")
+
+
 def own_batches(name):
     """A trainer of TRL that makes its own batches."""
     return getattr(trl, name).__new__(getattr(trl, name))
@@ -198,6 +203,7 @@ ATTACH = [
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
     ("length_schedule", lambda of: hfp.attach(of(), hfp.TokenBudget(64, length_schedule=SCHEDULE), **SHAPES)),
     ("length_schedule", lambda of: hfp.attach(classifier_of_llama(of), hfp.TokenBudget(64, length_schedule=SCHEDULE))),
+    ("labels", lambda of: hfp.attach(of(model=build("BertForMaskedLM"), data=unlabeled()), BUDGET)),
     (
         "column 'assistant_masks'",
         lambda of: hfp.attach(of(data=documents(9).remove_columns("labels").map(with_masks)), BUDGET),
@@ -464,6 +470,12 @@ def said_to_be_divided(folder):
     return trainer
 
 
+def of_masked_rows(folder):
+    hide = {"labels": [5, *[-100] * 9], "input_ids": [4] * 10}
+    data = datasets.Dataset.from_list([hide] * 9)
+    return attached(model=patched_tiny("bert", "masked"), data=data, folder=folder)
+
+
 TOO_LONG = datasets.Dataset.from_dict({"input_ids": [[5] * 9, [5] * 100]})
 EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_LONG.features)
 
@@ -475,6 +487,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
         ("loss_is_scaled_for_ga", lambda folder: said_to_be_divided(folder).train()),
         ("prediction_step", lambda folder: attached(kind=WithoutComputeLoss, folder=folder).evaluate(documents(9))),
         ("tokens", lambda folder: attached(LIMITED, how=SHAPES, folder=folder).evaluate(TOO_LONG)),
+        ("labels", lambda folder: of_masked_rows(folder).evaluate(unlabeled())),
         ("enable_jit_checkpoint", lambda folder: with_jit_checkpoints(folder).train()),
         ("dataset", lambda folder: attached(data=EMPTY, folder=folder).train()),
     ],

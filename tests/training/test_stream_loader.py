@@ -262,18 +262,6 @@ def test_epochs_of_a_stream_of_fixed_order(files):
     assert first != second
 
 
-def test_evaluation(files, tmp_path):
-    few = partial(packed, files[:2], streams=2)
-    trainer = trainer_of(tmp_path, model=patched("Llama", torch.float64), data=few(), per_device_eval_batch_size=3)
-    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
-    expected = trainer.evaluate(datasets.Dataset.from_dict({"input_ids": DOCUMENTS[:40]}))["eval_loss"]
-    assert trainer.evaluate(few())["eval_loss"] == pytest.approx(expected, rel=1e-12)
-    assert trainer.evaluate(open_files(files[:2]))["eval_loss"] == pytest.approx(expected, rel=1e-12)
-    for number in (1, 4):
-        loss = hfp.evaluation_loss(trainer.accelerator, trainer.model, few(), rows_per_batch=number)
-        assert loss == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("how", ["arguments", "collator"])
 def test_batches_of_fixed_shapes(files, tmp_path, how):
     shapes = {"tokens": 64, "max_segments": 8}

@@ -9,13 +9,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from document_streams import make_documents, stream_of
-from documents_to_mask import tokenizer
 from processes import on_ranks
 from tiers import fast_only
-from tiny_models import build
-from trainers import trainer_of
-from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trainers import logged, trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
 
@@ -97,20 +95,13 @@ def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
     packed = hfp.pack(stream_of(documents), hfp.BestFit(64), window_packs=2)
     rows = datasets.Dataset.from_list(list(packed), features=packed.features)
     monkeypatch.setattr(kind, "_get_train_sampler", lambda *_: torch.utils.data.SequentialSampler(rows))
-    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, "logging_steps": 1}
-    more = NOT_DISPATCHED | {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    if kind is SFTTrainer:
-        more |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, **NOT_DISPATCHED}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
 
     def losses(dataset):
-        model = hfp.patch_model(build("Llama"))
-        arguments = (SFTConfig if kind is SFTTrainer else TrainingArguments)(str(tmp_path), **settings, **more)
-        collator = hfp.PackingCollator()
-        trainer = kind(
-            model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer()
-        )
-        trainer.train()
-        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        trainer = trainer_of(tmp_path, kind, data=dataset, **settings)
+        trainer.data_collator = hfp.PackingCollator()
+        return logged(trainer)
 
     found = losses(packed)
     assert len(set(found)) > 5
