@@ -181,12 +181,6 @@ def test_another_number_of_values_is_refused(tmp_path, changed):
         trainer.train()
 
 
-def test_some_rows_without_them_are_refused():
-    rows = [{"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]}]
-    with pytest.raises(PackingError, match="column 'weights': expected .* in row 1"):
-        hfp.PackingCollator()(rows)
-
-
 def test_an_own_loop_with_the_collator():
     packed = hfp.pack(weighted().remove_columns(["text", "pairs"]), hfp.BestFit(32))
     for form in (None, "numpy", "torch"):
