@@ -23,6 +23,7 @@ def test_examples(file):
 WITHOUT_EXAMPLE = {
     "ComparedStrategy",
     "Comparison",
+    "DealtShard",
     "EpochPlan",
     "EpochSummary",
     "IsolationReport",

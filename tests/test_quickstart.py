@@ -17,6 +17,7 @@ import torch
 from nbclient import NotebookClient
 from processes import HANGS, RECIPES, run_script
 from recipe_inputs import chats, prompts, write
+from tiers import fast_only
 
 import hf_packing as hfp
 
@@ -60,7 +61,7 @@ def test_quickstart(text_file, tmp_path):
     assert said.index("seconds in all") < said.index("Next:")
 
 
-@pytest.mark.parametrize("rows", [prompts(80), chats(80)], ids=["prompts", "chats"])
+@pytest.mark.parametrize("rows", fast_only([prompts(80), chats(80)], prompts(80)), ids=["prompts", "chats"])
 def test_both_sides_take_the_same_documents_in_turn(rows, tmp_path, monkeypatch):
     taken, threads = [], set()
 

@@ -277,28 +277,6 @@ def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
     assert torch.equal(packed_logits(model, second), expected)
 
 
-@pytest.mark.slow
-def test_two_threads():
-    model = patched_tiny("jamba", "causal")
-    work = [documents_of(lengths) for lengths in ([10, 20, 5], [5, 25, 5])]
-    expected = [packed_logits(model, documents) for documents in work]
-
-    def right(number):
-        found = [packed_logits(model, work[number]) for _ in range(10)]
-        return all(torch.allclose(logits, expected[number], atol=1e-5) for logits in found)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert all(threads.map(right, (0, 1)))
-
-
-def test_a_forward_called_by_name():
-    model = patched_tiny("mamba", "causal")
-    documents = documents_of([10, 20, 5])
-    batch = {name: value for name, value in batch_of(documents).items() if name != "labels"}
-    with torch.no_grad():
-        assert torch.equal(model.forward(**batch).logits[0], packed_logits(model, documents))
-
-
 @pytest.mark.parametrize("architecture", fast_only(["mamba", "pegasus", "jamba", "lfm2"], "mamba"))
 def test_a_module_that_was_exchanged(architecture):
     """Also for one of its kind."""

@@ -4,32 +4,11 @@ import pytest
 import torch
 import transformers
 from patched_models import patched_tiny
-from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of
 
 import hf_packing as hfp
 from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.tiny_model import tiny_model
-
-
-@pytest.mark.parametrize("architecture", fast_only(["mamba", "jamba", "lfm2"], "mamba"))
-def test_generation(architecture):
-    model, ids = tiny_model(architecture, "causal"), torch.tensor([[5, 6, 7, 8]])
-    before = model.generate(ids, max_new_tokens=5, do_sample=False)
-    hfp.patch_model(model)
-    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), before)
-    with hfp.unpatch_model(model):
-        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), before)
-    assert hfp.check_isolation(model).isolated
-
-
-def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
-    stock, model = tiny_model("roberta", "masked"), patched_tiny("roberta", "masked")
-    documents = [[5, 0, 7], [8, 9, 0, 4]]
-    batch = {name: value for name, value in batch_of(documents).items() if name != "labels"}
-    with torch.no_grad():
-        expected = torch.cat([stock(torch.tensor([tokens])).logits[0] for tokens in documents])
-        assert torch.allclose(model(**batch).logits[0], expected, atol=1e-4)
 
 
 def test_a_wrapped_module_called_past_its_model():

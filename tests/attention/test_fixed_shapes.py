@@ -13,7 +13,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
-from hf_packing.attention.packed_row import PackedRow, current_row, use_row
+from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.patched_forward import PatchedForward
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import _cut_into_chunks
@@ -153,11 +153,3 @@ def test_chunks(lengths, empty, chunk):
     assert len(cut) == len(borders) + tokens // chunk
     assert cut.tolist() == expected + [tokens] * (len(cut) - len(expected))
     assert cut[-1] == tokens
-
-
-def test_no_row_is_left_after_an_error():
-    model = patched("Llama")
-    with use_row(None), pytest.raises(IndexError):
-        model(**hfp.PackingCollator(tokens=TOKENS, max_segments=9)([{"input_ids": [10**6] * 3}]))
-    assert current_row.get() is None
-    assert not model._hf_packing_patch.is_running

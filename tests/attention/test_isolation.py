@@ -1,14 +1,12 @@
 """check_isolation, and the proof of patch_model: what they see, what does not fool them, what they leave alone."""
 
-import copy
-
 import pytest
 import torch
 from tiers import fast_only
 from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
-from hf_packing.attention import inspect_model, patched_forward, probe
+from hf_packing.attention import inspect_model, is_patched, patched_forward, probe
 from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.tiny_model import tiny_model
 
@@ -30,18 +28,7 @@ def test_masks_made_without_positions_and_states_leak_whatever_the_cache(name, c
     report = hfp.check_isolation(build(name, **changes))
     assert not report.isolated
     assert "use_cache" not in report.reason
-    assert ("with attention 'eager'" in report.reason) == (name == "GptOss")
-
-
-def test_the_model_is_left_as_it_was():
-    model = llama().train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    hfp.check_isolation(model)
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert "with attention 'eager'" in report.reason
 
 
 def test_a_model_that_cannot_be_called_so():
@@ -71,8 +58,10 @@ def test_a_classifier_is_checked_on_a_padded_batch():
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert "changing one document changed the logits of another document" in report.reason
-    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported: changing one"):
         hfp.patch_model(model)
+    assert not is_patched(model)
+    assert "forward" not in vars(model.bert.pooler)
 
 
 def test_nothing_is_proven_where_nothing_could_leak():
@@ -130,11 +119,14 @@ def test_the_length_of_the_probe_is_no_size_of_the_model():
     assert sum(probe.Probe(llama(intermediate_size=41)).lengths) == 43
 
 
-def test_a_collator_that_fails_is_not_the_models_fault():
-    def collator(rows):
-        return rows[0]["no_such"]
-
-    with pytest.raises(
-        hfp.PackingError, match="collator: expected a function .*, but the collator raised KeyError: 'no_such'"
-    ):
-        hfp.check_isolation(llama(), collator=collator)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collator": lambda rows: rows[0]["no_such"]}, "collator: .* the collator raised KeyError: 'no_such'"),
+        ({"collator": lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"][5:]])}}, "collator: .*whole"),
+        ({"rows": 0}, "rows: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_collators_and_rows_are_refused(options, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.check_isolation(llama(), **options)

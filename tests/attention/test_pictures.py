@@ -112,7 +112,7 @@ def test_checkpointed_towers(name, use_reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", fast_only([True, False], True))
 def test_checkpointed_towers_that_are_frozen_with_adapters(use_reentrant):
     stock, _, batch, places = documents_with_pictures("llava")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -230,29 +230,28 @@ def test_others_run_by_segment_in_the_calls_that_change_nothing(inner, sharing):
     assert {name: (plan.kind, plan.sharing) for name, plan in plans.items()} == {"inner.1": (inner.__name__, sharing)}
 
 
-def test_projections_stay_packed():
-    plans, _ = search(Attention)
-    assert plans["inner.0"].packed_modules() == ["query", "key", "value", "out"]
-    plans, _ = search(Sum)
-    assert plans["inner.0"].packed_modules() == []
+class Shifted(Attention):
+    def forward(self, hidden):
+        return super().forward(hidden + hidden.roll(1, 1))
 
 
-def test_a_projection_of_something_else_does_not():
-    class Shifted(Attention):
-        def forward(self, hidden):
-            return super().forward(hidden + hidden.roll(1, 1))
-
-    plans, _ = search(Shifted)
-    assert plans["inner.0"].packed_modules() == ["out"]
+class Twice(Attention):
+    def forward(self, hidden):
+        return self.query(super().forward(hidden))
 
 
-def test_a_projection_that_is_called_twice_does_not():
-    class Twice(Attention):
-        def forward(self, hidden):
-            return self.query(super().forward(hidden))
-
-    plans, _ = search(Twice)
-    assert plans["inner.0"].packed_modules() == ["key", "value"]
+@pytest.mark.parametrize(
+    ("inner", "packed"),
+    [
+        (Attention, ["query", "key", "value", "out"]),
+        (Shifted, ["out"]),  # the others are given something else
+        (Twice, ["key", "value"]),  # the query is called twice
+        (Sum, []),
+    ],
+)
+def test_projections_of_tokens_stay_packed(inner, packed):
+    plans, _ = search(inner)
+    assert plans["inner.0"].packed_modules() == packed
 
 
 def test_a_module_that_changes_itself_is_noted():

@@ -73,13 +73,6 @@ def test_stock_models_leak_or_hold(setup, attention):
     assert report.isolated or report.max_leak > 1e-2
 
 
-@pytest.mark.parametrize("setup", HOLDS)
-def test_the_default_cache_leaks_however_fed(setup):
-    report = hfp.check_isolation(build("Llama"), collator=HOLDS[setup])
-    assert not report.isolated
-    assert "with use_cache=False there is no leak" in report.reason
-
-
 @pytest.mark.parametrize("trap", LEAKS)
 def test_patched_is_right_or_raises(trap):
     model = patched("Llama")
@@ -141,16 +134,3 @@ def test_collators_of_others_on_patched_models(name):
         return flattening(documents)
 
     assert hfp.check_isolation(model, collator=one_document_a_row).isolated
-
-
-def test_a_collator_that_loses_documents():
-    with pytest.raises(
-        hfp.PackingError,
-        match="collator: expected a batch that contains every document whole .*, but a document of 13",
-    ):
-        hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
-
-
-def test_rows():
-    with pytest.raises(hfp.PackingError, match="rows: expected an integer of at least 1, got 0"):
-        hfp.check_isolation(build("Llama"), rows=0)
