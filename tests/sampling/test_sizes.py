@@ -3,7 +3,7 @@
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_dataset import Plain
 from tree_rows import documents_of, labeled_documents, tree_row
@@ -75,6 +75,7 @@ def test_datasets_are_told_apart_by_their_tokens():
     assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
 
 
+@settings(max_examples=50)
 @given(st.lists(labeled_documents(), min_size=1, max_size=3))
 def test_sizes_of_trees_are_those_of_the_documents(rows):
     rows = [tree_row(*documents)[0] for documents in rows]
@@ -89,3 +90,16 @@ def test_sizes_of_trees_are_those_of_the_documents(rows):
             assert work == own + above
         assert sizes.trees.raw_tokens == sum(len(tokens) for row in rows for tokens, *_ in documents_of(row))
         assert (sizes.trees.unique_tokens, sizes.trees.documents) == (sizes.tokens.sum(), sizes.segments.sum())
+
+
+@pytest.mark.parametrize("share_prefixes", [False, 2])
+def test_lazy_packs_and_trees_have_the_buckets_of_stored_ones(share_prefixes):
+    rows = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, *range(n)] for n in range(1, 9)]})
+    stored, lazy = (
+        sizes_of(
+            hfp.pack(rows, hfp.Bucket((12, 24), padding_threshold=1), share_prefixes=share_prefixes, lazy=lazy)
+        ).bucket
+        for lazy in (False, True)
+    )
+    assert stored.tolist() == lazy.tolist()
+    assert set(stored.tolist()) <= {12, 24}
