@@ -13,11 +13,10 @@ from measure import RESULTS
 HERE = Path(__file__).parent
 HEAD = """# Benchmarks
 
-`make bench` runs them and writes `results/*.json` and this page, except for the plan in shards, which takes minutes,
-and `gpu_train.py`, which needs a GPU: its result is from another machine. To run one, call `python
-benchmarks/NAME.py`, with `--save` to keep its result. Both sides of a comparison run in turn in one process on the
-same data; ratios are medians over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not
-seconds.
+`make bench` runs them and writes `results/*.json` and this page, except for `gpu_train.py`, which needs a GPU: its
+result is from another machine. To run one, call `python benchmarks/NAME.py`, with `--save` to keep its result. Both
+sides of a comparison run in turn in one process on the same data; ratios are medians over the rounds, with the smallest
+and the largest. Machines are noisy: trust ratios, not seconds.
 """
 
 

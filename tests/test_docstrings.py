@@ -23,7 +23,6 @@ def test_examples(file):
 WITHOUT_EXAMPLE = {
     "ComparedStrategy",
     "Comparison",
-    "DealtShard",
     "EpochPlan",
     "EpochSummary",
     "IsolationReport",

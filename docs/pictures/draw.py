@@ -31,7 +31,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "packing.png": draw_training.packing,
     "pipeline.svg": draw_training.pipeline,
     "routes.png": draw_training.routes,
-    "shards.png": draw_training.shards,
     "shared_prefixes.png": draw_trees.shared_prefixes,
     "shortest_pack_first.png": draw_strategies.shortest_pack_first,
     "token_budget.png": draw_training.token_budget,

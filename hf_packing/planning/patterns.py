@@ -123,8 +123,7 @@ class Cuts:
 
     The rank of a piece is the index of the piece in a list of the pieces of all documents. To make this list, list the
     documents group by group, list the pieces of each document from start to end, and sort the pieces by length with a
-    stable sort. The rank of a piece can be computed from the position of its document in the list of documents. So a
-    worker can compute ranks without the documents of other workers.
+    stable sort. The rank of a piece can be computed from the position of its document in the list of documents.
     """
 
     document_length: IntArray
@@ -169,12 +168,6 @@ class Cuts:
         """True for each group of documents that stay whole, as one piece with all tokens, bool [groups]."""
         whole: IntArray = (self.pieces_each == 1) & (self.tokens_kept == self.document_length)
         return whole
-
-    @cached_property
-    def by_length(self) -> LengthCounts:
-        """The number of documents of each length, however the documents are cut."""
-        length, first_group = np.unique(self.document_length, return_index=True)
-        return LengthCounts(length, np.add.reduceat(self.documents, first_group) if len(length) else self.documents)
 
     def counts(self) -> IntArray:
         """Return a histogram of piece lengths, int64 [longest + 1].

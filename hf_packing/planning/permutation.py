@@ -1,8 +1,7 @@
 """Seeded random permutations that can be evaluated one element at a time, and the shuffling of packs.
 
-Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation stored
-as an array would require all documents on one machine. Here, a permutation is a function of (index, size, key), so
-every machine can compute any slice of the permutation, with the same result.
+Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation is a
+function of (index, size, key), so one call evaluates many small permutations, in blocks that fit in the CPU cache.
 
 The function is a balanced Feistel network on a grid of about sqrt(size) x sqrt(size) cells. The grid may have a few
 more than `size` cells. A result that is not below `size` is permuted again until the result is below `size` (cycle
@@ -66,34 +65,10 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
     """
     rows, columns = _grid_sides(size)
     size = size.astype(np.uint64)
-    result = _walk_inside(False, index.astype(np.uint64), size, rows, columns, keys)
+    result = _walk_inside(index.astype(np.uint64), size, rows, columns, keys)
     # a final rotation, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     return _add_modulo(result, rotation, size).astype(np.int64)
-
-
-def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return the indices at which a random permutation has the given elements. This is the inverse of `permute`.
-
-    Args:
-        place: integers [n], from 0 to size - 1: elements of the permutation, as returned by `permute`.
-        size: the same array as for `permute`.
-        keys: the same array as for `permute`.
-
-    Returns:
-        int64 [n]: the indices for which `permute` returns `place`.
-
-    Example:
-        >>> import numpy as np
-        >>> size, keys = np.array([10]), np.array([7], dtype=np.uint64)
-        >>> permute_back(permute(np.arange(10), size, keys), size, keys).tolist()
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    """
-    rows, columns = _grid_sides(size)
-    size = size.astype(np.uint64)
-    rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
-    start = _subtract_modulo(place.astype(np.uint64), rotation, size)
-    return _walk_inside(True, start, size, rows, columns, keys).astype(np.int64)
 
 
 def random_order(size: int, seed: int, purpose: str) -> IntArray:
@@ -156,32 +131,31 @@ def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
     return rows, columns
 
 
-def _walk_inside(back: bool, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+def _walk_inside(cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
     """Apply `_walk` to each cell number repeatedly until the result is below `size`, and return the results.
 
     `_walk` permutes the cells of a grid. The cell in row r and column c has the number r * columns + c.
     """
-    cell = _walk(back, cell, rows, columns, keys)
+    cell = _walk(cell, rows, columns, keys)
     outside = np.flatnonzero(cell >= size)
     while outside.size:
         pick = [value if len(value) == 1 else value[outside] for value in (rows, columns, keys)]
-        cell[outside] = _walk(back, cell[outside], *pick)
+        cell[outside] = _walk(cell[outside], *pick)
         limit = size if len(size) == 1 else size[outside]
         outside = outside[cell[outside] >= limit]
     return cell
 
 
-def _walk(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Return where each cell of a grid goes, or with `back`, where it comes from."""
+def _walk(cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+    """Return where each cell of a grid goes."""
     row = cell // columns
     column = cell - row * columns
-    turn = _subtract_modulo if back else _add_modulo
-    for number in range(_ROUNDS)[:: -1 if back else 1]:
+    for number in range(_ROUNDS):
         key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
-            row = turn(row, _hash_below(column, rows, key), rows)
+            row = _add_modulo(row, _hash_below(column, rows, key), rows)
         else:
-            column = turn(column, _hash_below(row, columns, key), columns)
+            column = _add_modulo(column, _hash_below(row, columns, key), columns)
     return row * columns + column
 
 
@@ -199,7 +173,3 @@ def _add_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
     total = left + right
     total -= bound * (total >= bound)
     return total
-
-
-def _subtract_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
-    return _add_modulo(left, bound - right, bound)

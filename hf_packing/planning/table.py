@@ -1,7 +1,6 @@
 """PatternTable, a plan that is made from counts of document lengths, and the assignment of documents to its packs.
 
-Documents are assigned all at once or shard by shard. Both ways give the same packs. An assignment consists of four
-random choices. If the seed is None, nothing is shuffled.
+An assignment consists of four random choices. If the seed is None, nothing is shuffled.
 
 1. Choose the way in which each document is cut, if a strategy (such as Bucket) cuts documents of one length in several
    ways.
@@ -9,8 +8,8 @@ random choices. If the seed is None, nothing is shuffled.
 3. Choose the order of the segments in each pack.
 4. Choose the order of the packs.
 
-Each choice is a permutation that can be evaluated one element at a time, so a shard can be assigned without the
-documents of other shards. Permutations are evaluated in blocks that fit in the CPU cache.
+Each choice is a permutation that can be evaluated one element at a time, so permutations are evaluated in blocks that
+fit in the CPU cache.
 
 In this module, the rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`).
 """
@@ -18,20 +17,15 @@ In this module, the rank of a piece is the index of the piece in the list of all
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
     IntArray,
-    LengthCounts,
-    check_counts,
-    check_lengths,
     count_lengths,
-    counts_of_histogram,
     indices_in_ranges,
     offsets_of,
     smallest_index_type,
@@ -39,118 +33,62 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, Patterns
-from hf_packing.planning.permutation import derive_key, keys_for, permute, permute_back, random_order
+from hf_packing.planning.permutation import derive_key, keys_for, permute, random_order
 from hf_packing.planning.plan import PackingPlan
 
 _BLOCK = 1 << 16
 
 
-@dataclass(frozen=True)
-class DealtShard:
-    """The segments of one shard's documents. For each segment, `pack` and `place` say where the segment goes.
-
-    Segments are listed in the order of the shard's documents.
-    """
-
-    document: IntArray
-    """int64 [segments]: index of the segment's document in the shard."""
-    start: IntArray
-    """int64 [segments]: index of the segment's first token in the document."""
-    length: IntArray
-    """int32 [segments]: length of the segment, in tokens."""
-    pack: IntArray
-    """int64 [segments]: index of the segment's pack among the packs of all shards."""
-    place: IntArray
-    """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
-
-
-class _Places(NamedTuple):
-    """The pack of each segment, and the position of the segment in the pack."""
+class Slots(NamedTuple):
+    """Some slots of packs. A slot is the position of one segment in a pack."""
 
     pack: IntArray
-    """int64 [segments]: index of the segment's pack in the order of the patterns, before packs are shuffled."""
+    """int64 [slots]: index of the slot's pack in the order of the patterns, before packs are shuffled."""
     place: IntArray
-    """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
+    """int64 [slots]: position of the slot in the pack; the first slot of a pack has position 0."""
     length: IntArray
-    """int32 [segments]: length of the segment, in tokens."""
+    """int32 [slots]: length of the segment in the slot, in tokens."""
+    rank: IntArray
+    """int64 [slots]: rank of the piece in the slot, which is its index in the list of all pieces, sorted by length."""
 
 
-class Slots:
-    """All slots of the packs that a `Patterns` object describes, sorted by slot length, shortest first.
+def slots_by_length(patterns: Patterns, seed: int | None) -> Iterator[Slots]:
+    """Yield the slots of all packs, given their patterns, the shortest first, in blocks that fit in the CPU cache.
 
-    A slot is the position of one segment in a pack, and the length of the slot is the length of the segment. With a
-    seed, a random permutation assigns the pieces of each length to the slots of that length. If the seed is None,
-    pieces and slots are paired in order. `block` returns the pieces for a range of slots, and `find` returns the slots
-    for some pieces. Both methods identify a piece by rank. The rank is the index of the piece in the list of all
-    pieces, sorted by length (see `Cuts`).
+    With a seed, a random permutation assigns the pieces of each length to the slots of that length. If the seed is
+    None, pieces and slots are paired in order.
     """
-
-    def __init__(self, patterns: Patterns, seed: int | None) -> None:
-        by_length = np.argsort(patterns.entry_length, kind="stable")
-        pattern_first_pack = np.cumsum(patterns.packs) - patterns.packs
-        copies_before = np.cumsum(patterns.entry_copies) - patterns.entry_copies
-        pattern_copies_before = np.append(copies_before, 0)[patterns.entry_offsets[:-1]]
-        pattern = patterns.entry_pattern[by_length]
-
-        # one element for each entry of the patterns, sorted by length
-        self._length = patterns.entry_length[by_length]
-        self._copies = patterns.entry_copies[by_length]
-        self._first_pack = pattern_first_pack[pattern]
-        self._first_place = copies_before[by_length] - pattern_copies_before[pattern]
-        self._pack_size = patterns.segments_per_pack()[pattern]
-        slots = patterns.packs[pattern] * self._copies
-        self._end = np.cumsum(slots)
-        self._begin = self._end - slots
-
-        # one element for each length
-        self._counts = patterns.counts()
-        self._first_rank = np.cumsum(self._counts) - self._counts
-
-        self._seed = seed
-        if seed is not None:
-            self._equal_length_key = derive_key(seed, "documents of equal length")
-            self._within_pack_key = derive_key(seed, "documents of a pack")
-
-    def block(self, begin: int, end: int) -> tuple[_Places, IntArray]:
-        """Return, for the slots begin, ..., end - 1, the pack, the position in the pack, and the rank of the piece.
-
-        A slot is the position of one segment in a pack. Slots are numbered in the order of slot length. The rank of a
-        piece is the index of the piece in the list of all pieces, sorted by length.
-        """
-        first, last = np.searchsorted(self._end, [begin, end - 1], side="right")
-        entries = slice(first, last + 1)
-        shown = np.minimum(self._end[entries], end) - np.maximum(self._begin[entries], begin)
-        entry = np.repeat(np.arange(first, last + 1), shown)
+    by_length = np.argsort(patterns.entry_length, kind="stable")
+    copies_before = offsets_of(patterns.entry_copies)
+    # one element for each entry of the patterns, sorted by length
+    pattern = patterns.entry_pattern[by_length]
+    entry_length = patterns.entry_length[by_length]
+    copies = patterns.entry_copies[by_length]
+    first_pack = offsets_of(patterns.packs)[pattern]
+    first_place = copies_before[by_length] - copies_before[patterns.entry_offsets[pattern]]
+    pack_size = patterns.segments_per_pack()[pattern]
+    entry_offsets = offsets_of(patterns.packs[pattern] * copies)
+    # one element for each length
+    counts = patterns.counts()
+    first_rank_of = offsets_of(counts)
+    for begin in range(0, int(entry_offsets[-1]), _BLOCK):
+        end = min(begin + _BLOCK, int(entry_offsets[-1]))
+        first, last = np.searchsorted(entry_offsets, [begin, end - 1], side="right")
+        shown = np.diff(entry_offsets[first - 1 : last + 1].clip(begin, end))
+        entry = np.repeat(np.arange(first - 1, last), shown)
         slot = np.arange(begin, end)
-        places = self._places(slot, entry)
-        if self._seed is None:
-            return places, slot
-        first_rank = self._first_rank[places.length]
-        keys = keys_for(places.length, self._equal_length_key)
-        return places, first_rank + permute(slot - first_rank, self._counts[places.length], keys)
-
-    def find(self, length: IntArray, rank: IntArray) -> _Places:
-        """Return the pack of each piece, and the position of the piece in the pack.
-
-        Args:
-            length: integers [pieces]: length of each piece, in tokens.
-            rank: int64 [pieces]: index of each piece in the list of all pieces, sorted by length.
-        """
-        slot = rank
-        if self._seed is not None:
-            first_rank = self._first_rank[length]
-            keys = keys_for(length, self._equal_length_key)
-            slot = first_rank + permute_back(rank - first_rank, self._counts[length], keys)
-        return self._places(slot, np.searchsorted(self._end, slot, side="right"))
-
-    def _places(self, slot: IntArray, entry: IntArray) -> _Places:
-        number, copies = slot - self._begin[entry], self._copies[entry]
-        nth_pack = number // copies
-        pack = self._first_pack[entry] + nth_pack
-        place = self._first_place[entry] + number - nth_pack * copies
-        if self._seed is not None:
-            place = permute(place, self._pack_size[entry], keys_for(pack, self._within_pack_key))
-        return _Places(pack, place, self._length[entry])
+        length = entry_length[entry]
+        number = slot - entry_offsets[entry]
+        nth_pack = number // copies[entry]
+        pack = first_pack[entry] + nth_pack
+        place = first_place[entry] + number - nth_pack * copies[entry]
+        rank = slot
+        if seed is not None:
+            place = permute(place, pack_size[entry], keys_for(pack, derive_key(seed, "documents of a pack")))
+            first_rank = first_rank_of[length]
+            keys = keys_for(length, derive_key(seed, "documents of equal length"))
+            rank = first_rank + permute(slot - first_rank, counts[length], keys)
+        yield Slots(pack, place, length, rank)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -160,20 +98,14 @@ class PatternTable:
     The table describes the packs, but does not yet assign documents to packs. `plan_counts` returns a PatternTable. The
     size of a table depends on the number of distinct lengths and, with `Bucket`, on the number of cut documents.
 
-    To assign a shard of documents to packs, a worker needs only the table, the lengths of the shard's documents, and
-    the number of documents of each length in earlier shards. Together, the workers make the same packs as a plan for
-    all documents.
-
     Example:
         >>> import numpy as np, hf_packing as hfp
         >>> lengths = np.array([5, 3, 6, 2])
         >>> table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(8))
         >>> table
         PatternTable(4 documents, 4 segments, 2 packs, efficiency 1.0000)
-        >>> first = table.deal(lengths[:2])
-        >>> second = table.deal(lengths[2:], already_dealt=np.bincount(lengths[:2]))
-        >>> sorted(first.pack.tolist() + second.pack.tolist())
-        [0, 0, 1, 1]
+        >>> table.plan(lengths) == hfp.plan_packing(lengths, hfp.BestFit(8))
+        True
     """
 
     patterns: Patterns
@@ -214,13 +146,12 @@ class PatternTable:
         document = np.empty(len(piece_document), dtype=smallest_index_type(len(lengths)))
         start = np.zeros(len(document), dtype=lengths.dtype)
         length = np.empty(len(document), dtype=np.int32)
-        for begin in range(0, len(document), _BLOCK):
-            places, rank = self._slots.block(begin, min(begin + _BLOCK, len(document)))
-            target = pack_offsets[final_pack[places.pack]] + places.place
-            document[target] = piece_document[rank]
-            length[target] = places.length
+        for slots in slots_by_length(self.patterns, self.seed):
+            target = pack_offsets[final_pack[slots.pack]] + slots.place
+            document[target] = piece_document[slots.rank]
+            length[target] = slots.length
             if piece_start is not None:
-                start[target] = piece_start[rank]
+                start[target] = piece_start[slots.rank]
         return PackingPlan(
             document_length=lengths,
             segment_document=document,
@@ -231,66 +162,6 @@ class PatternTable:
             proven_lower_bound=self.proven_lower_bound,
             note=self.note,
         )
-
-    def deal(self, shard_lengths: Any, already_dealt: Any = None) -> DealtShard:
-        """Assign the documents of one shard to packs. The documents of other shards are not needed.
-
-        Args:
-            shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
-            already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
-                together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may end
-                before the longest length; missing counts are 0. None for the first shard.
-
-        Returns:
-            DealtShard with all segments of the shard's documents. Together, the results for all shards contain every
-            segment of every pack exactly once.
-
-        Raises:
-            PackingError: an argument is not a 1-d array of non-negative integers, or this shard and the earlier shards
-                have more documents of some length than the table has.
-        """
-        lengths = check_lengths(shard_lengths, "shard_lengths")
-        before = counts_of_histogram(check_counts(() if already_dealt is None else already_dealt, "already_dealt"))
-        dealt = self._take_from_counts("already_dealt", before, np.zeros_like(self.cuts.by_length.documents))
-        in_shard = self._take_from_counts("shard_lengths", count_lengths(lengths), dealt)
-        kind = np.repeat(np.arange(len(in_shard)), in_shard)
-        number = dealt[kind] + indices_in_ranges(0, in_shard)
-        cuts, listed_at = self.cuts, self._places_in_list(kind, number)
-        group = np.searchsorted(np.cumsum(cuts.documents), listed_at, side="right")
-        nth_of_group = listed_at - (np.cumsum(cuts.documents) - cuts.documents)[group]
-        nth, piece, rank = self._rank_pieces(group, nth_of_group)
-        pack, place = np.empty_like(nth), np.empty_like(nth)
-        for begin in range(0, len(nth), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            places = self._slots.find(cuts.piece_length[piece[block]], rank[block])
-            pack[block], place[block] = self._final_pack(places.pack), places.place
-        document = sort_by_length(lengths)[nth]
-        in_order = np.argsort(document, kind="stable")
-        start, length = cuts.piece_start[piece[in_order]], cuts.piece_length[piece[in_order]]
-        return DealtShard(document[in_order], start, length, pack[in_order], place[in_order])
-
-    def _take_from_counts(self, name: str, taken: LengthCounts, dealt: IntArray) -> IntArray:
-        """Return the number of documents of each length of the table in `taken`, int64 [lengths].
-
-        Args:
-            name: name of the argument that `taken` comes from.
-            taken: number of documents of each length.
-            dealt: int64 [lengths]: number of documents of each length that earlier shards have.
-        """
-        counts = self.cuts.by_length
-        known = np.isin(taken.length, counts.length)
-        place = np.searchsorted(counts.length, taken.length[known])
-        left = np.zeros_like(taken.length)
-        left[known] = counts.documents[place] - dealt[place]
-        if (beyond := taken.documents > left).any():
-            first = int(beyond.argmax())
-            raise PackingError(
-                f"{name}: expected at most {left[first]} documents of length {taken.length[first]}, as the counts of "
-                f"the PatternTable have no more that earlier shards leave over, got {taken.documents[first]}"
-            )
-        result = np.zeros_like(dealt)
-        result[place] = taken.documents[known]
-        return result
 
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""
@@ -316,67 +187,24 @@ class PatternTable:
             f"{metrics.num_packs} packs, efficiency {metrics.packing_efficiency:.4f})"
         )
 
-    @cached_property
-    def _slots(self) -> Slots:
-        return Slots(self.patterns, self.seed)
-
-    @cached_property
-    def _cut_in_several_ways(self) -> IntArray:
-        """True for each length whose documents are cut in several ways, bool [lengths]."""
-        several: IntArray = np.unique(self.cuts.document_length, return_counts=True)[1] > 1
-        return several
-
-    def _places_in_list(self, kind: IntArray, number: IntArray) -> IntArray:
-        """Return the positions of some documents in the list of all documents, sorted by length and then by group.
-
-        A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
-        groups of one length, documents of that length are first shuffled, unless the seed is None.
-
-        Args:
-            kind: int64 [documents]: index of each document's length in `Cuts.by_length`.
-            number: int64 [documents]: number of earlier documents of the same length, in this and earlier shards.
-        """
-        counts = self.cuts.by_length
-        first = offsets_of(counts.documents)
-        listed_at = first[kind] + number
-        if self.seed is not None and self._cut_in_several_ways.any():
-            mixed = np.flatnonzero(self._cut_in_several_ways[kind])
-            kind = kind[mixed]
-            keys = keys_for(counts.length[kind], derive_key(self.seed, "cuts"))
-            listed_at[mixed] = first[kind] + permute(number[mixed], counts.documents[kind], keys)
-        return listed_at
-
     def _list_documents(self, lengths: IntArray) -> IntArray:
         """Return the indices of all documents, sorted by document length and then by group.
 
-        A group consists of documents of one length that are cut in the same way (see `Cuts`).
+        A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
+        groups of one length, documents of that length are first shuffled, unless the seed is None.
         """
         order = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
-        counts, several = self.cuts.by_length, np.flatnonzero(self._cut_in_several_ways)
-        if not len(several):
+        several = np.flatnonzero(np.unique(self.cuts.document_length, return_counts=True)[1] > 1)
+        if self.seed is None or not len(several):
             return order
-        number = counts.documents[several]
-        kind, nth = np.repeat(several, number), indices_in_ranges(0, number)
+        counts = count_lengths(lengths)
+        size = counts.documents[several]
+        kind, nth = np.repeat(several, size), indices_in_ranges(0, size)
+        first = offsets_of(counts.documents)[kind]
+        keys = keys_for(counts.length[kind], derive_key(self.seed, "cuts"))
         listed = order.copy()
-        listed[self._places_in_list(kind, nth)] = order[offsets_of(counts.documents)[kind] + nth]
+        listed[first + permute(nth, counts.documents[kind], keys)] = order[first + nth]
         return listed
-
-    def _rank_pieces(self, group: IntArray, nth_of_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return all pieces of some documents, and their ranks.
-
-        Args:
-            group: int64 [documents]: index of each document's group in `Cuts`.
-            nth_of_group: int64 [documents]: number of documents of the group before each document.
-
-        Returns:
-            Three arrays, int64 [pieces]: document of the piece, as an index into `group`; index of the piece in
-            `Cuts.piece_length`; rank of the piece.
-        """
-        pieces_each = self.cuts.pieces_each[group]
-        nth = np.repeat(np.arange(len(group)), pieces_each)
-        piece = indices_in_ranges(self.cuts.piece_offsets[group], pieces_each)
-        first_rank, stride = self.cuts.ranks
-        return nth, piece, first_rank[piece] + nth_of_group[nth] * stride[piece]
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
         """Return the document and the start of every piece, in the order of their ranks.
@@ -389,9 +217,13 @@ class PatternTable:
         if cuts.whole.all():
             return listed, None
         stays_whole = np.repeat(cuts.whole, cuts.documents)
+        # one element for each document that is cut or left out, and then one for each of its pieces
         other = np.flatnonzero(~cuts.whole)
-        number = cuts.documents[other]
-        nth, piece, rank = self._rank_pieces(np.repeat(other, number), indices_in_ranges(0, number))
+        group, nth_of_group = np.repeat(other, cuts.documents[other]), indices_in_ranges(0, cuts.documents[other])
+        nth = np.repeat(np.arange(len(group)), cuts.pieces_each[group])
+        piece = indices_in_ranges(cuts.piece_offsets[group], cuts.pieces_each[group])
+        first_rank, stride = cuts.ranks
+        rank = first_rank[piece] + nth_of_group[nth] * stride[piece]
         document = np.empty(np.count_nonzero(stays_whole) + len(rank), dtype=listed.dtype)
         is_whole = np.ones(len(document), dtype=bool)
         is_whole[rank] = False
@@ -401,12 +233,6 @@ class PatternTable:
             start = np.zeros(len(document), dtype=np.int64)
             start[rank] = cuts.piece_start[piece]
         return document, start
-
-    def _final_pack(self, pack: IntArray) -> IntArray:
-        """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""
-        if self.seed is None:
-            return pack
-        return permute(pack, np.array([self.num_packs]), np.array([derive_key(self.seed, "packs")]))
 
     def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.

@@ -334,7 +334,7 @@ def read_lengths(lengths: Any) -> IntArray:
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     """Plan packs from a histogram of document lengths, without assigning documents to the packs yet.
 
-    Use this function if the lengths of all documents do not fit in memory, or if several workers pack one dataset.
+    Use this function to learn how many packs documents need whose lengths do not fit in memory.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens, as returned by
@@ -342,8 +342,8 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         strategy: strategy that needs only counts of lengths, such as BestFit, Optimal or Bucket.
 
     Returns:
-        PatternTable: the packs to make. The table's method `deal` assigns documents to packs, one shard of documents
-        at a time. All shards together get the same packs as with `plan_packing`.
+        PatternTable: the packs to make. The table's method `metrics` returns padding and the like, and `plan` assigns
+        documents to the packs.
 
     Raises:
         PackingError: `counts` are negative, not integers or not 1-d, `strategy` is not a strategy that needs only

@@ -23,7 +23,7 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.permutation import random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.table import Slots
+from hf_packing.planning.table import slots_by_length
 from hf_packing.planning.windows import WindowPlan
 from hf_packing.strategies.base import Strategy, register_strategy
 
@@ -302,7 +302,8 @@ def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
         best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs
     )
     sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
-    places, rank = Slots(patterns, seed=None).block(0, len(lengths))
+    offsets, by_length = offsets_of(sizes), sort_by_length(lengths)
     order = np.empty(len(lengths), dtype=np.int64)
-    order[(np.cumsum(sizes) - sizes)[places.pack] + places.place] = sort_by_length(lengths)[rank]
+    for slots in slots_by_length(patterns, seed=None):
+        order[offsets[slots.pack] + slots.place] = by_length[slots.rank]
     return order, sizes

@@ -1,6 +1,4 @@
-"""Plans from a histogram: dealing shard by shard gives the packs of the plan over all documents at once."""
-
-import pickle
+"""Plans from a histogram."""
 
 import numpy as np
 import pytest
@@ -13,42 +11,9 @@ from hf_packing.planning.lengths import LengthCounts, count_lengths, cut_to_piec
 from hf_packing.planning.patterns import cut_by_overflow
 from hf_packing.strategies.base import CountingStrategy
 
-counting_strategies = any_strategy(CountingStrategy)
 
-
-def deal_in_shards(table, lengths, borders):
-    """Segments of all shards as (pack, place, document, start, length), with documents numbered through all shards."""
-    segments, begin = [], 0
-    for shard in np.split(np.array(lengths, dtype=int), sorted(borders)):
-        dealt = table.deal(shard, np.bincount(lengths[:begin], minlength=1))
-        assert (np.diff(dealt.document) >= 0).all()
-        segments += zip(dealt.pack, dealt.place, dealt.document + begin, dealt.start, dealt.length, strict=True)
-        begin += len(shard)
-    return sorted(tuple(map(int, segment)) for segment in segments)
-
-
-def segments_of(plan):
-    place = np.arange(plan.num_segments) - plan.pack_offsets[plan.pack_of_segment()]
-    columns = plan.pack_of_segment(), place, plan.segment_document, plan.segment_start, plan.segment_length
-    return [tuple(map(int, segment)) for segment in zip(*columns, strict=True)]
-
-
-cases = st.lists(st.integers(0, 40), min_size=1, max_size=60).flatmap(
-    lambda lengths: st.tuples(st.just(lengths), st.lists(st.integers(0, len(lengths)), max_size=4))
-)
-
-
-@many_examples
-@given(cases, counting_strategies)
-def test_shards_are_dealt_as_all_documents_at_once(case, strategy):
-    lengths, borders = case
-    table = hfp.plan_counts(np.bincount(lengths), strategy)
-    assert deal_in_shards(table, lengths, borders) == segments_of(hfp.plan_packing(lengths, strategy))
-
-
-@given(cases, counting_strategies)
-def test_a_table_has_the_metrics_of_its_plan(case, strategy):
-    lengths, _ = case
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), any_strategy(CountingStrategy))
+def test_a_table_has_the_metrics_of_its_plan(lengths, strategy):
     table, plan = hfp.plan_counts(np.bincount(lengths), strategy), hfp.plan_packing(lengths, strategy)
     assert table.num_packs == plan.num_packs
     assert table.num_documents == plan.num_documents
@@ -74,20 +39,9 @@ def test_ranks_count_through_pieces_of_equal_length():
     assert stride.tolist() == [1, 1, 2, 2, 1]
 
 
-def test_a_table_travels_to_workers(rng):
-    lengths = rng.integers(1, 90, 500)
-    table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(64))
-    table.deal(lengths[:10])
-    copy = pickle.loads(pickle.dumps(table))
-    assert deal_in_shards(copy, lengths, [100, 400]) == segments_of(hfp.plan_packing(lengths, hfp.BestFit(64)))
-    assert repr(copy) == repr(table)
-
-
 def test_more_documents_than_fit_anywhere():
     table = hfp.plan_counts([0] * 30 + [10**15], hfp.BestFit(100))
     assert table.num_packs == -(-(10**15) // 3)
-    last = table.deal([30, 30], [0] * 30 + [10**15 - 2])
-    assert last.pack.max() < table.num_packs
     lonely = hfp.plan_counts([0, 10**11], hfp.BestFit(2**31 - 1, max_documents=1))
     assert lonely.metrics().num_padding_slots == 10**11 * (2**31 - 2)
 
@@ -95,9 +49,8 @@ def test_more_documents_than_fit_anywhere():
 def test_a_histogram_with_no_documents():
     for counts in ([], [0, 0], [3]):
         table = hfp.plan_counts(counts, hfp.BestFit(8))
-        assert table.num_packs == len(table.deal([]).pack) == 0
+        assert table.num_packs == 0
         assert table.num_documents == sum(counts)
-    assert len(hfp.plan_counts([3], hfp.BestFit(8)).deal([0, 0]).pack) == 0
 
 
 def test_documents_of_billions_of_tokens_in_a_plan():
@@ -123,27 +76,6 @@ def test_a_strategy_that_needs_the_order_of_documents():
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
-
-
-@pytest.mark.parametrize(
-    ("argument", "lengths", "already"),
-    [
-        ("shard_lengths", [3], None),
-        ("shard_lengths", [5, 90], None),
-        ("shard_lengths", [5, 5, 5], None),
-        ("shard_lengths", [5], [0, 0, 0, 0, 0, 2]),
-        ("shard_lengths", [-5], None),
-        ("already_dealt", [5], [0, 0, 0, 0, 0, 3]),
-        ("already_dealt", [5], np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64)),
-        ("already_dealt", [5], [0, 9]),
-        ("already_dealt", [5], [0, -1]),
-        ("already_dealt", [5], [0.5]),
-    ],
-)
-def test_shards_that_were_not_counted(argument, lengths, already):
-    table = hfp.plan_counts(np.bincount([5, 5, 2]), hfp.BestFit(8))
-    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected .*, got "):
-        table.deal(lengths, already)
 
 
 def test_overflow_error_from_counts():

@@ -330,7 +330,7 @@ def test_a_batching_of_the_users_own(tmp_path, limit):
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["tokens_per_step"] for line in logs] == lengths
     assert [line.get("packing_efficiency") for line in logs] == [limit and length / limit for length in lengths]
-    with pytest.raises(hfp.PackingError, match="tokens: expected .*OneByOne.* got 99"):
+    with pytest.raises(hfp.PackingError, match="tokens: expected None with OneByOne, .* got 99"):
         hfp.attach(trainer_of(tmp_path), OneByOne(), tokens=99, max_segments=9)
 
 
