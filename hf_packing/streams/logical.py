@@ -88,7 +88,7 @@ class LogicalStreams(PackedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        state, made_from = self.state, self._made_from()
+        state, made_from = self.state, self.made_from()
         positions = load(state, made_from) or dict.fromkeys(self.owned, tuple(_START))
         if missing := sorted(set(self.owned) - positions.keys()):
             raise PackingError(
@@ -124,7 +124,7 @@ class LogicalStreams(PackedExamples):
         state = self.changed().state
         if positions:  # or else the state is of an epoch that has not begun, which any stream may read
             at = {stream: tuple(positions.get(stream, _START)) for stream in range(self.streams)}
-            save(state, self._made_from(), at)
+            save(state, self.made_from(), at)
         return state
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
@@ -133,10 +133,10 @@ class LogicalStreams(PackedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        saved = load(state, self._made_from()) or {}
+        saved = load(state, self.made_from()) or {}
         return {stream: Position(*position) for stream, position in saved.items() if position[0]}
 
-    def _made_from(self) -> MadeFrom:
+    def made_from(self) -> MadeFrom:
         made = f"{made_by(self.packing, self.ex_iterable)}, in {self.streams} logical streams"
         return MadeFrom(made, fingerprint_of_files(self.ex_iterable))
 

@@ -31,7 +31,7 @@ from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, Source, lengths_of, open_source
 from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import MadeFrom, StatefulExamples, load, save
+from hf_packing.streams.state import MadeFrom, StatefulExamples, save
 
 Count = Literal["tokens", "trainable"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
@@ -251,10 +251,12 @@ class MixedExamples(StatefulExamples):
     def __str__(self) -> str:
         return f"{self.mixture}" + (f", piece {self._piece} of {self._pieces}" if self._pieces > 1 else "")
 
-    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        state, made_from = self.state, MadeFrom(str(self), fingerprint_of_files(self))
-        places, total, paused, out = load(state, made_from) or ([()] * len(self.ex_iterables), None, None, 0)
-        sources = [self._open(number, *place) for number, place in enumerate(places)]
+    def made_from(self) -> MadeFrom:
+        return MadeFrom(str(self), fingerprint_of_files(self))
+
+    def blocks(self, place: Any, rows_out: int) -> Iterator[tuple[pa.Table, Any, int]]:
+        places, total, paused = place or ([()] * len(self.ex_iterables), None, None)
+        sources = [self._open(number, *each) for number, each in enumerate(places)]
         while active := self._active(sources):
             at_hand = {number: sources[number].reader.at_hand().slice(0, _DOCUMENTS_AT_ONCE) for number in active}
             counts = {
@@ -264,19 +266,15 @@ class MixedExamples(StatefulExamples):
             total = self._first_totals(counts) if total is None else list(total)
             here = [source.saved() for source in sources], tuple(total), paused
             chosen, due, paused = choose(list(self.mixture.shares.values()), counts, total, paused)
-            table = self._take(sources, chosen)
-            for first in range(out, table.num_rows, 1 if one_row else max(table.num_rows - out, 1)):
-                end = first + 1 if one_row else table.num_rows
-                save(state, made_from, (*here, end))
-                yield table.slice(first, end - first)
-            out = 0
+            yield self._take(sources, chosen).slice(rows_out), here, rows_out
+            rows_out = 0
             for number, counted in counts.items():
                 documents = chosen.count(number)
                 sources[number].documents += documents
                 sources[number].counted += sum(counted[:documents])
             if due is not None:
                 self._end_pass(due, sources)
-        save(state, made_from, ([source.saved() for source in sources], total, paused, 0))
+        yield pa.table({}), ([source.saved() for source in sources], total, paused), 0
 
     def _open(self, number: int, place: tuple[Any, ...] = tuple(START), passes: int = 0, *counts: int) -> _OpenSource:
         """Return a source at a place, where the mixture stands.

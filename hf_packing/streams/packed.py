@@ -39,7 +39,7 @@ from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in
 from hf_packing.streams.reader import DocumentReader, lengths_of
 from hf_packing.streams.shards import Share, fingerprint_of_files
-from hf_packing.streams.state import Counts, MadeFrom, StatefulExamples, WindowStart, load, save
+from hf_packing.streams.state import Counts, MadeFrom, StatefulExamples, WindowStart
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -99,8 +99,8 @@ class StreamPacking:
         if plan.segment_shared is not None:
             squares -= plan.segment_shared.astype(np.int64) ** 2
         cost = (self.linear_cost * plan.pack_tokens() + sums_of(squares, plan.pack_offsets))[packs]
-        seed = getattr(self.strategy, "seed", None) or 0
-        key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
+        strategy: Any = self.strategy  # BestFit, since only streams that TokenBudget packs have a linear_cost
+        key = derive_key(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
 
     def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
@@ -150,28 +150,22 @@ class PackedExamples(StatefulExamples):
     def num_shards(self) -> int:
         return upstream.num_shards(self.ex_iterable)
 
-    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        state, made_from = self.state, MadeFrom(str(self.packing))
-        if self.packing.stream is None:
-            made_from = MadeFrom(made_by(self.packing, self.ex_iterable), fingerprint_of_files(self.ex_iterable))
-        start, rows_out = WindowStart.first(self.packing.schema), 0
-        if (saved := load(state, made_from)) is not None:
-            window, rows_out = saved
-            start = WindowStart.load(window)
+    def made_from(self) -> MadeFrom:
+        if self.packing.stream is not None:  # LogicalStreams checks the rest
+            return MadeFrom(str(self.packing))
+        return MadeFrom(made_by(self.packing, self.ex_iterable), fingerprint_of_files(self.ex_iterable))
+
+    def blocks(self, place: Any, rows_out: int) -> Iterator[tuple[pa.Table, Any, int]]:
+        start = WindowStart.first(self.packing.schema) if place is None else WindowStart.load(place)
         reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place, self._share)
         while not start.ended:
             columns, plan, following = self._plan(reader, start)
-            here = start.saved()
-            save(state, made_from, (here, rows_out))
-            left = plan.pack_tokens()[rows_out:]
-            for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
-                table = self.packing.packing.rows(columns, plan, np.arange(first, end)).table
-                rows = 1 if one_row else table.num_rows
-                for begin in range(0, table.num_rows, rows):
-                    save(state, made_from, (here, first + begin + rows))
-                    yield table.slice(begin, rows)
+            here, left = start.saved(), plan.pack_tokens()[rows_out:]
+            for first, end in blocks_of_rows(left, _TOKENS_AT_ONCE):
+                packs = np.arange(rows_out + first, rows_out + end)
+                yield self.packing.packing.rows(columns, plan, packs).table, here, rows_out + first
             start, rows_out = following, 0
-        save(state, made_from, (start.saved(), 0))
+        yield pa.table({}), start.saved(), 0
         self.counts = start.counts
         if self.packing.stream is None:
             warn_of_losses(self.counts, self.packing.strategy)

@@ -36,8 +36,10 @@ class MadeFrom(NamedTuple):
 class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     """The base class of objects from which `datasets` reads tables of known types.
 
-    A subclass defines `tables(one_row=False)`, which yields tables, of one row each if asked for, from the place of the
-    state on, and notes in the state before each table that its rows are out.
+    A subclass defines two methods. `made_from` returns the MadeFrom of the rows. `blocks(place, rows_out)` yields, from
+    a place on, where so many rows are out already (from the start if the place is None): tables of rows, each with the
+    place from which its rows can be made again, as plain values, and with the number of rows out before it; and at the
+    end, an empty table with the last place.
     """
 
     is_typed = True
@@ -47,6 +49,19 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     @property
     def iter_arrow(self) -> Any:
         return self._iter_arrow
+
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        """Yield tables of rows, of one row each if asked for, from the place of the state on.
+
+        Before each table, the state says that its rows are out.
+        """
+        state, made_from = self.state, self.made_from()
+        for table, place, rows_out in self.blocks(*(load(state, made_from) or (None, 0))):
+            save(state, made_from, (place, rows_out))
+            rows = 1 if one_row else max(table.num_rows, 1)
+            for first in range(0, table.num_rows, rows):
+                save(state, made_from, (place, rows_out + first + rows))
+                yield table.slice(first, rows)
 
     def _iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
         yield from enumerate(self.tables())
