@@ -1,6 +1,6 @@
 """Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from hf_packing.columns import (
     LOSS_MASKS,
     POSITION_IDS,
     SEQ_LENGTHS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
@@ -106,43 +108,90 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
     Raises:
         PackingError: the rows were not packed with this plan.
     """
-    _check_rows_of_plan(packed, plan)
+    expected = {SEQ_LENGTHS: (plan.segment_length, np.diff(plan.pack_offsets))}
+    check_rows_of_plan(packed, plan, expected, needed=(INPUT_IDS, SEQ_LENGTHS))
     order = np.lexsort((plan.segment_start, plan.segment_document))
-    length = plan.segment_length[order]
     pack = plan.pack_of_segment()
     begin = np.cumsum(plan.segment_length, dtype=np.int64) - plan.segment_length
     start_in_pack = begin - begin[plan.pack_offsets[:-1]][pack]
+    where = pack[order], start_in_pack[order], plan.segment_length[order]
+    return read_documents(packed, plan, order, where, (SEQ_LENGTHS, POSITION_IDS), first_labels)
+
+
+def check_rows_of_plan(
+    rows: pa.Table,
+    plan: PackingPlan,
+    expected: Mapping[str, tuple[IntArray, IntArray]],
+    needed: Collection[str],
+) -> None:
+    """Raise PackingError unless rows, or rows of trees, were packed with a plan.
+
+    Args:
+        rows: all rows, in the order of the plan.
+        plan: the plan.
+        expected: by the name of a column that says where segments are: the values of all rows, and the number of values
+            in each row.
+        needed: names of the columns that rows need.
+    """
+    if missing := [name for name in needed if name not in rows.column_names]:
+        raise PackingError(
+            f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(rows.column_names)}"
+        )
+    if rows.num_rows != plan.num_packs:
+        raise PackingError(
+            f"plan: expected a plan with {rows.num_rows} packs, one for each row, got {plan.num_packs} packs"
+        )
+    for name, (values, per_row) in expected.items():
+        column = rows.column(name)
+        same = np.array_equal(pc.list_value_length(column).to_numpy(), per_row)
+        if not same or not np.array_equal(pc.list_flatten(column).to_numpy(), values):
+            raise PackingError(
+                "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
+                f"{name} in the rows"
+            )
+
+
+def read_documents(
+    rows: pa.Table,
+    plan: PackingPlan,
+    order: IntArray,
+    where: tuple[IntArray, IntArray, IntArray],
+    structure: Collection[str],
+    first_labels: npt.NDArray[np.int32] | None,
+    trained: npt.NDArray[np.bool_] | None = None,
+) -> pa.Table:
+    """Return the documents of rows, or of rows of trees.
+
+    Args:
+        rows: all rows, in the order of the plan.
+        plan: the plan.
+        order: int64 [segments]: the segments in the order of the documents.
+        where: integers [slices]: row, start and length of the slices of rows that are the segments in this order.
+        structure: names of the columns that say where segments are.
+        first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
+        trained: bool [tokens]: whether each token of the documents is trained on; None if the labels say so.
+    """
+    length = plan.segment_length[order]
     document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)
     arrays = {}
-    for name in packed.column_names:
-        of_tokens = is_token_type(packed.schema.field(name).type)
-        if name in (SEQ_LENGTHS, POSITION_IDS) or (name == BUCKET and not of_tokens):
+    for stored in rows.column_names:
+        kind = rows.schema.field(stored).type
+        if stored in structure or (stored == BUCKET and not is_token_type(kind)):
             continue
-        column = token_column_of(packed, name)
-        values = column.gather(pack[order], start_in_pack[order], length)
+        if not is_token_type(kind):
+            raise PackingError(
+                f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
+                "before unpacking"
+            )
+        values = TokenColumn(stored, rows.column(stored)).gather(*where)
+        name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
+        if name == LABELS and trained is not None:
+            values[~trained] = IGNORED_LABEL
         if name == LABELS and first_labels is not None:
             values[np.cumsum(length, dtype=np.int64) - length] = first_labels[order]
-        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(column.type))
+        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(kind))
     return pa.table(arrays)
-
-
-def token_column_of(packed: pa.Table, name: str) -> TokenColumn:
-    """Return a column of packed rows; raise PackingError if it does not have one number for each token."""
-    if not is_token_type(kind := packed.schema.field(name).type):
-        raise PackingError(
-            f"column {name!r}: expected lists of numbers, one for each token, got {kind}; remove the column before "
-            "unpacking"
-        )
-    return TokenColumn(name, packed.column(name))
-
-
-def check_num_rows(packed: pa.Table, plan: PackingPlan) -> None:
-    """Raise PackingError unless there is one packed row for each pack of the plan."""
-    if packed.num_rows != plan.num_packs:
-        raise PackingError(
-            f"plan: expected a plan with {packed.num_rows} packs, one for each row, got {plan.num_packs} packs"
-        )
 
 
 def read_labels(
@@ -213,18 +262,3 @@ def arrays_of_rows(column: pa.Array) -> Any:
         return column.to_numpy()
     values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
     return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
-
-
-def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
-    if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
-        raise PackingError(
-            f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(packed.column_names)}"
-        )
-    check_num_rows(packed, plan)
-    lengths = pc.list_flatten(packed.column(SEQ_LENGTHS)).to_numpy()
-    segments = pc.list_value_length(packed.column(SEQ_LENGTHS)).to_numpy()
-    if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):
-        raise PackingError(
-            "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
-            "seq_lengths in the rows"
-        )

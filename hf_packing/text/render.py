@@ -85,16 +85,16 @@ class ChatTemplate:
             return self
 
     def write(
-        self, messages: Sequence[Message], settings: Settings, ask: bool = False
+        self, messages: Sequence[Message], settings: Settings, ask: bool = False, mark: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Return a chat as text, if `ask` with the generation prompt; and the assistant's parts if they are marked."""
+        """Return a chat as text, if `ask` with the generation prompt; if `mark`, also the parts that it marks."""
         from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template calls it
 
         given = self.source if isinstance(self.source, str) else None
         source = self.tokenizer.get_chat_template(given, settings.get("tools"))
         if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
-        marked = _MARKS.search(source) is not None
+        marked = mark and _MARKS.search(source) is not None
         options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
         options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
         try:
@@ -174,7 +174,7 @@ def _render_chat(
     messages, settings = [*prompt, *completion], settings_of(row)
     if train_on == "assistant":
         template = template.for_training
-    text, marked = template.write(messages, settings)
+    text, marked = template.write(messages, settings, mark=train_on == "assistant")
 
     def prefix(number: int, ask: bool) -> int:
         """Return the length of the text of the first messages, if `ask` with the generation prompt."""

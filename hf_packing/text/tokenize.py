@@ -82,18 +82,16 @@ class TextTokenizer:
         exact = document.complete and [each[1] for each in encoding.offsets[-1:]] == [size]
         starts, stops = np.array(encoding.offsets, dtype=np.int64).T if exact else ((), ())
         for first, stop in document.trained:
-            if exact:
-                begin, end = int(np.searchsorted(stops, first, "right")), int(np.searchsorted(starts, stop))
-            else:
-                begin, end = (self._tokens_before(edge, document, encoding) for edge in (first, stop))
-            yield slice(begin, None if stop == size else end)
+            begin = np.searchsorted(stops, first, "right") if exact else self._tokens_before(first, document, encoding)
+            end: Any = len(encoding.ids)
+            if stop < size:
+                end = np.searchsorted(starts, stop) if exact else self._tokens_before(stop, document, encoding)
+            yield slice(int(begin), int(end))
 
     def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
         """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
-        (before,) = self._encode([document._replace(text=document.text[:edge])])
-        within = np.flatnonzero(~np.array(before.special_tokens_mask, dtype=bool))
-        alone = before.ids[: within[-1] + 1] if len(within) else before.ids  # without the special tokens at the end
-        return num_shared(encoding.ids, alone)
+        (before,) = self._encode([document._replace(text=document.text[:edge], trained=None)])
+        return num_shared(encoding.ids, before.ids)
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Any]:
         """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
@@ -160,9 +158,8 @@ class _SlowBackend:
         self.tokenizer = tokenizer
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
-        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
-        encoded = [self.tokenizer(text, **options) for text in texts]
-        return [SimpleNamespace(ids=each["input_ids"], offsets=(), **each) for each in encoded]
+        encoded = [self.tokenizer(text, add_special_tokens=add_special_tokens) for text in texts]
+        return [SimpleNamespace(ids=each["input_ids"], offsets=()) for each in encoded]
 
     encode_batch_fast = encode_batch
 
