@@ -194,6 +194,16 @@ def test_every_make_target_that_pages_name_exists():
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
 
 
+def test_every_file_that_the_architecture_names_exists():
+    files = [
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for top in ("hf_packing", "tests", "tools", "docs")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    for name in re.findall(r"`([a-z_/]+\.py)`", (DOCS / "ARCHITECTURE.md").read_text()):
+        assert any(path.endswith(f"/{name}") for path in files), name
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

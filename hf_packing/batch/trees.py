@@ -83,14 +83,14 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     """
     _check_lengths(columns)
     joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
-    tokens, labels, ends, parents = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS, PARENTS))
+    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
     in_rows = {name: np.array([len(values) for values in columns[name]]) for name in TREE_COLUMNS}
     segments, documents, runs = in_rows[PARENTS], in_rows[ENDS], in_rows[TRAINED] // 3
     first_segment, first_document = offsets_of(segments)[:-1], offsets_of(documents)[:-1]
 
-    trees = _segments_of(columns, parents + np.where(parents < 0, 0, np.repeat(first_segment, segments)))
+    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
     outside = (ends < 0) | (ends >= np.repeat(segments, documents))
     _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
     ends = ends + np.repeat(first_segment, documents)
@@ -129,19 +129,6 @@ def _check_lengths(columns: _Columns) -> None:
         ):
             if expected != got:
                 raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
-
-
-def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
-    """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
-    try:
-        return TreeSegments.from_arrays(np.concatenate(columns[SEGMENT_LENGTHS]), parents)
-    except PackingError:
-        for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
-            try:
-                TreeSegments.from_arrays(*row)
-            except PackingError as error:
-                raise PackingError(f"{error} of row {number}") from None
-        raise
 
 
 def _check_runs(owner: _Integers, trained: _Integers, lengths: _Integers, runs: _Integers) -> None:

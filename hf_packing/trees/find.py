@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, apply_loss_masks
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, sums_of
-from hf_packing.rows.packed_rows import as_int32
+from hf_packing.rows.packed_rows import as_int32, read_labels
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, column_of_values
 from hf_packing.trees.forest import Forest
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
@@ -226,24 +226,6 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
     joined = (np.concatenate(found, axis=1) if len(found) > 1 else input_ids).tobytes()
     borders = (offsets * 4 * len(names)).tolist()
     return [joined[begin:end] for begin, end in pairwise(borders)], tuple(names)
-
-
-def read_labels(columns: TokenColumns, pieces: Pieces) -> npt.NDArray[np.int32] | None:
-    """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
-
-    The label of a piece's first token is included, although no earlier token can predict it.
-
-    Args:
-        columns: the token columns of the documents.
-        pieces: the pieces of documents to read.
-    """
-    where = (pieces.document, pieces.start, pieces.length)
-    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
-    if LABELS not in columns and not masks:
-        return None
-    source = LABELS if LABELS in columns else INPUT_IDS
-    labels = as_int32(source, columns[source].gather(*where))
-    return apply_loss_masks(labels, masks) if masks else labels
 
 
 def _as_integers(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

@@ -5,7 +5,6 @@ one. Only the rest, its own tokens, is added to the row. So the tokens of a docu
 for each of these documents.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,9 @@ from hf_packing.columns import (
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
-    TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
 )
-from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
     IntArray,
     Pieces,
@@ -38,10 +35,10 @@ from hf_packing.planning.lengths import (
     sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, as_int32, list_array
+from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.base import Strategy
-from hf_packing.trees.find import find_trees, read_labels
+from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import plan_forest
 from hf_packing.trees.segments import TreePaths, segments_of
 
@@ -62,15 +59,6 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
     return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
-
-
-def check_tree_columns_are_free(column_names: Collection[str]) -> None:
-    """Raise PackingError if documents have a column that rows of trees need for something else."""
-    if taken := [name for name in TREE_COLUMNS if name in column_names]:
-        raise PackingError(
-            f"column {taken[0]!r}: expected no such column in the documents, since rows of documents that share "
-            "prefixes have a column of this name; rename or remove the column of the documents"
-        )
 
 
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> Rows:

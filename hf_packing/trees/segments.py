@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -51,6 +51,29 @@ class TreeSegments:
     def from_arrays(cls, lengths: Any, parents: Any) -> "TreeSegments":
         """Return the TreeSegments of two lists or arrays of integers."""
         return cls(tuple(np.asarray(lengths).tolist()), tuple(np.asarray(parents).tolist()))
+
+    @classmethod
+    def of_rows(cls, lengths: Sequence[IntArray], parents: Sequence[IntArray]) -> "TreeSegments":
+        """Return the segments of several rows, laid end to end, from the two columns of each row.
+
+        Raises:
+            PackingError: the segments of a row are not trees; the error names the row.
+        """
+        segments = [*map(len, lengths)]
+        joined, above = (
+            np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
+            for rows in (lengths, parents)
+        )
+        above[above >= 0] += np.repeat(offsets_of(segments)[:-1], segments)[above >= 0]
+        try:
+            return cls.from_arrays(joined, above)
+        except PackingError:
+            for number, row in enumerate(zip(lengths, parents, strict=True)):
+                try:
+                    cls.from_arrays(*row)
+                except PackingError as error:
+                    raise PackingError(f"{error} of row {number}") from None
+            raise
 
     @property
     def tokens(self) -> int:
