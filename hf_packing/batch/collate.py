@@ -311,9 +311,9 @@ def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, tor
 
 def numbers_in(values: Any) -> npt.NDArray[Any] | None:
     """Return a list of numbers or booleans as a NumPy array; None for anything else."""
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+    if not isinstance(values, (list, tuple, np.ndarray, torch.Tensor)):
         return None
-    if isinstance(values, (list, tuple)) and len(values) and not isinstance(values[0], (int, float, np.generic)):
+    if isinstance(values, (list, tuple)) and values and not isinstance(values[0], (int, float, np.generic)):
         return None
     array = np.asarray(values)
     return array if array.ndim == 1 and array.dtype.kind in "iufb" else None

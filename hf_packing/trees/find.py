@@ -26,8 +26,10 @@ from hf_packing.trees.forest import Forest
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
 
 _TOKENS_OF_BLOCK = 1 << 21
-"""Pieces are hashed and sorted in blocks of about this many tokens. All pieces that begin alike are in one block; if it
-is larger, it is sorted by a few tokens of each piece at a time, to use little memory."""
+"""Pieces are hashed and sorted in blocks of about this many tokens. All pieces that begin alike are in one block."""
+_SORTED_AT_ONCE = 1 << 22
+"""A block is sorted by so many tokens at a time, to use little memory even if all pieces begin alike; mostly, these are
+twice the mean length of a piece."""
 _FEWEST_AT_ONCE = 64
 """The fewest tokens of each piece that are sorted at a time."""
 
@@ -145,7 +147,7 @@ def _sort_pieces(
     while waiting:
         begin, end, depth = waiting.pop()
         group = order[begin:end]
-        tokens = max(2 * _TOKENS_OF_BLOCK // len(group), _FEWEST_AT_ONCE)  # mostly twice the mean length of a piece
+        tokens = max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE)
         length = np.minimum(pieces.length[group] - depth, tokens)
         following = Pieces(pieces.document[group], pieces.start[group] + depth, length)
         values, names = _read_values(columns, following, are_beginnings=depth == 0)

@@ -75,7 +75,7 @@ def test_values_of_other_columns_split_prefixes(documents, least, data):
     check_sharing(found.forest, keys)
     assert found.forest.sizes.sum() == tokens_of_trie(keys, least)
     with pytest.MonkeyPatch.context() as patch:  # one or two tokens are sorted at a time
-        patch.setattr(find_module, "_TOKENS_OF_BLOCK", 2)
+        patch.setattr(find_module, "_SORTED_AT_ONCE", 4)
         patch.setattr(find_module, "_FEWEST_AT_ONCE", 1)
         again, _ = find(documents, least, weights=weights, labels=labels)
     assert again.forest.sizes.sum() == found.forest.sizes.sum()
@@ -122,9 +122,8 @@ def test_blocks_change_nothing(monkeypatch, rng):
     ]
     whole = find(documents, 4)[0].forest
     assert (whole.shared > 0).sum() > 100
-    for of_block, fewest in ((600, 64), (600, 2), (9, 3)):
-        monkeypatch.setattr(find_module, "_TOKENS_OF_BLOCK", of_block)
-        monkeypatch.setattr(find_module, "_FEWEST_AT_ONCE", fewest)
+    for name, value in (("_TOKENS_OF_BLOCK", 60), ("_SORTED_AT_ONCE", 60), ("_FEWEST_AT_ONCE", 2)):
+        monkeypatch.setattr(find_module, name, value)
         again = find(documents, 4)[0].forest
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()

@@ -1,0 +1,229 @@
+"""The page of supported models: complete, with sums that are right, and any other page is noticed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from survey_page import COLUMN, IS_CURRENT, PAGE, ROOT, disagreements, rows_of
+
+from tools.survey.heads import EXACT as EXACT_ROWS
+from tools.survey.heads import HEADS, MeasuredHead, head_jobs
+from tools.survey.measure import EXACT, ISOLATED_WITHOUT_CACHE, KINDS, Measured, all_jobs
+from tools.survey.page import PICTURES, TITLES, TREES, page, with_pictures, with_trees
+from tools.survey.pictures import MeasuredPictures, picture_jobs
+from tools.survey.trees import MeasuredTrees, tree_jobs
+
+current = pytest.mark.skipif(not IS_CURRENT, reason="the page is of another version of transformers")
+
+LLAMA = Measured(
+    kind="causal",
+    name="llama",
+    stock="leaks unless use_cache=False",
+    route="varlen",
+    packed_share=1.0,
+    change=0.0,
+    difference=2e-6,
+    gradient=3e-7,
+)
+BLOOM = replace(LLAMA, name="bloom", stock="leaks", route="segments", modules={"BloomAttention": 4}, packed_share=0.92)
+REFUSED = Measured("masked", "two", stock="leaks", reason="no route: the logits differ by 1.8, and more")
+FOUR = [LLAMA, BLOOM, REFUSED, Measured("masked", "three", False, reason="too large")]
+SEEN = [
+    MeasuredPictures("seen", "exact", difference=1e-15, gradient=1e-8),
+    MeasuredPictures("unseen", "refused", reason="x wrong"),
+]
+GROWN = [
+    MeasuredTrees("llama", "exact", {"LlamaMixer": 2}, difference=1e-6, change=0.0, gradient=2e-7),
+    MeasuredTrees("cut", "refused", reason="x not stable", prefix=0.5),
+]
+
+
+def titles_of(title):
+    return (title, f"Refused: {title.lower()}", f"Not measured: {title.lower()}")
+
+
+def read(text, title):
+    """The table of each architecture that one part of the page has, and its cells."""
+    return {name: (table, cells) for (table, name), cells in rows_of(text).items() if table in titles_of(title)}
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("| bloom |", "| blom |"),
+        ("leaks unless use_cache=False", "isolated"),
+        ("| varlen |", "| segments |"),
+        ("4 BloomAttention", "3 BloomAttention"),
+        ("92%", "93%"),
+        ("2e-06", "2e-04"),
+        ("3e-07", "3e-03"),
+        ("Causal language models", "Masked language models"),
+        ("Refused: masked", "Masked"),
+        ("no route", "no way"),
+        ("Not measured: masked", "Refused: masked"),
+        ("too large", "too small"),
+        ("| three | too large |", ""),
+        ("| seen |", "| seem |"),
+        ("| seen | exact |", "| seen | as unpatched |"),
+        ("1e-15", "1e-03"),
+        ("1e-08", "1e-03"),
+        ("x wrong", "y"),
+        ("| llama | exact |", "| lama | exact |"),
+        ("| exact | 1e-06 |", "| exact, up to rounding | 1e-06 |"),
+        ("| 1e-06 |", "| 1e-03 |"),
+        ("| 2e-07 |", "| 2e-03 |"),
+        ("2 LlamaMixer", "3 LlamaMixer"),
+        ("| exact |  |\n", "|  |  |\n"),
+        ("x not stable", "y"),
+        ("| 5e-01 |", "| 5e-05 |"),
+    ],
+)
+def test_a_changed_page_is_noticed(was, becomes):
+    text, everything = page(FOUR, "transformers 0", [], SEEN, GROWN), [*FOUR, *SEEN, *GROWN]
+    assert was in text
+    assert not any(disagreements(each, text) for each in everything)
+    assert any(disagreements(each, text.replace(was, becomes)) for each in everything)
+
+
+def test_other_numbers_in_a_reason_are_not():
+    text = page(FOUR, "transformers 0").replace("1.8", "17")
+    assert not any(disagreements(each, text) for each in FOUR)
+
+
+def test_sections_are_replaced():
+    old = page(FOUR, "transformers 0", [], [replace(SEEN[0], name="old")], [replace(GROWN[0], name="old")])
+    text = with_trees(with_pictures(old, SEEN), GROWN)
+    assert text == page(FOUR, "transformers 0", [], SEEN, GROWN)
+    assert text == with_trees(with_pictures(page(FOUR, "transformers 0"), SEEN), GROWN)
+    assert "old" not in text
+    assert text.index(PICTURES) < text.index(TREES) < text.index(TITLES["causal"])
+
+
+def test_the_page_is_of_the_versions_that_are_installed_for_the_tests():
+    pinned = dict(re.findall(r"(?m)^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
+    assert f"transformers {pinned['transformers']} and torch {pinned['torch']}, on CPU" in PAGE
+
+
+def test_the_summary_of_the_page_counts_its_rows():
+    tables = {kind: read(PAGE, TITLES[kind]).values() for kind in KINDS}
+    taken = {kind: [cells for title, cells in tables[kind] if title == TITLES[kind]] for kind in KINDS}
+    measured = {kind: [cells for title, cells in tables[kind] if "Not measured" not in title] for kind in KINDS}
+    both, all_measured = ([cells for kind in KINDS for cells in of[kind]] for of in (taken, measured))
+    parts = [f"{len(taken[kind])} of {len(measured[kind])} {kind}" for kind in KINDS]
+    assert f"After patching, {parts[0]} and {parts[1]} models are exact" in PAGE
+    varlen = sum(route == "varlen" for _, route, *_ in both)
+    assert f"{varlen} models take only the `varlen` route." in PAGE
+    assert f"The other {len(both) - varlen} run a median of " in PAGE
+    stock = [cells[0] for cells in all_measured]
+    isolated, without_cache = stock.count("isolated"), stock.count(ISOLATED_WITHOUT_CACHE)
+    assert f"{isolated} of {len(all_measured)} models isolate documents as they are called" in PAGE
+    assert f"and {isolated + without_cache} with use_cache=False" in PAGE
+    assert all(float(figure) <= EXACT for *_, logits, gradients, _ in both for figure in (logits, gradients))
+
+
+@current
+def test_the_page_has_every_architecture():
+    for kind, title in TITLES.items():
+        assert sorted(read(PAGE, title)) == sorted(name for job, name in all_jobs() if job == kind)
+
+
+@current
+def test_the_page_has_every_head_and_none_is_wrong():
+    rows = {name: cells for (title, name), cells in rows_of(PAGE).items() if title == "Heads"}
+    cells = [rows.get(name, [""] * 4)[HEADS.index(head)] for head, name in head_jobs()]
+    assert {cell.partition(",")[0] for cell in cells} == {"exact", "refused", "cannot run alone", ""}
+    for number, (head, fewest) in enumerate(zip(HEADS, (112, 93, 68, 27), strict=True)):
+        exact = sum(row[number].startswith("exact") for row in rows.values())
+        assert exact >= fewest, head
+        assert f"{exact} of {exact + sum(row[number] == 'refused' for row in rows.values())} for {head}" in PAGE
+
+
+@current
+def test_the_page_has_every_architecture_with_pictures_and_none_is_wrong():
+    rows = read(PAGE, PICTURES)
+    assert sorted(rows) == picture_jobs()
+    taken = {name: cells for name, (title, cells) in rows.items() if title == PICTURES}
+    exact = [name for name, cells in taken.items() if cells[0] == "exact"]
+    assert set(taken) - set(exact) == {"hunyuan_vl"}
+    assert taken["hunyuan_vl"][0] == "as unpatched"
+    assert all(float(figure) <= EXACT_ROWS for name in exact for figure in taken[name][1:3])
+    assert len(exact) >= 40
+    refused = sum(title.startswith("Refused") for title, _ in rows.values())
+    assert f"Of {len(taken) + refused} models, {len(exact)} are exact, {refused} are refused" in PAGE
+
+
+@current
+def test_the_page_has_every_causal_architecture_and_no_tree_is_wrong():
+    rows = read(PAGE, TREES)
+    assert sorted(rows) == sorted(tree_jobs())
+    exact = {name: cells for name, (title, cells) in rows.items() if title == TREES}
+    assert len(exact) >= 166
+    for result, logits, gradients, *_, problem in exact.values():
+        assert result.startswith("exact")
+        assert not problem
+        assert max(float(logits), float(gradients)) <= EXACT or "up to rounding" in result
+    refused = {name: cells for name, (title, cells) in rows.items() if title.startswith("Refused")}
+    unstable = {name for name, (_, reason) in refused.items() if "the outputs for a prefix are not stable" in reason}
+    causal = read(PAGE, TITLES["causal"])
+    packed = {name: cells[-1] for name, (title, cells) in causal.items() if title.startswith("Refused")}
+    assert unstable
+    assert all(float(refused[name][0]) > 0.01 for name in unstable), "measured without the proof"
+    assert set(refused) - unstable == set(packed), "whatever takes packed rows takes trees, or says why not"
+    assert all(refused[name][1][:200] == packed[name][:200] for name in packed)
+    said = " ".join(PAGE.split())
+    assert f"{len(exact)} are exact, {len(refused)} are refused with the reason, and 0 are wrong" in said
+    assert f"{len(unstable)} of those refused have prefixes that are not stable" in said
+    column = {name: cells[0] for (title, name), cells in rows_of(PAGE).items() if title == COLUMN and cells[0]}
+    assert column == dict.fromkeys(exact, "exact") | dict.fromkeys(unstable, "refused")
+
+
+def test_a_page_of_few():
+    text = page([*FOUR, replace(LLAMA, name="one", reason="a | b", route="segments")], "transformers 0")
+    assert "3 of 3 causal and 0 of 1 masked" in text
+    assert "| 2e-06 | 3e-07 | a \\| b |" in text
+    assert "| three | too large |" in text
+
+
+def test_what_is_wrong_is_shown():
+    heads = [
+        MeasuredHead(HEADS[0], "one", "WRONG", "varlen", right=0.3),
+        MeasuredHead(HEADS[1], "one", "exact", "varlen", right=0.0, stock_right=0.4),
+    ]
+    text = page([], "", heads)
+    assert rows_of(text)["Heads", "one"] == ["WRONG", "exact, right only", "", ""]
+    assert "0 of 1 for sequence classification, 1 of 1 for token classification" in text
+    assert "| one | token classification | 4e-01 |" in text
+    text = page([], "", [], [MeasuredPictures("one", "WRONG", 0.3, 0.1)])
+    assert read(text, PICTURES) == {"one": (PICTURES, ["WRONG", "3e-01", "1e-01", ""])}
+    assert "0 are refused with\nthe reason, and 1 are wrong" in text
+    trees = [MeasuredTrees("llama", "WRONG", {}, 0.3, 0.0, 0.1), MeasuredTrees("one", "not built", reason="too large")]
+    text = page([LLAMA], "", trees=trees)
+    assert read(text, TREES) == {
+        "llama": (TREES, ["WRONG", "3e-01", "1e-01", "", ""]),
+        "one": (titles_of(TREES)[2], ["too large"]),
+    }
+    assert rows_of(text)[COLUMN, "llama"] == ["WRONG"]
+    assert text.endswith(" |\n")
+    assert "Of 1 causal models, 0 are exact, 0 are refused with\nthe reason, and 1 are wrong. 0 of those" in text
+
+
+def test_which_differences_are_exact():
+    for measured in (replace(LLAMA, difference=EXACT), GROWN[0]):
+        assert measured.is_exact if isinstance(measured, MeasuredTrees) else measured.exact
+    for name in ("difference", "change", "gradient"):
+        assert not replace(LLAMA, **{name: 2 * EXACT}).exact
+        assert not replace(GROWN[0], **{name: 2 * EXACT}).is_exact
+    assert not Measured("causal", "one").exact
+    assert not MeasuredTrees("one").is_exact
+    rounded = replace(GROWN[0], difference=2 * EXACT, explained=3 * EXACT)
+    assert rounded.is_exact
+    assert not replace(rounded, change=2 * EXACT).is_exact
+    assert not replace(rounded, gradient=2 * EXACT, gradient_in_float64=True).is_exact
+    rows = read(page([], "", trees=[rounded, replace(GROWN[0], name="one", gradient_in_float64=True)]), TREES)
+    assert [rows[name][1][0] for name in ("llama", "one")] == ["exact, up to rounding", "exact, gradients in float64"]
+    beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
+    assert replace(beyond, explained=3 * EXACT).exact
+    assert "causes them; such models: one 2e-04." in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
+    assert "causes them; such models: none." in page([beyond], "transformers 0")
+    assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
+    assert "does not jump: one." in page([replace(beyond, gradient_in_float64=True)], "transformers 0")
