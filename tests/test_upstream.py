@@ -55,7 +55,7 @@ def test_indices_of_a_dataset():
 
 
 def test_a_dataset_takes_a_table_from_a_file_and_a_fingerprint():
-    """rows.pack.pack_split: without it, the packed dataset is not memory-mapped."""
+    """rows.pack._pack_split: without it, the packed dataset is not memory-mapped."""
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
 

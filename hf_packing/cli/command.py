@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -80,9 +79,14 @@ def _add_report(commands: Any) -> None:
     )
     _add_documents(command)
     _add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
-    names = f"strategies to compare; choose from {', '.join(STRATEGIES)}"
     usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
-    command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names} (default: {usual})")
+    command.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: {usual})",
+    )
     command.add_argument(
         "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
     )
@@ -106,6 +110,7 @@ def _add_pack(commands: Any) -> None:
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
         "--strategy",
+        choices=STRATEGIES,
         default="best_fit",
         metavar="NAME",
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
@@ -213,6 +218,5 @@ def _positive(text: str) -> int:
 
 def _task_of_tasks(text: str) -> tuple[int, int]:
     """Return a text such as 3/64 as two integers."""
-    if not (found := re.fullmatch(r"(\d+)/(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
-    return int(found[1]), int(found[2])
+    task, _, tasks = text.partition("/")
+    return _positive(task), _positive(tasks)

@@ -78,31 +78,13 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     A strategy with buckets is returned only once for each name, with all lengths.
 
     Raises:
-        PackingError: no strategy has such a name.
         MissingDependencyError: a package that a strategy needs is not installed.
     """
     strategies: list[Strategy] = []
     lengths = sorted(set(max_lengths))
     for name in dict.fromkeys(names):
-        if name not in STRATEGIES:
-            raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
         strategy: Any = registered_strategies()[name]
         strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
     for each in strategies:
         plan_packing([1], each)  # raises MissingDependencyError before documents are read
     return strategies
-
-
-def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """Return the strategy with this name and one maximum row length, or several if the strategy has buckets.
-
-    Raises:
-        PackingError: no strategy has this name, or a strategy without buckets is given several lengths.
-        MissingDependencyError: a package that the strategy needs is not installed.
-    """
-    strategies = strategies_named([name], max_lengths)
-    if len(strategies) > 1:
-        raise PackingError(
-            f"--max-length: expected a single number with {name}, got {', '.join(map(str, max_lengths))}"
-        )
-    return strategies[0]

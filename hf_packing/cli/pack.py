@@ -4,7 +4,7 @@ import argparse
 import warnings
 from pathlib import Path
 
-from hf_packing.cli.flags import documents_of, print_skipped, strategy_named
+from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
 from hf_packing.cli.screen import print_json
 from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
@@ -13,6 +13,7 @@ from hf_packing.fleet import pack as pack_files
 from hf_packing.rows.cache import Origin
 from hf_packing.rows.pack import pack
 from hf_packing.rows.token_columns import is_token_type
+from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import name_of
 
 _PLAN = "plan"
@@ -20,22 +21,24 @@ _PLAN = "plan"
 
 def run(given: argparse.Namespace) -> int:
     """Pack documents and save the rows, and return the exit code, 0."""
-    if given.workers or given.ray or given.task:
-        for flag in ("split", "glob", "overwrite"):
-            if getattr(given, flag):
-                raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
-        _pack_files(given)
-    elif len(given.data) > 1:
+    many = given.workers or given.ray or given.task
+    for flag in ("split", "glob", "overwrite"):
+        if many and getattr(given, flag):
+            raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
+    if len(given.data) > 1 and not many:
         raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
-    else:
-        _pack_dataset(given)
+    strategies = strategies_named([given.strategy], given.max_length)
+    if len(strategies) > 1:
+        lengths = ", ".join(map(str, given.max_length))
+        raise PackingError(f"--max-length: expected a single number with {given.strategy}, got {lengths}")
+    pack_documents = _pack_files if many else _pack_dataset
+    pack_documents(given, strategies[0])
     return 0
 
 
-def _pack_dataset(given: argparse.Namespace) -> None:
+def _pack_dataset(given: argparse.Namespace, strategy: Strategy) -> None:
     """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all."""
     given.data, given.output = given.data[0], Path(given.output)
-    strategy = strategy_named(given.strategy, given.max_length)
     output = given.output.resolve()  # a folder cannot be renamed onto a link
     _check_output(output, given.overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +70,14 @@ def _pack_dataset(given: argparse.Namespace) -> None:
     print(f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
 
 
-def _pack_files(given: argparse.Namespace) -> None:
+def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
     """Pack many files by many processes, or one task of them."""
     task, tasks = given.task or (None, None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "pack ", UserWarning)  # they are printed below
         packed = pack_files(
             given.data,
-            strategy_named(given.strategy, given.max_length),
+            strategy,
             str(given.output),
             tokenizer=given.tokenizer,
             executor="ray" if given.ray else None,

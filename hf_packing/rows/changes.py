@@ -78,19 +78,17 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
     return found
 
 
-def changes_of(
-    columns: TokenColumns, plan: PackingPlan, labels: LabelCounts | None, splits: Mapping[str, int], **more: Any
-) -> dict[str, Any]:
+def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str) -> dict[str, Any]:
     """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
 
     Args:
         columns: the token columns of the documents.
         plan: the plan.
-        labels: what `labels_left` returned.
         splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
-        more: further facts.
+        strategy: the argument that decides what is dropped.
     """
     masks = [name for name in LOSS_MASKS if name in columns]
+    labels = labels_left(columns, plan)
     return {
         "labels_made": LABELS not in columns and not masks,
         "loss_masks": masks,
@@ -99,7 +97,7 @@ def changes_of(
         "empty_documents": int((plan.document_length == 0).sum()),
         "labels_left": None if labels is None else [labels.left, labels.documents],
         "splits": dict(splits),
-        **more,
+        "strategy": strategy,
     }
 
 
@@ -107,8 +105,8 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
     """Return phrases that say, in warnings, what packing did to documents, such as "drops 5 of 11 tokens".
 
     Args:
-        facts: what `changes_of` returned, with the `strategy`, and with `trained_tokens` if they are known. Facts that
-            are missing are not described.
+        facts: what `changes_of` returned, with `trained_tokens` if they are known. Facts that are missing are not
+            described.
         of: whose tokens are counted, such as " of a batch".
         left_out: names and types of the columns that are left out.
     """

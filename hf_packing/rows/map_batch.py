@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import changes_of, describe_changes, labels_left
+from hf_packing.rows.changes import changes_of, describe_changes
 from hf_packing.rows.packed_rows import arrays_of_rows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
@@ -66,7 +66,7 @@ def pack_batch(batch: Any, strategy: Strategy) -> Any:
     if call is not None:
         call.check_columns(table.column_names, packed.column_names)
         left_out = columns_left_out(table.schema, call.remove_columns)
-    facts = changes_of(columns, plan, labels_left(columns, plan), splits, strategy="overflow")
+    facts = changes_of(columns, plan, splits, "overflow")
     for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch", left_out=left_out):
         warnings.warn(f"packing {change}", stacklevel=2)
     if mapped is not None or not isinstance(batch, Mapping) or hasattr(batch, "pa_table"):

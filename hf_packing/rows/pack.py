@@ -18,7 +18,7 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for
-from hf_packing.rows.changes import changes_of, count_labels, describe_changes, labels_left
+from hf_packing.rows.changes import LabelCounts, changes_of, count_labels, describe_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing
@@ -171,10 +171,9 @@ def _pack_split(
 def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) -> Origin:
     """Plan documents, write the plan to disk, with the rows if they are not lazy, and return what was written."""
     plan, splits = packing.plan(columns)
-    labels = labels_left(columns, plan)
-    if labels is not None:
-        labels.check_some_left("strategy", packing.strategy)
-    facts = changes_of(columns, plan, labels, splits, strategy=repr(packing.strategy))
+    facts = changes_of(columns, plan, splits, repr(packing.strategy))
+    if facts["labels_left"]:
+        LabelCounts(*facts["labels_left"]).check_some_left("strategy", packing.strategy)
     first_labels = None
     with new_folder(folder, UNFINISHED) as unfinished:
         if not lazy:

@@ -189,15 +189,14 @@ class Batching(ABC):
                 limit tokens.
         """
         tokens, max_segments = check_shapes(*shapes)
-        if self.most_tokens is None or self.most_tokens > tokens:
-            raise PackingError(
-                f"tokens: expected at least the most tokens of a micro-batch of {type(self).__name__}, "
-                f"{self.most_tokens or 'which has no limit'}, got {tokens}"
-            )
+        if self.most_tokens is None:
+            raise PackingError(f"tokens: expected None with {type(self).__name__}, without a token limit, got {tokens}")
+        if self.most_tokens > tokens:
+            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
-                f"max_segments: expected more than max_documents={self.max_documents}, since one segment is padding, "
-                f"got {max_segments}"
+                f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
+                f"segment is padding, got {max_segments}"
             )
         return replace(self, max_documents=self.max_documents or max_segments - 1)
 

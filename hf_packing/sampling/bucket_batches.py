@@ -1,7 +1,7 @@
 """BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,21 +29,13 @@ _Units = list[list[int]]
 buckets. A copy of a row with masked labels has the number of the row plus the number of rows in the dataset."""
 
 
-class _BucketCounts(NamedTuple):
-    """The numbers of units and optimizer steps of one bucket in an epoch.
-
-    A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row.
-    """
+class _Bucket(NamedTuple):
+    """A bucket that has rows, and how its units make micro-batches."""
 
     capacity: int
     """The most tokens that a row of the bucket may hold."""
     rows_each: int
     """Number of units in each micro-batch."""
-    steps: int
-    """Number of full optimizer steps with micro-batches of this bucket."""
-    left: int
-    """Number of units that are too few for another step of this bucket. They move to the next larger bucket, or form
-    the last step of the epoch."""
     joined: int
     """Number of leftover units that are joined to make one unit of the next larger bucket; 1 in the largest."""
 
@@ -137,7 +129,7 @@ class BucketBatches(Batching):
         assert rows.sizes.bucket is not None
         bucket_of_row, documents = rows.sizes.bucket[rows.kept], rows.sizes.segments[rows.kept]
         most = in_unit = 0
-        for bucket in self._count_buckets(rows, slots=1):
+        for bucket in self._buckets(rows):
             in_row = int(documents[bucket_of_row == bucket.capacity].max())
             in_unit = max(in_row, in_unit)
             most = max(most, bucket.rows_each * in_unit)
@@ -146,9 +138,9 @@ class BucketBatches(Batching):
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        buckets = self._count_buckets(rows, epoch.slots)
-        capacity = np.repeat([bucket.capacity for bucket in buckets], [bucket.steps for bucket in buckets])
-        steps, last_step = _fill_buckets(rows, buckets, epoch, seed)
+        buckets = self._buckets(rows)
+        steps, capacities, last_step = _fill_buckets(rows, buckets, epoch, seed)
+        capacity = np.array(capacities, dtype=np.int64)
         order = self._order_of_steps(capacity, seed)
         planned, offsets = flatten([*chain.from_iterable(steps[number] for number in order.tolist()), *last_step])
         in_last_step = [buckets[-1].capacity] * (len(last_step) // epoch.world_size)
@@ -161,19 +153,14 @@ class BucketBatches(Batching):
             bucket=np.append(np.repeat(capacity[order], epoch.accumulation), in_last_step).astype(np.int64),
         )
 
-    def _count_buckets(self, rows: FittedRows, slots: int) -> list[_BucketCounts]:
-        """Return the numbers of units and optimizer steps of every bucket, smallest bucket first."""
+    def _buckets(self, rows: FittedRows) -> list[_Bucket]:
+        """Return the buckets that have rows, smallest bucket first."""
         assert rows.sizes.bucket is not None
-        capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
-        buckets: list[_BucketCounts] = []
-        taken_over = 0
-        for number, (capacity, own) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
-            rows_each = self.tokens_per_batch // capacity
-            steps, left = divmod(own + taken_over, rows_each * slots)
-            joined = 1 if number == len(capacities) - 1 else int(capacities[number + 1]) // capacity
-            buckets.append(_BucketCounts(capacity, rows_each, steps, left, joined))
-            taken_over = -(-left // joined)
-        return buckets
+        capacities = np.unique(rows.sizes.bucket[rows.kept]).tolist()
+        return [
+            _Bucket(capacity, self.tokens_per_batch // capacity, larger // capacity)
+            for capacity, larger in pairwise([*capacities, *capacities[-1:]])
+        ]
 
     def _order_of_steps(self, capacity: IntArray, seed: int) -> IntArray:
         """Return the indices of all full optimizer steps in the order in which they run, int64 [steps].
@@ -189,35 +176,37 @@ class BucketBatches(Batching):
 
 
 def _fill_buckets(
-    rows: FittedRows, buckets: list[_BucketCounts], epoch: Epoch, seed: int
-) -> tuple[list[MicroBatches], MicroBatches]:
-    """Return the micro-batches of every full optimizer step, smallest bucket first, and those of the last step.
+    rows: FittedRows, buckets: list[_Bucket], epoch: Epoch, seed: int
+) -> tuple[list[MicroBatches], list[int], MicroBatches]:
+    """Return the micro-batches of full optimizer steps, smallest bucket first, their buckets, and the last step.
 
     The micro-batches of a step are ordered by round, then by rank.
     """
     assert rows.sizes.bucket is not None
     bucket_of_row, squared_lengths = rows.sizes.bucket[rows.kept], np.tile(rows.sizes.squared_lengths, 2)
     steps: list[MicroBatches] = []
+    capacities: list[int] = []
     units: _Units = []
     left: _Units = []
     for bucket in buckets:
         own = rows.kept[bucket_of_row == bucket.capacity]
         own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
         units = left + own[:, None].tolist()
-        full = len(units) - bucket.left
+        full = len(units) - len(units) % (bucket.rows_each * epoch.slots)
         if full:
             balanced = _balance(units[:full], bucket.rows_each, epoch.slots, squared_lengths, seed)
             steps += _in_rounds(balanced, epoch, squared_lengths, seed)
+            capacities += [bucket.capacity] * (len(steps) - len(capacities))
         joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
         left = [list(chain.from_iterable(_complete(each, bucket.joined, units, rows))) for each in joined]
     if not left:
-        return steps, []
+        return steps, capacities, []
     rows_each = buckets[-1].rows_each
     if not steps:
         rows_each = min(rows_each, -(-len(left) // epoch.world_size))
     in_round = rows_each * epoch.world_size
     filled_up = _complete(left, -(-len(left) // in_round) * in_round, units, rows)
-    return steps, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed)
+    return steps, capacities, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed)
 
 
 def _in_rounds(micro_batches: MicroBatches, epoch: Epoch, squared_lengths: IntArray, seed: int) -> list[MicroBatches]:

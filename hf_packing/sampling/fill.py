@@ -148,12 +148,10 @@ def group_by_cost(cost: npt.NDArray[np.float64], group: int, seed: int) -> IntAr
     full, in_last = divmod(len(cost), group)
     begin = int(random_order(full + 1, seed, "last step")[0]) * group
     full_groups = np.delete(ascending, slice(begin, begin + in_last)).reshape(full, group)
-    shuffled: IntArray = full_groups[random_order(full, seed, "order of steps")]
-    if not in_last:
-        return shuffled
-    last = np.arange(len(cost) - in_last, len(cost) - in_last + group)
-    last[:in_last] = ascending[begin : begin + in_last]
-    return np.concatenate([shuffled, last[None]])
+    shuffled = full_groups[random_order(full, seed, "order of steps")]
+    missing = -len(cost) % group
+    last = np.append(ascending[begin : begin + in_last], np.arange(len(cost), len(cost) + missing))
+    return np.concatenate([shuffled, last.reshape(-1, group)])
 
 
 def rounds_of_steps(steps: IntArray, cost: npt.NDArray[np.float64], filled: int, world_size: int) -> IntArray:

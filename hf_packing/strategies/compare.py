@@ -60,14 +60,10 @@ def name_of(strategy: Strategy) -> str:
 
     The first argument is always included. Other arguments are included if their value is not the default.
     """
-    changed = []
-    for number, field in enumerate(field for field in fields(strategy) if field.init):
-        value = getattr(strategy, field.name)
-        if number == 0:
-            changed.append(repr(value))
-        elif value != field.default:
-            changed.append(f"{field.name}={value!r}")
-    return f"{type(strategy).__name__}({', '.join(changed)})"
+    first, *others = (field for field in fields(strategy) if field.init)
+    values = [(field, getattr(strategy, field.name)) for field in others]
+    changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+    return f"{type(strategy).__name__}({', '.join([repr(getattr(strategy, first.name)), *changed])})"
 
 
 class Comparison(tuple[ComparedStrategy, ...]):

@@ -61,8 +61,6 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
 
 
-
-
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> Rows:
     """Build some of a plan's packs, and return one row of trees for each.
 

@@ -122,7 +122,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         ([], "the following arguments are required: report | pack | check"),
         (
             ["report", "{data}", "--tokenizer", "{tokenizer}", "--strategy", "best"],
-            "--strategy: expected one of best_fit",
+            "argument --strategy: invalid choice: 'best' (choose from",
         ),
         (
             ["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{folder}/out", "--max-length", "8", "16"],

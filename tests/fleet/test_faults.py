@@ -162,15 +162,8 @@ def test_a_changed_file_is_refused(files, tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_refused(files, tmp_path, monkeypatch):
     files = [shutil.copy(file, tmp_path) for file in files]
     read = pack_files._read
-
-    def changing(task, name):
-        found = read(task, name)
-        if name == files[2]:
-            os.utime(name, ns=(0, 0))
-        return found
-
-    monkeypatch.setattr(pack_files, "_read", changing)
-    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was"):
+    monkeypatch.setattr(pack_files, "_read", lambda task, name: (read(task, name), os.utime(name, ns=(0, 0)))[0])
+    with pytest.raises(hfp.PackingError, match=rf"{tmp_path}/\d.parquet: expected the file as it was"):
         pack_here(files, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 

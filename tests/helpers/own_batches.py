@@ -5,6 +5,7 @@ import copy
 import datasets
 import numpy as np
 import torch
+import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -67,3 +68,30 @@ def step(trainer):
 
 def policy(name="gpt2"):
     return tiny_model(name, "causal", torch.float64).train()
+
+
+def grpo(folder, model):
+    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    return trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        args=trl.GRPOConfig(str(folder), **COMMON | sizes),
+        train_dataset=texts(4, prompt=9),
+        processing_class=tokenizer(),
+    )
+
+
+def answers(prompts, completions):
+    """A batch as GRPO makes them, 21 tokens wide: 12 of prompts padded on the left, 9 of completions on the right."""
+    ids, mask = torch.zeros(len(prompts), 21, dtype=torch.long), torch.zeros(len(prompts), 21, dtype=torch.long)
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        place = slice(12 - len(prompt), 12 + len(completion))
+        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
+    return ids, mask
+
+
+def dpo(folder, model, data=None, **changes):
+    config = trl.DPOConfig(str(folder), max_length=None, **COMMON | changes)
+    reference = None if hasattr(model, "peft_config") else moved(model)
+    data = pairs() if data is None else data
+    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from whole_rows_process import LEARNING_RATE, key, trainer_of
+from whole_rows import LEARNING_RATE, key, trainer_of
 
 
 def by_hand(kind, folder, steps):

@@ -5,6 +5,7 @@ of what the processes do.
 """
 
 import gc
+import inspect
 import json
 import multiprocessing
 import os
@@ -125,7 +126,21 @@ def run(folder, runs, ranks, fails=False):
     """
     for settings in runs.values():
         assert settings.keys() <= training_process.SETTINGS.keys(), settings
-    return launch("training_process.py", folder, json.dumps(runs), ranks=ranks, fails=fails)
+    return on_ranks(training_process.train_all, folder, runs, ranks=ranks, fails=fails)
+
+
+def on_ranks(function, folder, *arguments, ranks, fails=False):
+    """Call a function of a test file, or of a file of this folder, in so many processes.
+
+    Args:
+        function: gets the folder, and the arguments as JSON gives them back.
+        folder: for results; it is made where it does not exist.
+        arguments: what JSON can hold.
+        ranks: processes.
+        fails: whether the processes are expected to fail, as when they are killed.
+    """
+    given = inspect.getfile(function), function.__name__, json.dumps(arguments)
+    return launch("one_rank.py", folder, *given, ranks=ranks, fails=fails)
 
 
 def launch(script, folder, *arguments, ranks, fails=False):

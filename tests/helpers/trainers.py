@@ -21,12 +21,13 @@ def arguments(folder, kind=TrainingArguments, **changes):
     return kind(**known | ({"max_length": None} if kind is SFTConfig else {}) | changes)
 
 
-def trainer_of(folder, kind=Trainer, model=None, data=None, **changes):
+def trainer_of(folder, kind=Trainer, model=None, data=None, callbacks=None, **changes):
     """A trainer; its model is patched already, unless one is given."""
     config = SFTConfig if issubclass(kind, SFTTrainer) else TrainingArguments
     more = {"processing_class": tokenizer()} if issubclass(kind, SFTTrainer) else {}
     data = documents(45) if data is None else data
-    return kind(model or patched(), arguments(folder, config, **changes), train_dataset=data, **more)
+    args = arguments(folder, config, **changes)
+    return kind(model or patched(), args, train_dataset=data, callbacks=callbacks, **more)
 
 
 def logged(trainer):

@@ -1,7 +1,5 @@
 """Runs of the training tests: documents of a seed, trained on with attached or prepared batches.
 
-    torchrun --nproc-per-node 2 training_process.py FOLDER '{"NAME": {"through": "trainer", ...}, ...}'
-
 Each run has a name and settings, those of SETTINGS. Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl,
 one line for each micro-batch, and its losses into FOLDER/NAME/losses-RANK.jsonl, one line for each optimizer step. An
 error of a run that expects one goes into FOLDER/NAME/error-RANK.txt. `train` does one run in the process that calls it.
@@ -11,9 +9,7 @@ import gc
 import json
 import os
 import signal
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -22,7 +18,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from chunks import chunks_of
 from patched_models import patched
-from process_group import end_process_group
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -247,16 +242,10 @@ def train(folder, **changes):
         (folder / f"error-{rank}.txt").write_text(str(error))
 
 
-def main():
-    torch.set_num_threads(1)
+def train_all(folder, runs):
+    """Do runs in this process, which is one of several."""
     state = PartialState(cpu=True)
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, settings in runs.items():
         train(folder / name, **settings)
         gc.collect()
         state.wait_for_everyone()
-    end_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -49,6 +49,7 @@ def test_what_decides_the_micro_batches_is_compared():
     sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
     sampler.check_can_resume(sampler.plan_inputs())
+    RankBatchSampler(hfp.TokenBudget(4), sizes, accumulation=2).check_can_resume(sampler.plan_inputs())
     for name, value in {"plans": 0, SLOTS: 3, "dataset": "other", "batching": "other"}.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_can_resume(sampler.plan_inputs() | {name: value})

@@ -1,11 +1,16 @@
 """Sizes of rows, without reading their tokens where that is possible."""
 
 import datasets
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_dataset import Plain
+from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.sampling.sizes import sizes_of
+from hf_packing.trees.segments import TreeSegments
 
 
 def test_sizes_of_documents(documents):
@@ -68,3 +73,19 @@ def test_datasets_are_told_apart_by_their_tokens():
     assert prints[0] == prints[2] != prints[1]
     packed = [hfp.pack(datasets.Dataset.from_dict(rows), hfp.BestFit(6)) for rows in (one, other)]
     assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
+
+
+@given(st.lists(labeled_documents(), min_size=1, max_size=3))
+def test_sizes_of_trees_are_those_of_the_documents(rows):
+    rows = [tree_row(*documents)[0] for documents in rows]
+    for made in (datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]}), Plain(rows)):
+        sizes = sizes_of(made)
+        assert sizes.tokens.tolist() == [len(row["tree_input_ids"]) for row in rows]
+        assert sizes.segments.tolist() == [len(row["ends"]) for row in rows]
+        for row, work in zip(rows, sizes.squared_lengths, strict=True):
+            position = TreeSegments(tuple(row["segment_lengths"]), tuple(row["parents"])).position_ids
+            own = sum(np.square(row["segment_lengths"]))  # tokens of a segment attend to each other, and to those above
+            above = 2 * sum(position - np.concatenate([np.arange(length) for length in row["segment_lengths"]]))
+            assert work == own + above
+        assert sizes.trees.raw_tokens == sum(len(tokens) for row in rows for tokens, *_ in documents_of(row))
+        assert (sizes.trees.unique_tokens, sizes.trees.documents) == (sizes.tokens.sum(), sizes.segments.sum())

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 BUCKETS = np.array([8, 16, 32])
@@ -134,11 +132,3 @@ def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng)
     assert sum(steps, Counter()) == Counter(range(4000))
     assert steps_of(budget.plan(sizes, Epoch(0, 5, 2)), 2) == steps
     assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
-
-
-def test_a_checkpoint_of_other_steps_is_refused():
-    sizes = sizes_of_documents(np.arange(1, 60))
-    saved = RankBatchSampler(hfp.TokenBudget(100), sizes, 4, 0, accumulation=2).plan_inputs()
-    RankBatchSampler(hfp.TokenBudget(100), sizes, 1, 0, accumulation=8).check_can_resume(saved)
-    with pytest.raises(PackingError, match="^ranks x gradient_accumulation_steps: expected 8, .* got 2;"):
-        RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)

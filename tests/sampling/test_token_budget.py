@@ -57,10 +57,13 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         assert np.array_equal(again.offsets, plan.offsets)
 
 
-@pytest.mark.parametrize(("rows", "world_size", "copies"), [(1600, 1, 0), (1600, 64, 0), (1601, 64, 63), (2, 2, 0)])
-def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
-    plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096)), Epoch(0, world_size))
-    assert plan.num_micro_batches == -(-rows // world_size)
+@pytest.mark.parametrize(
+    ("rows", "in_micro_batch", "world_size", "copies"),
+    [(1600, 1, 1, 0), (1600, 1, 64, 0), (1601, 1, 64, 63), (2, 1, 2, 0), (128, 2, 64, 0), (2560, 2, 64, 0)],
+)
+def test_rows_of_equal_length_have_copies_for_the_last_step_only(rows, in_micro_batch, world_size, copies):
+    plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096 // in_micro_batch)), Epoch(0, world_size))
+    assert plan.num_micro_batches == -(-rows // in_micro_batch // world_size)
     assert plan.num_copies == copies
 
 
@@ -155,31 +158,19 @@ def test_overflow(overflow, kept, lost):
     assert plan.left_out.tolist() == ([1, 3] if overflow == "drop" else [3])
 
 
-@pytest.mark.parametrize(
-    ("budget", "lengths", "epoch", "fitting"),
-    [
-        (hfp.TokenBudget(100, match_documents_per_step=50), [10] * 100, Epoch(0, 2, 2), "from 4 to 49"),
-        (hfp.TokenBudget(100, max_documents=2, match_documents_per_step=5), [3] * 20, Epoch(), "from 1 to 2"),
-        (hfp.TokenBudget(100, match_documents_per_step=3), [10] * 10, Epoch(0, 2, 2), "from 5 to 10"),
-    ],
-)
-def test_documents_per_step_that_do_not_fit(budget, lengths, epoch, fitting):
-    with pytest.raises(PackingError, match=f"^match_documents_per_step: expected {fitting}, got"):
-        budget.plan(sizes_of_documents(np.array(lengths)), epoch)
-
-
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
     world_size=st.integers(1, 4),
     accumulation=st.integers(1, 6),
     documents=st.integers(1, 80),
     max_tokens=st.integers(40, 200),
+    max_documents=st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
+def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens, max_documents):
     sizes = sizes_of_documents(np.array(lengths))
 
     def refusal(documents):
-        budget = hfp.TokenBudget(max_tokens, match_documents_per_step=documents)
+        budget = hfp.TokenBudget(max_tokens, max_documents=max_documents, match_documents_per_step=documents)
         try:
             budget.plan(sizes, Epoch(0, world_size, accumulation))
         except PackingError as error:
@@ -187,16 +178,10 @@ def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, docum
         return ""
 
     if message := refusal(documents):
+        assert message.startswith("match_documents_per_step: expected ")
         said = [range(int(low), int(high) + 1) for low, high in re.findall(r"expected from (\d+) to (\d+)", message)]
         possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
         assert list(chain.from_iterable(said)) == possible
-
-
-@pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])
-def test_equal_lengths_make_no_step_too_many(rows, world_size):
-    sizes = sizes_of_documents(np.full(rows, 2048))
-    plan = hfp.TokenBudget(4096).plan(sizes, Epoch(0, world_size))
-    assert plan.num_micro_batches == -(-rows // 2 // world_size)
 
 
 def run_together(plan):
@@ -229,3 +214,39 @@ def test_numpy_integers_of_any_size():
     plain = hfp.TokenBudget(16384, linear_cost=2, match_documents_per_step=64)
     numpy = hfp.TokenBudget(np.int32(16384), linear_cost=np.float64(2), match_documents_per_step=np.int64(64))
     assert repr(plain) == repr(numpy)
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=60),
+    world_size=st.integers(1, 8),
+    accumulation=st.integers(1, 3),
+    max_patches=st.one_of(st.none(), st.integers(30, 60)),
+    max_documents=st.one_of(st.none(), st.integers(4, 12)),
+)
+def test_patches_are_limited_beside_tokens_and_documents(rows, world_size, accumulation, max_patches, max_documents):
+    tokens, patches, documents = np.array(rows).T
+    sizes = replace(sizes_of_documents(tokens), segments=documents, patches=patches)
+    assume(len(tokens) >= world_size)
+    for epoch in range(2):
+        budget = hfp.TokenBudget(50, max_patches=max_patches, max_documents=max_documents)
+        plan = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
+        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(tokens)))
+        assert max_patches is None or plan.per_micro_batch(patches).max() <= max_patches
+        assert plan.per_micro_batch(tokens).max() <= 50
+        assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
+
+
+def test_patches_fill_micro_batches_as_well_as_tokens_do():
+    """Two pictures of 30 patches in each micro-batch, and texts of five times 8 tokens beside them."""
+    pictures, texts = np.full(40, 10), np.full(100, 8)
+    sizes = sizes_of_documents(np.concatenate([pictures, texts]))
+    sizes = replace(sizes, patches=np.repeat([30, 0], [40, 100]))
+    assert hfp.TokenBudget(60, max_patches=60).plan(sizes).num_micro_batches == 20
+
+
+def test_rows_with_too_many_patches_are_dropped_and_patches_are_in_the_fingerprint():
+    sizes = replace(sizes_of_documents(np.array([5, 6, 7])), patches=np.array([0, 90, 4]))
+    assert hfp.TokenBudget(50, max_patches=60, overflow="drop").fit(sizes).left_out.tolist() == [1]
+    assert sizes.fingerprint != replace(sizes, patches=np.array([0, 4, 90])).fingerprint
+    assert sizes.fingerprint != replace(sizes, patches=None).fingerprint

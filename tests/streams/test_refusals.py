@@ -47,7 +47,7 @@ REFUSED = {
     "column 'labels': .* as many values": lambda: pack(stream_of([[1, 2], [3, 4]], labels=[[1], [2]])),
     "column 'labels': .* row 1 has none": lambda: pack(stream_of([[1, 2], [3, 4]], labels=[[1, 2], None])),
     "column 'attention_mask'": lambda: pack(stream_of([[1, 2], [3, 4]], attention_mask=[[1, 1], [1, 0]])),
-    "dataset: expected the columns input_ids .*int32": lambda: pack(stream_of([[1, 2**31]])),
+    "column 'input_ids': .*int32": lambda: pack(stream_of([[1, 2**31]])),
     "5 tokens": lambda: pack(stream_of([[1] * 5]), hfp.BestFit(4, overflow="error")),
     "padding_threshold": lambda: pack(stream_of([[1]]), hfp.Bucket((4, 8)), share_prefixes=True),
     "column 'parents'": lambda: pack(stream_of([[1]], parents=[[1]]), share_prefixes=True),

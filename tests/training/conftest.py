@@ -2,7 +2,7 @@
 
 import pytest
 from trl.trainer import utils
-from whole_rows_process import ExactLogProbs
+from whole_rows import ExactLogProbs
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from patched_models import patched, patched_tiny
-from peft import LoraConfig, get_peft_model
 from tiers import fast_only
-from tiny_models import SIZES, build, with_loss_times
+from tiny_models import SIZES, build
 from trainers import arguments, logged, trainer_of
 from training_process import documents
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Trainer
@@ -49,7 +48,7 @@ def test_the_unpacked_schedule(tmp_path):
     assert trainer.state.global_step == 10
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer, type("MyTrainer", (SFTTrainer,), {})])
 def test_trainers_stay_what_they_are(tmp_path, kind):
     trainer = trainer_of(tmp_path, kind, model=build("Llama"))
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -79,15 +78,6 @@ def test_trainer_and_sft_trainer_agree(tmp_path, loss):
     assert found[0][0] != found[0][1]
 
 
-def test_losses_differ(tmp_path):
-    found = []
-    for loss in ("token", "sequence"):
-        trainer = trainer_of(tmp_path)
-        hfp.attach(trainer, hfp.TokenBudget(64), loss=loss)
-        found.append(logged(trainer)[0])
-    assert abs(found[0] - found[1]) > 1e-3
-
-
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_nothing_to_train_on_is_zero(tmp_path, loss, kind):
@@ -97,29 +87,6 @@ def test_nothing_to_train_on_is_zero(tmp_path, loss, kind):
     hfp.attach(trainer, hfp.TokenBudget(8), loss=loss)
     assert logged(trainer) == [0.0, 0.0]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-
-
-def test_a_masked_language_model(tmp_path):
-    """Bert takes no num_items_in_batch; two accumulated batches give the loss of one."""
-    found = []
-    for accumulation, budget in ((1, 4000), (3, 400)):
-        model = patched_tiny("bert", "masked")
-        trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=accumulation, max_steps=1)
-        hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
-        found.append(logged(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_balances_its_routers(tmp_path):
-    model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=2, max_steps=1)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
-    with torch.no_grad():
-        parts = [model(**batch, num_items_in_batch=items) for batch in batches]
-    expected = sum(part.loss - part.aux_loss * 0.5 / 2 for part in parts)
-    assert logged(trainer) == [pytest.approx(float(expected), rel=1e-5)]
 
 
 def test_bucket_batches(tmp_path):
@@ -166,20 +133,15 @@ class CallsSuper(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
-    """BERT takes num_items_in_batch, and ignores it. A trainer that says that the loss is divided is refused."""
+def test_a_loss_that_nothing_divides(tmp_path):
+    """BERT ignores num_items_in_batch: its means are weighted by the labels of each micro-batch."""
     found = []
-    for kind, accumulation, budget in ((Trainer, 1, 4000), (CallsSuper, 3, 400)):
+    for kind, accumulation, budget in ((Trainer, 1, 4000), (Trainer, 3, 400), (CallsSuper, 3, 400)):
         options = {"gradient_accumulation_steps": accumulation, "max_steps": 1}
         trainer = trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"), **options)
         hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
-        found.append(logged(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-    trainer = trainer_of(tmp_path, CallsSuper, model=patched_tiny("bert", "masked"))
-    trainer.loss_is_scaled_for_ga = True
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="loss_is_scaled_for_ga: expected None or False for CallsSuper, whose loss"):
-        trainer.train()
+        found.append(logged(trainer)[0])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
 def attached(trainer):
@@ -198,14 +160,6 @@ def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     assert not trainer._metrics["train"]
     assert not trainer._total_train_tokens
-
-
-@pytest.mark.slow
-def test_labels_that_make_the_input_of_a_decoder(tmp_path):
-    trainer = trainer_of(tmp_path, model=tiny_model("bart", "masked"))
-    message = "expected a model that returns a loss of a packed batch, but BartForConditionalGeneration raises"
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_training_in_evaluation_mode(tmp_path):
@@ -330,7 +284,7 @@ def test_a_batching_of_the_users_own(tmp_path, limit):
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["tokens_per_step"] for line in logs] == lengths
     assert [line.get("packing_efficiency") for line in logs] == [limit and length / limit for length in lengths]
-    with pytest.raises(hfp.PackingError, match="tokens: expected .*OneByOne.* got 99"):
+    with pytest.raises(hfp.PackingError, match="^tokens: "):
         hfp.attach(trainer_of(tmp_path), OneByOne(), tokens=99, max_segments=9)
 
 
@@ -348,20 +302,6 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert hfp.check_isolation(trainer.model).isolated
-
-
-@pytest.mark.slow
-def test_a_model_that_is_made_later_is_asked_for_its_loss_as_well(tmp_path):
-    data = documents(45).map(lambda row: {"labels": row["input_ids"][::-1]})  # others than the tokens it sees
-    model = tiny_model("bart", "causal")
-    with torch.no_grad():
-        rows = [torch.tensor([ids]) for ids in data["input_ids"]]
-        sums = [model(input_ids=row, labels=row.flip(1), use_cache=False).loss.item() * row.shape[1] for row in rows]
-    trainer = Trainer(
-        model_init=lambda: tiny_model("bart", "causal"), args=arguments(tmp_path, max_steps=1), train_dataset=data
-    )
-    hfp.attach(trainer, hfp.TokenBudget(2000))
-    assert logged(trainer) == pytest.approx([sum(sums) / sum(map(len, data["input_ids"]))], rel=1e-5)
 
 
 class OwnLanguageModel(PreTrainedModel):
@@ -409,13 +349,6 @@ def test_a_language_model_without_an_output_layer_trains_on_packed_rows(tmp_path
         assert torch.allclose(step, -0.1 * parameter.grad, rtol=0, atol=1e-6 * float(parameter.grad.abs().max())), name
 
 
-def test_lora(tmp_path):
-    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
-    trainer = trainer_of(tmp_path, model=model)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    assert len(logged(trainer)) == 2
-
-
 @pytest.mark.parametrize("persistent", fast_only([False, True], False))
 def test_batches_of_workers_are_the_same(tmp_path, persistent):
     found = []
@@ -427,45 +360,11 @@ def test_batches_of_workers_are_the_same(tmp_path, persistent):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default::UserWarning")  # dynamo looks at the gradients of tensors that have none
-def test_compiled(tmp_path):
-    found = []
-    for compiled in (False, True):
-        trainer = trainer_of(tmp_path, torch_compile=compiled, torch_compile_backend="eager" if compiled else None)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        found.append(logged(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_another_stays_the_models(tmp_path):
-    model = with_loss_times(2.0)
-    trainer = trainer_of(tmp_path, model=model)
-    assert trainer.model_accepts_loss_kwargs
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    usual = trainer_of(tmp_path)
-    hfp.attach(usual, hfp.TokenBudget(64))
-    assert logged(trainer)[0] == pytest.approx(2 * logged(usual)[0], rel=1e-5)
-    found = []
-    for each in (with_loss_times(2.0), build("Llama")):
-        trainer = trainer_of(tmp_path, model=each)
-        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
-        found.append(logged(trainer)[0])
-    assert found[0] == pytest.approx(2 * found[1], rel=1e-5)
-
-
-def test_linear_cost():
-    assert linear_cost_of(build("Llama").config) == pytest.approx((2 * 64 * (64 + 32) + 3 * 64 * 96) / (2 * 64))
+def test_linear_cost_is_that_of_the_model(tmp_path):
+    per_layer = (2 * 64 * (64 + 32) + 3 * 64 * 96) / (2 * 64)
     one_of_two_layers = build("Gemma2").config
-    assert linear_cost_of(one_of_two_layers) == pytest.approx(2 * (2 * 64 * (64 + 32) + 3 * 64 * 96) / (2 * 64))
-    assert linear_cost_of(object()) == 6 * 2048
-
-
-def test_the_balance_is_that_of_the_model(tmp_path):
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    assert trainer.planned_batches.decided.batching.linear_cost == linear_cost_of(trainer.model.config)
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=5))
-    assert trainer.planned_batches.decided.batching.linear_cost == 5
+    assert linear_cost_of(one_of_two_layers) == pytest.approx(2 * per_layer)
+    for given, expected in ((None, per_layer), (5, 5)):
+        trainer = trainer_of(tmp_path)
+        hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=given))
+        assert trainer.planned_batches.decided.batching.linear_cost == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Trainers and loops on documents that share prefixes: the gradients of the documents alone, at the price of trees."""
+"""Training on documents that share prefixes, also of streams: the gradients of the documents, at the price of trees."""
 
 import warnings
 
@@ -11,19 +11,17 @@ from processes import losses, read, run
 from tiers import fast_only
 from tiny_models import build
 from trainers import trainer_of
-from training_process import documents
+from training_process import documents, segments
 from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
-from hf_packing.training.loader import rows_loader
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
     pytest.mark.filterwarnings("ignore:pack applies:UserWarning"),
+    pytest.mark.filterwarnings("ignore:pack shares fewer:UserWarning"),
 ]
 
 DATA = documents(12, samples=3)
@@ -67,70 +65,6 @@ def test_a_step_is_that_of_the_documents_alone(tmp_path, kind, loss):
         check_equal(found, expected)
 
 
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_a_loop(loss):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    gradients = []
-    for share in (False, 2):
-        model = patched("GPT2", torch.float64)
-        budget = hfp.TokenBudget(2048, share_prefixes=share)
-        loader = hfp.prepare_dataloader(accelerator, DATA, budget, loss=loss, model=model)
-        batches = list(loader)
-        assert len(batches) == 2
-        assert all(("parents" in batch) == bool(share) for batch in batches)
-        for batch in batches:
-            hfp.compute_loss(model, batch).backward()
-        gradients.append({name: each.grad for name, each in model.named_parameters()})
-    largest = max(float(each.abs().max()) for each in gradients[0].values())
-    for name, expected in gradients[0].items():
-        assert float((gradients[1][name] - expected).abs().max()) <= 1e-12 * largest
-
-
-def test_evaluation_on_trees(tmp_path):
-    packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
-    trainer = trainer_of(tmp_path, data=DATA)
-    hfp.attach(trainer, hfp.TokenBudget(256))
-    expected = trainer.evaluate(DATA)["eval_loss"]
-    assert trainer.evaluate(packed)["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    accelerator = Accelerator(cpu=True)
-    assert hfp.evaluation_loss(accelerator, trainer.model, packed) == pytest.approx(expected, rel=1e-6)
-
-
-def test_rows_of_other_kinds_of_datasets_have_the_same_sizes():
-    from hf_packing.sampling.sizes import sizes_of
-
-    packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
-    one, other = sizes_of(packed), sizes_of(packed.to_list())
-    lazy = sizes_of(hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2, lazy=True))
-    assert (one.fingerprint, one.trees) == (lazy.fingerprint, lazy.trees)
-    trees = TreesOfDocuments.find(DATA, 128, 2, "error")
-    for name in ("tokens", "segments", "squared_lengths"):
-        assert (getattr(one, name) == getattr(other, name)).all()
-        if name == "segments":
-            assert one.segments.sum() == trees.sizes.segments.sum() == 36
-    assert one.trees == other.trees
-    assert trees.sizes.trees.raw_tokens == RAW
-    rows = hfp.PackingCollator()(trees.__getitems__([*range(len(trees))]))
-    from hf_packing.training.tree_batch import trees_of
-
-    assert trees_of(rows).attention_cost == trees.sizes.squared_lengths.sum()
-
-
-def test_copies_are_masked():
-    trees = TreesOfDocuments.find(DATA.select(range(3)), 128, 2, "error")
-    assert len(trees) == 1
-    rows = hfp.pack(DATA.select(range(6)), hfp.BestFit(64), share_prefixes=2)
-    from hf_packing.sampling.sizes import sizes_of
-
-    sampler = RankBatchSampler(hfp.TokenBudget(64), sizes_of(rows), world_size=1, accumulation=1)
-    loader = rows_loader(rows, sampler)
-    whole = loader.dataset.__getitems__([(0, False), (0, True)])
-    assert len(whole[0]["trained"]) > 0
-    batch = hfp.PackingCollator()([whole[1]])
-    assert (batch["tree_labels"] == -100).all()
-    assert len(batch["trained"]) == 0
-
-
 def test_lost_documents_are_counted(tmp_path):
     rows = {"input_ids": [[*range(3, 40)], [*range(3, 30), 50], [5] * 90, [], [7, 8]]}
     data = datasets.Dataset.from_dict(rows)
@@ -139,52 +73,6 @@ def test_lost_documents_are_counted(tmp_path):
         hfp.attach(trainer, hfp.TokenBudget(64, share_prefixes=True))
     summary = hfp.attach(trainer, hfp.TokenBudget(64, share_prefixes=True, overflow="drop"))
     assert (summary.left_out, summary.lost_tokens, summary.tokens) == (2, 90, 38 + 2)
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, *arguments, **options):
-        return super().compute_loss(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "how", "message"),
-    [
-        (OwnLoss, {}, {}, "trainer: expected the cross-entropy as the loss for documents that share prefixes"),
-        (Trainer, {"label_smoothing_factor": 0.1}, {}, "trainer: expected the cross-entropy as the loss"),
-        (Trainer, {}, {"tokens": 128, "max_segments": 9}, "tokens: expected None for documents that share prefixes"),
-    ],
-)
-def test_what_trees_do_not_take(tmp_path, kind, settings, how, message):
-    trainer = trainer_of(tmp_path, kind, data=DATA, **settings)
-    with pytest.raises(hfp.PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2), **how)
-
-
-def test_batchings_and_datasets_that_share_no_prefixes(tmp_path):
-    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens"):
-        hfp.TokenBudget(64, share_prefixes="yes")
-    schedule = hfp.LengthSchedule(8, 10)
-    with pytest.raises(hfp.PackingError, match="length_schedule: expected None with share_prefixes"):
-        hfp.TokenBudget(64, share_prefixes=True, length_schedule=schedule)
-    packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
-    trainer = trainer_of(tmp_path, data=packed)
-    with pytest.raises(hfp.PackingError, match="length_schedule: expected None for documents that share prefixes"):
-        hfp.attach(trainer, hfp.TokenBudget(128, length_schedule=schedule))
-    for data, message in (
-        (DATA.to_list(), "dataset: expected a Dataset of documents with share_prefixes, got list"),
-        (DATA.with_transform(lambda rows: rows), "expected a dataset without a transform"),
-        (hfp.pack(DATA, hfp.BestFit(128)), "expected documents that are not packed yet"),
-        (packed, "expected documents that are not packed yet"),
-    ):
-        trainer = trainer_of(tmp_path, data=data)
-        with pytest.raises(hfp.PackingError, match=message):
-            hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=True))
-
-
-def test_models_that_see_their_labels_are_refused(tmp_path):
-    trainer = trainer_of(tmp_path, model=patched("BertForMaskedLM"), data=DATA)
-    with pytest.raises(hfp.PackingError, match="expected a causal language model for documents that share prefixes"):
-        hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
 
 
 def test_prefixes_that_are_not_stable_are_refused(tmp_path):
@@ -256,3 +144,79 @@ def test_killed_on_two_ranks(tmp_path, through):
     trained = [tuple(row) for row, labels in zip(*documents(12, 3).to_dict().values(), strict=True) if max(labels) > 0]
     assert all(sorted(each) == sorted(trained) for each in seen.values())
     assert len(seen) == 5
+
+
+def stream(shards=2):
+    return DATA.to_iterable_dataset(num_shards=shards)
+
+
+def packed(streams=2):
+    return hfp.pack(stream(), hfp.BestFit(96), share_prefixes=2, streams=streams, window_packs=4)
+
+
+def epoch_of(data, budget, loss="token"):
+    """The batches of an epoch in a loop, and the gradients of all of them in float64."""
+    model = patched("GPT2", torch.float64, trees=True)
+    batches = list(hfp.prepare_dataloader(Accelerator(cpu=True), data, budget, loss=loss))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(batches))
+    for batch in hfp.prepare_dataloader(accelerator, data, budget, loss=loss, model=model):
+        accelerator.backward(hfp.compute_loss(model, batch))
+    return batches, {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_an_epoch_is_that_of_the_documents_alone(loss):
+    _, expected = epoch_of(DATA, hfp.TokenBudget(8192), loss)
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for data, budget in (
+        (DATA, hfp.TokenBudget(2048, share_prefixes=2)),
+        (stream(shards=1), hfp.TokenBudget(96, share_prefixes=2)),
+        (packed(streams=1), hfp.TokenBudget(96)),
+        (packed(streams=1), hfp.TokenBudget(200)),  # two rows in a batch
+    ):
+        batches, found = epoch_of(data, budget, loss)
+        assert sorted(ids for batch in batches for ids, _ in segments(batch)) == sorted(DATA["input_ids"])
+        assert sum(batch["input_ids"].shape[1] for batch in batches) < 0.7 * RAW
+        for name, each in expected.items():
+            assert float((found[name] - each).abs().max()) <= 1e-12 * largest
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
+    rows = list(packed())
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
+    trainer = trainer_of(tmp_path, kind, patched("Llama"), packed(), max_steps=len(rows), **options)
+    summary = hfp.attach(trainer, hfp.TokenBudget(96))
+    assert "share_prefixes=2" in str(summary)
+    seen = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, __, inputs: seen.append(tuple(inputs["input_ids"][0].tolist())), with_kwargs=True
+    )
+    trainer.train()
+    assert [each["loss"] > 0 for each in trainer.state.log_history if "loss" in each] == [True] * len(rows)
+    expected = [tuple(row["tree_input_ids"]) for row in rows]
+    assert list(dict.fromkeys(each for each in seen if each in expected)) == expected  # the first batch is also proven
+
+
+def test_a_mixture_counts_documents_and_their_tokens(tmp_path):
+    few = hfp.mix({"few": stream(), "same": stream()}, {"few": 1, "same": 3}, stopping_strategy="first_exhausted")
+    rows = hfp.pack(few, hfp.BestFit(96), share_prefixes=2, streams=2, window_packs=4)
+    trainer = trainer_of(tmp_path, data=rows, model=patched("Llama", trees=True), max_steps=4)
+    hfp.attach(trainer, hfp.TokenBudget(96))
+    trainer.train()
+    logs = next(each for each in reversed(trainer.state.log_history) if "source_few_tokens" in each)
+    found = [document for row in list(rows)[:4] for document in _documents_of(row)]
+    for name, number in (("few", 0), ("same", 1)):
+        assert logs[f"source_{name}_documents"] == sum(source == number for source, _ in found) > 0
+        assert logs[f"source_{name}_tokens"] == sum(tokens for source, tokens in found if source == number)
+        assert f"source_{name}_loss" not in logs, "a token of a tree belongs to several documents"
+
+
+def _documents_of(row):
+    """The source and the number of tokens of each document, found by walking up from its end."""
+    begins = [sum(row["segment_lengths"][:segment]) for segment in range(len(row["parents"]))]
+    for end in row["ends"]:
+        tokens, segment = 0, end
+        while segment >= 0:
+            tokens, segment = tokens + row["segment_lengths"][segment], row["parents"][segment]
+        yield row["source"][begins[end]], tokens

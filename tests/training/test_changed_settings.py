@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
-from trainers import logged, trainer_of
+from trainers import trainer_of
 from training_process import documents
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
@@ -16,7 +15,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
@@ -97,38 +95,29 @@ def test_changes_that_take_effect(tmp_path, name, unchanged):
     assert all(math.isfinite(loss) for loss in found[1].values())
 
 
-REFUSED = {
-    "average_tokens_across_devices": (set_argument("average_tokens_across_devices", False), "expected True"),
-    "auto_find_batch_size": (set_argument("auto_find_batch_size", True), "expected False"),
-    "train_sampling_strategy": (set_argument("train_sampling_strategy", "sequential"), "expected 'random'"),
-    "packing": (set_argument("packing", True), "expected False"),
-    "dispatch_batches": (set_on_accelerator("dispatch_batches", True), "expected False"),
-    "split_batches": (set_on_accelerator("split_batches", True), "expected False"),
-    "label_smoothing_factor": (set_argument("label_smoothing_factor", 0.1), "expected 0.0, the .* got 0.1; set the"),
-    "use_liger_kernel": (set_argument("use_liger_kernel", True), "expected False, .*, got True"),
-    "loss_type": (set_argument("loss_type", "dft"), "expected 'nll', the value when attach was called, got 'dft'"),
-    "label_smoother": (set_on_trainer("label_smoother", LabelSmoother(0.1)), "expected None, .* got LabelSmoother"),
-    "compute_loss_func": (set_on_trainer("compute_loss_func", lambda *_, **__: 0), "expected None, the value .*, got"),
-    "model_accepts_loss_kwargs": (set_on_trainer("model_accepts_loss_kwargs", False), "expected True, .* got False"),
-    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected None, .* got False"),
-    "data_collator": (set_on_trainer("data_collator", lambda rows: rows[0]), "expected the collator set by attach"),
-    "compute_loss": (set_on_trainer("compute_loss", lambda *_, **__: 0), "expected the method of .*Trainer"),
-    "get_train_dataloader": (set_on_trainer("get_train_dataloader", list), "expected the method of .*Trainer"),
-    "_get_train_sampler": (set_on_trainer("_get_train_sampler", lambda _: None), "expected the method of .*Trainer"),
-    "model": (lambda trainer: setattr(trainer, "model", build("Llama")), "expected the model that the trainer had"),
-    "train_dataset": (set_on_trainer("train_dataset", None), "expected a dataset, but the trainer has none"),
+REFUSED_IN_TRAINING = {
+    "average_tokens_across_devices": set_argument("average_tokens_across_devices", False),
+    "auto_find_batch_size": set_argument("auto_find_batch_size", True),
+    "train_sampling_strategy": set_argument("train_sampling_strategy", "sequential"),
+    "packing": set_argument("packing", True),
+    "dispatch_batches": set_on_accelerator("dispatch_batches", True),
+    "split_batches": set_on_accelerator("split_batches", True),
+    "get_train_dataloader": set_on_trainer("get_train_dataloader", list),
+    "_get_train_sampler": set_on_trainer("_get_train_sampler", lambda _: None),
+    "model": lambda trainer: setattr(trainer, "model", build("Llama")),
+    "train_dataset": set_on_trainer("train_dataset", None),
 }
-OF_TRAINING_ALONE = {
-    "average_tokens_across_devices",
-    "auto_find_batch_size",
-    "train_sampling_strategy",
-    "packing",
-    "dispatch_batches",
-    "split_batches",
-    "model",
-    "train_dataset",
-    "_get_train_sampler",
-    "get_train_dataloader",
+REFUSED = REFUSED_IN_TRAINING | {
+    "predict_with_generate": set_argument("predict_with_generate", True),
+    "label_smoothing_factor": set_argument("label_smoothing_factor", 0.1),
+    "use_liger_kernel": set_argument("use_liger_kernel", True),
+    "loss_type": set_argument("loss_type", "dft"),
+    "label_smoother": set_on_trainer("label_smoother", LabelSmoother(0.1)),
+    "compute_loss_func": set_on_trainer("compute_loss_func", lambda *_, **__: 0),
+    "model_accepts_loss_kwargs": set_on_trainer("model_accepts_loss_kwargs", False),
+    "loss_is_scaled_for_ga": set_on_trainer("loss_is_scaled_for_ga", False),
+    "data_collator": set_on_trainer("data_collator", lambda rows: rows[0]),
+    "compute_loss": set_on_trainer("compute_loss", lambda *_, **__: 0),
 }
 
 
@@ -143,14 +132,13 @@ def attached(request, tmp_path_factory):
 def test_changes_that_are_refused(attached, name):
     if not hasattr(attached.args, name) and name in ("loss_type", "packing"):
         pytest.skip("an argument of SFTTrainer")
-    change, message = REFUSED[name]
     state = vars(attached).copy(), vars(attached.args).copy(), vars(attached.accelerator.dataloader_config).copy()
-    change(attached)
+    REFUSED[name](attached)
     try:
         for call in (attached.train, lambda: attached.evaluate(documents(3)), lambda: attached.predict(documents(3))):
-            if call != attached.train and name in OF_TRAINING_ALONE:
+            if call != attached.train and name in REFUSED_IN_TRAINING:
                 continue
-            with pytest.raises(PackingError, match=f"{name}: {message}"):
+            with pytest.raises(PackingError, match=f"^{name}: "):
                 call()
     finally:
         for holder, before in zip(
@@ -159,24 +147,6 @@ def test_changes_that_are_refused(attached, name):
             vars(holder).clear()
             vars(holder).update(before)
     assert attached.state.global_step == 0
-
-
-def test_a_loss_that_nothing_divides_with_accumulation_set_after_attach(tmp_path):
-    """A mean over labels is weighted by the labels of each micro-batch, whenever their number was set."""
-
-    class CallsSuper(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    found = []
-    for is_set_before in (True, False):
-        trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"), max_steps=1)
-        if is_set_before:
-            trainer.args.gradient_accumulation_steps = 4
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        trainer.args.gradient_accumulation_steps = 4
-        found += logged(trainer)
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
@@ -222,13 +192,6 @@ def test_another_model_is_evaluated(tmp_path):
     hfp.attach(expected, hfp.TokenBudget(64))
     assert found == pytest.approx(expected.evaluate(documents(9))["eval_loss"])
     assert trainer.state.global_step == 2
-
-
-def test_methods_that_were_set_on_a_trainer_before_attach(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.compute_loss = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="expected the method of Trainer, .*define the method in a subclass"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_rows_that_are_added_while_training_are_refused(tmp_path):
@@ -280,12 +243,3 @@ def test_changes_that_a_loop_refuses(change, message):
     change(accelerator, data)
     with pytest.raises(PackingError, match=message):
         next(iter(loader))
-
-
-def test_another_model_in_a_loop():
-    """compute_loss takes a patched one, whichever it is, and refuses another."""
-    loader = loader_of(Accelerator(cpu=True), documents(20))
-    batch = next(iter(loader))
-    with pytest.raises(PackingError, match="model: expected a model patched by patch_model"):
-        hfp.compute_loss(build("Llama"), batch)
-    assert hfp.compute_loss(patched(), batch).isfinite()

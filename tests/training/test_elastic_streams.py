@@ -1,13 +1,176 @@
 """Streams on 1, 2 and 4 processes: the same steps, also after kills and resumes on other numbers of ranks."""
 
 import json
+import os
+import signal
 from collections import Counter
 from itertools import accumulate, pairwise
+from pathlib import Path
 
-import elastic_process
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from datasets import Features, List, Value, load_dataset
 from document_streams import make_documents, write_parquet
-from processes import launch, losses, read
+from processes import losses, on_ranks, read
+from tiny_models import build, exact
+from trainers import arguments
+from training_process import Log, segments
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import hf_packing as hfp
+
+SETTINGS = {
+    "how": "trainer",
+    "steps": 8,
+    "accumulation": 1,
+    "streams": 8,
+    "packs": False,
+    "shared": None,
+    "rows": 1,
+    "workers": 0,
+    "dispatch": None,
+    "save": None,
+    "kill": None,
+    "resume": False,
+    "evaluate": False,
+    "unreadable": None,
+}
+"""`steps`: how many are trained; `packs`: TokenBudget packs the documents; `shared`: they share prefixes of at least so
+many tokens; `save`: after how many steps checkpoints are saved; `kill`: the step in which the first rank kills itself;
+`unreadable`: how many documents the second rank, or with `dispatch` the first, can read."""
+
+CAPACITY = 48
+
+
+def documents_of(batch):
+    """The documents of a batch that are trained on, or have a single token."""
+    return [tokens for tokens, is_trained in segments(batch) if is_trained or len(tokens) == 1]
+
+
+def open_stream(folder, settings, notes):
+    features = Features({"input_ids": List(Value("int64"))})
+    files = sorted(str(file) for file in (folder.parent / "data").glob("*.parquet"))
+    stream = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    unreadable = settings["unreadable"] if notes.rank == (0 if settings["dispatch"] else 1) else None
+    read = {"file": str(notes.folder / f"read-{notes.rank}.jsonl"), "unreadable": unreadable}
+    stream = stream.select_columns(["input_ids"]).map(count_documents, fn_kwargs=read)
+    if settings["packs"]:
+        return stream.cast(features)
+    strategy = hfp.BestFit(CAPACITY, overflow="split")
+    shared = settings["shared"] or False
+    return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3, share_prefixes=shared)
+
+
+def whole_stream(folder, settings, notes):
+    """The stream to evaluate on, in larger rows."""
+    documents = open_stream(folder, settings | {"packs": True}, notes)
+    return hfp.pack(documents, hfp.BestFit(64), streams=8, share_prefixes=settings["shared"] or False)
+
+
+def count_documents(row, file, unreadable):
+    if unreadable and Path(file).exists() and len(Path(file).read_text().splitlines()) > unreadable:
+        raise ValueError("an unreadable document")
+    with open(file, "a") as lines:
+        lines.write(json.dumps(row["input_ids"][:2]) + "\n")
+    return row
+
+
+def batching_of(settings):
+    if not settings["packs"]:
+        return hfp.TokenBudget(CAPACITY * settings["rows"])
+    shared = settings["shared"] or False
+    return hfp.TokenBudget(CAPACITY * settings["rows"], overflow="split", share_prefixes=shared)
+
+
+def kill_at(step, rank, settings):
+    if settings["kill"] == step and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_with_trainer(folder, settings):
+    class Noting(Trainer):
+        def training_step(self, model, inputs, *others):
+            notes.write("seen", step=self.state.global_step, documents=documents_of(inputs))
+            return super().training_step(model, inputs, *others)
+
+    class Kills(TrainerCallback):
+        def on_step_begin(self, args, state, control, **known):  # noqa: ARG002
+            kill_at(state.global_step, args.process_index, settings)
+
+    saved = {"save_strategy": "steps", "save_steps": settings["save"]} if settings["save"] else {}
+    args = arguments(
+        folder.parent / "checkpoints",
+        learning_rate=1e-3,
+        max_steps=settings["steps"],
+        gradient_accumulation_steps=settings["accumulation"],
+        dataloader_num_workers=settings["workers"],
+        accelerator_config={"dispatch_batches": settings["dispatch"]},
+        **saved,
+    )
+    notes = Log(folder, args.process_index)
+    stream = open_stream(folder, settings, notes)
+    trainer = Noting(exact(build("Llama").double()), args, train_dataset=stream, callbacks=[Kills()])
+    summary = hfp.attach(trainer, batching_of(settings))
+    assert summary.ranks == args.world_size
+    trainer.train(resume_from_checkpoint=settings["resume"] or None)
+    for line in trainer.state.log_history:
+        if "loss" in line:
+            notes.write("losses", step=line["step"], loss=line["loss"], epoch=line["epoch"])
+    if settings["evaluate"]:
+        notes.write("evaluated", loss=trainer.evaluate(whole_stream(folder, settings, notes))["eval_loss"])
+    return trainer.accelerator
+
+
+def train_in_a_loop(folder, settings):
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=settings["accumulation"],
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=settings["dispatch"]),
+    )
+    notes = Log(folder, accelerator.process_index)
+    model = exact(build("Llama").double())
+    stream = open_stream(folder, settings, notes)
+    loader = hfp.prepare_dataloader(
+        accelerator, stream, batching_of(settings), model=model, num_workers=settings["workers"]
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step = 0
+    if settings["resume"] and (last := get_last_checkpoint(folder.parent / "checkpoints")):
+        accelerator.load_state(last)
+        step = int(last.rpartition("-")[2])
+    while step < settings["steps"]:
+        for number, batch in enumerate(loader):
+            if not number % settings["accumulation"]:
+                kill_at(step, accelerator.process_index, settings)
+                total = 0
+            notes.write("seen", step=step, documents=documents_of(batch))
+            with accelerator.accumulate(model):
+                loss = hfp.compute_loss(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += accelerator.reduce(loss.detach(), "mean") / settings["accumulation"]
+            if accelerator.sync_gradients:
+                step += 1
+                notes.write("losses", step=step, loss=float(total))
+                if settings["save"] and not step % settings["save"]:
+                    accelerator.save_state(folder.parent / "checkpoints" / f"checkpoint-{step}")
+                if step == settings["steps"]:
+                    break
+    if settings["evaluate"]:
+        whole = whole_stream(folder, settings, notes)
+        notes.write("evaluated", loss=hfp.evaluation_loss(accelerator, model, whole, rows_per_batch=2))
+    return accelerator
+
+
+def train(folder, settings):
+    settings = SETTINGS | settings
+    {"trainer": train_with_trainer, "loop": train_in_a_loop}[settings["how"]](folder, settings).free_memory()
+
 
 FILES = {
     "even": [30] * 8,
@@ -34,8 +197,8 @@ def write(folder, sizes, samples=1):
 
 def run(folder, ranks, fails=False, **settings):
     """Train; what the processes note is in the folder, data and checkpoints are beside it."""
-    assert settings.keys() <= elastic_process.SETTINGS.keys()
-    launch("elastic_process.py", folder, json.dumps(settings), ranks=ranks, fails=fails)
+    assert settings.keys() <= SETTINGS.keys()
+    return on_ranks(train, folder, settings, ranks=ranks, fails=fails)
 
 
 def steps_of(folder, ranks):
@@ -112,6 +275,6 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs, share
 def test_a_rank_that_cannot_read_stops_all(tmp_path, dispatch):
     write(tmp_path, FILES["even"])
     settings = {"how": "loop", "steps": 60, "unreadable": 60, "workers": 1, "dispatch": dispatch}
-    done = launch("elastic_process.py", tmp_path / "run", json.dumps(settings), ranks=2, fails=True)
+    done = run(tmp_path / "run", 2, fails=True, **settings)
     of_others = "the main process, which raised" if dispatch else "another rank could not read its next rows"
     assert "an unreadable document" in done.stderr or of_others in done.stderr

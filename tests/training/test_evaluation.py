@@ -5,7 +5,6 @@ import math
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build
@@ -15,7 +14,6 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -25,9 +23,6 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
-    model = patched()
-    with pytest.raises(PackingError, match="expected at least one label to evaluate on, but all labels are -100"):
-        hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
 
 
 def test_a_function_that_divides_by_the_items_it_is_given(tmp_path):
@@ -61,44 +56,43 @@ def test_routers_are_no_part_of_it_whoever_makes_the_loss(tmp_path):
     assert found == pytest.approx([found[0]] * 6, rel=1e-5)
 
 
-def test_predicting_without_compute_loss(tmp_path):
-    class Own(Trainer):
-        def prediction_step(self, *_, **__):
-            return torch.tensor(1.0), None, None
-
-    trainer = trainer_of(tmp_path, Own)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="that calls self.compute_loss, but Own.prediction_step did not"):
-        trainer.evaluate(documents(9))
+def as_stream(data):
+    return data.to_iterable_dataset(num_shards=2)
 
 
-def test_a_dataset_that_is_not_known(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.eval_dataset = {"few": documents(3)}
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match=r"key of trainer.eval_dataset \(few\), got 'many'"):
-        trainer.evaluate("many")
+WAYS = {
+    "documents": lambda data: data,
+    "packed": lambda data: hfp.pack(data, hfp.BestFit(64)),
+    "lazy": lambda data: hfp.pack(data, hfp.BestFit(64), lazy=True),
+    "trees": lambda data: hfp.pack(data, hfp.BestFit(64), share_prefixes=2),
+    "stream": as_stream,
+    "packed stream": lambda data: hfp.pack(as_stream(data), hfp.BestFit(64), streams=2),
+    "stream of trees": lambda data: hfp.pack(as_stream(data), hfp.BestFit(64), streams=2, share_prefixes=2),
+}
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-def test_evaluation_is_the_mean_over_tokens(tmp_path, kind):
-    model = build("Llama", torch.float64)
-    data = documents(20)
+@pytest.mark.parametrize(("kind", "way"), [*((Trainer, way) for way in WAYS), (SFTTrainer, "documents")])
+def test_evaluation_is_the_mean_over_tokens(tmp_path, kind, way):
+    model, data = build("Llama", torch.float64), documents(7, samples=3)
     total, tokens = 0.0, 0
     for ids, labels in zip(data["input_ids"], data["labels"], strict=True):
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
         wanted = torch.tensor(labels[1:])
         total += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
         tokens += int((wanted != -100).sum())
-    trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64), data=data)
+    trained = as_stream(data) if "stream" in way else data
+    trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64, trees=True), data=trained)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    found = []
-    for rows in (1, 2, 4):
-        trainer.args.per_device_eval_batch_size = rows
-        found += [trainer.evaluate(data)["eval_loss"], trainer.predict(data).metrics["test_loss"]]
-    in_float32 = kind is SFTTrainer  # its fused head makes log-probabilities in float32
-    assert found == pytest.approx([total / tokens] * 6, rel=1e-6 if in_float32 else 1e-12)
-    assert max(found) - min(found) <= 1e-9 * max(found)
+    rows, found = WAYS[way](data), [trainer.evaluate(data)["eval_loss"]]
+    for size in (1, 4):
+        trainer.args.per_device_eval_batch_size = size
+        found.append(trainer.evaluate(rows)["eval_loss"])
+        if way != "stream":
+            found.append(hfp.evaluation_loss(trainer.accelerator, trainer.model, rows, rows_per_batch=size))
+    found += [] if "stream" in way else [trainer.predict(rows).metrics["test_loss"]]
+    in_float32 = kind is SFTTrainer or "trees" in way  # TRL's fused head, and norms of tokens that are shared
+    assert found == pytest.approx([total / tokens] * len(found), rel=1e-6 if in_float32 else 1e-12)
+    assert max(found) - min(found) <= 1e-9 * max(found) or in_float32
 
 
 def test_evaluation_of_several_datasets_and_with_metrics(tmp_path):

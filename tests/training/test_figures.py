@@ -1,12 +1,12 @@
 """Figures that Trainer and TRL derive themselves, after attach, against counts over the documents by hand."""
 
 import json
+import os
 
 import datasets
 import pytest
 import torch
-from patched_models import patched
-from processes import launch
+from processes import on_ranks
 from trainers import trainer_of
 from training_process import documents, tokenizer
 from transformers import Trainer
@@ -73,18 +73,6 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
     assert sum(tokens for tokens, *_ in counts) == tokens_in(data)
     segments = [len(row["seq_lengths"]) for row in data] if packed else [1, 1, 1]
     assert sum(found for _, found, *_ in counts) == sum(segments)
-
-
-def test_a_copy_and_rows_in_one_batch():
-    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100] * 2, "seq_idx": [-2, -2]}]
-    rows = [{"labels": row["input_ids"], **row} for row in (*rows, {"input_ids": [6], "seq_idx": [0]}, rows[1])]
-    batch = hfp.PackingCollator()(rows)
-    assert batch["seq_idx"].tolist() == [[0, 0, 0, -3, -3, 1, -5, -5]]
-    assert micro_batch_counts([batch], "token").tolist() == [[4, 2, 10, 2, 4]]
-    model = patched(dtype=torch.float64).eval()
-    with torch.no_grad():
-        logits, alone = model(**batch).logits[0, 3:5], model(input_ids=torch.tensor([[4, 5]]), use_cache=False).logits
-    assert torch.allclose(logits, alone[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("shapes", [{}, SHAPES])
@@ -154,13 +142,40 @@ def test_gathered_results_of_copies_are_left_out():
         assert [int(each) for each in found] == [0, 1]
 
 
+def report(folder, rows):
+    """Train, evaluate and predict on 23 documents, and write the figures that the trainer reports."""
+    data, seen = documents(23), []
+
+    def metrics(predicted):
+        seen.append([len(predicted.predictions), *(int((row != -100).sum()) for row in predicted.label_ids)])
+        return {}
+
+    micro_batches = 2 // int(os.environ.get("WORLD_SIZE", "1"))
+    known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": micro_batches}
+    known |= {"per_device_eval_batch_size": rows, "include_num_input_tokens_seen": "non_padding"}
+    trainer = attached(folder / "trainer", data=data, **known)
+    trainer.compute_metrics = metrics
+    speed = trainer.train().metrics
+    loss, predicted = trainer.evaluate(data)["eval_loss"], trainer.predict(data)
+    facts = {
+        "labels": [row[row != -100].tolist() for row in predicted.label_ids],
+        "loss": loss,
+        "seen_by_metrics": seen,
+        "documents": round(predicted.metrics["test_samples_per_second"] * predicted.metrics["test_runtime"]),
+        "num_tokens_seen": trainer.state.num_input_tokens_seen,
+        "trained_documents": speed["train_samples_per_second"] * speed["train_runtime"],
+    }
+    (folder / f"facts-{trainer.args.process_index}.json").write_text(json.dumps(facts))
+    assert len(predicted.predictions) == len(facts["labels"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_predictions_of_two_ranks_have_no_copies(tmp_path, rows):
     """23 rows: rank 1 lacks the last one, and runs a copy in its place."""
     found = []
     for ranks in (1, 2):
-        launch("figures_process.py", tmp_path / str(ranks), str(rows), ranks=ranks)
+        on_ranks(report, tmp_path / str(ranks), rows, ranks=ranks)
         found += [json.loads((tmp_path / str(ranks) / f"facts-{rank}.json").read_text()) for rank in range(ranks)]
     one, two, other = found
     assert two["labels"] == other["labels"]

@@ -1,6 +1,9 @@
 """Isolation proven on the first batch of a training: leaks are refused before a step, on all ranks, by their name."""
 
+import contextlib
+import io
 import json
+import os
 
 import accelerate
 import datasets
@@ -8,10 +11,12 @@ import pytest
 import torch
 from leaky_models import LEAKS, leaky
 from patched_models import patched
-from processes import launch, run
+from peft import LoraConfig, get_peft_model
+from processes import on_ranks, run
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import build, enable_checkpointing
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from trainers import trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
@@ -27,6 +32,10 @@ def documents(lengths=LENGTHS):
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 120, (length,), generator=generator).tolist() for length in lengths]
     return datasets.Dataset.from_dict({"input_ids": rows})
+
+
+def long_llama():
+    return build("Llama", max_position_embeddings=1024)
 
 
 def trainer_on(folder, model, kind=Trainer, **changes):
@@ -51,10 +60,9 @@ def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence")])
 def test_the_summary_says_what_was_proven(tmp_path, kind, loss):
-    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024), kind)
+    trainer = trainer_on(tmp_path, long_llama(), kind)
     summary = hfp.attach(trainer, BUDGET, loss=loss)
     trainer.train()
     told = str(summary).splitlines()[-1]
@@ -67,7 +75,7 @@ def test_the_summary_says_what_was_proven(tmp_path, kind, loss):
 def test_training_is_the_same_as_without_the_proof(tmp_path):
     losses = []
     for prove in ("first batch", "model"):
-        trainer = trainer_on(tmp_path / prove[0], build("Llama", max_position_embeddings=1024))
+        trainer = trainer_on(tmp_path / prove[0], long_llama())
         hfp.attach(trainer, BUDGET, prove=prove)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -75,23 +83,8 @@ def test_training_is_the_same_as_without_the_proof(tmp_path):
     assert len(losses[0]) == 2
 
 
-def test_the_proof_runs_once_for_each_mode(tmp_path, monkeypatch):
-    calls = []
-    proven = hfp.training.first_batch.prove_on_batch
-    monkeypatch.setattr(
-        "hf_packing.training.first_batch.prove_on_batch",
-        lambda model, batch, training: calls.append(training) or proven(model, batch, training),
-    )
-    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024))
-    hfp.attach(trainer, BUDGET)
-    trainer.train()
-    trainer.evaluate(documents(LENGTHS[:8]))
-    trainer.evaluate(documents(LENGTHS[:8]))
-    assert calls == [True, False]
-
-
 def test_a_batch_of_one_document_proves_nothing(tmp_path):
-    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024))
+    trainer = trainer_on(tmp_path, long_llama())
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
     trainer.args.max_steps = 1
     trainer.train_dataset = documents([210] * 4)
@@ -116,16 +109,6 @@ def test_a_loader_refuses_a_leak_before_its_first_batch():
     assert module in str(found.value)
 
 
-def test_a_loader_tells_what_was_proven():
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = build("Llama", max_position_embeddings=1024)
-    loader = hfp.prepare_dataloader(accelerator, documents(), BUDGET, model=model)
-    model = accelerator.prepare(model)
-    for _ in loader:
-        pass
-    assert "on the first training batch" in str(loader.first_batch_proof)
-
-
 PROVEN = "isolation: proven on the first "
 
 
@@ -134,7 +117,7 @@ PROVEN = "isolation: proven on the first "
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
-    trainer = trainer_of(tmp_path, kind, build("Llama", max_position_embeddings=1024), data, logging_strategy="no")
+    trainer = trainer_of(tmp_path, kind, long_llama(), data, logging_strategy="no")
     hfp.attach(trainer, BUDGET)
     capsys.readouterr()
     for _ in range(2):
@@ -151,7 +134,7 @@ def test_loops_print_one_line(capsys):
     rows = documents()
     for data in (rows, rows.to_iterable_dataset(num_shards=2)):
         accelerator = accelerate.Accelerator(cpu=True)
-        model = build("Llama", max_position_embeddings=1024)
+        model = long_llama()
         loader = hfp.prepare_dataloader(accelerator, data, BUDGET, model=model)
         accelerator.prepare(model)
         capsys.readouterr()
@@ -161,7 +144,7 @@ def test_loops_print_one_line(capsys):
 
 
 def test_a_progress_bar_goes_on_below_the_line(tmp_path, capfd):
-    model = build("Llama", max_position_embeddings=1024)
+    model = long_llama()
     trainer = trainer_on(tmp_path, model, disable_tqdm=False, logging_strategy="no")
     hfp.attach(trainer, BUDGET)
     trainer.train()
@@ -179,22 +162,8 @@ def test_a_progress_bar_goes_on_below_the_line(tmp_path, capfd):
 )
 def test_the_summary_says_that_isolation_was_proven_before(tmp_path, prove, said, stream):
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
-    trainer = trainer_of(tmp_path, Trainer, build("Llama", max_position_embeddings=1024), data)
+    trainer = trainer_of(tmp_path, Trainer, long_llama(), data)
     assert str(hfp.attach(trainer, BUDGET, prove=prove)).endswith(f"\nisolation: proven {said}")
-
-
-@pytest.mark.parametrize("call", ["attach", "prepare_dataloader", "patch_model"])
-def test_unknown_ways_to_prove_are_refused(tmp_path, call):
-    model = build("Llama")
-    calls = {
-        "attach": lambda: hfp.attach(trainer_on(tmp_path, model), BUDGET, prove=True),
-        "prepare_dataloader": lambda: hfp.prepare_dataloader(
-            accelerate.Accelerator(cpu=True), documents(), BUDGET, model=model, prove=True
-        ),
-        "patch_model": lambda: hfp.patch_model(model, prove=True),
-    }
-    with pytest.raises(hfp.PackingError, match=r"prove: expected one of (first batch, )?model, small, got True"):
-        calls[call]()
 
 
 class Smooth(nn.Module):
@@ -210,7 +179,7 @@ class Smooth(nn.Module):
 
 def test_modules_that_a_small_copy_lacks_are_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
-    model = build("Llama", max_position_embeddings=1024)
+    model = long_llama()
     model.model.layers[1].mlp = Smooth(model.model.layers[1].mlp)
     trainer = trainer_on(tmp_path, model)
     hfp.attach(trainer, BUDGET)
@@ -233,10 +202,6 @@ def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
     assert hfp.check_isolation(model).isolated
 
 
-SEEN = []
-"""What a hook sees, as in a script that logs from hooks."""
-
-
 class Watcher:
     """Keeps what a module returns."""
 
@@ -246,11 +211,6 @@ class Watcher:
     def watch(self, _, __, outputs):
         self.calls += 1
         self.losses.append(outputs.loss)
-
-
-def hook_into_a_list():
-    losses = []
-    return lambda _, __, outputs: losses.append(outputs.loss), lambda: len(losses)
 
 
 def hook_that_counts():
@@ -268,14 +228,9 @@ def hook_of_an_object():
     return watcher.watch, lambda: (watcher.calls + len(watcher.losses)) / 2
 
 
-def hook_into_a_global_list():
-    SEEN.clear()
-    return lambda _, __, outputs: SEEN.append(outputs.loss), lambda: len(SEEN)
-
-
-@pytest.mark.parametrize("make", [hook_into_a_list, hook_that_counts, hook_of_an_object, hook_into_a_global_list])
+@pytest.mark.parametrize("make", [hook_that_counts, hook_of_an_object])
 def test_what_hooks_keep_is_of_training_alone(tmp_path, make):
-    model = build("Llama", max_position_embeddings=1024)
+    model = long_llama()
     hook, calls = make()
     model.register_forward_hook(hook)
     trainer = trainer_on(tmp_path, model, max_steps=2, gradient_accumulation_steps=1)
@@ -288,20 +243,61 @@ def test_what_hooks_keep_is_of_training_alone(tmp_path, make):
 
 def test_only_one_of_two_processes_prints(tmp_path):
     """The trainer proves isolation in training and in evaluation, the loop in training."""
-    done = run(
-        tmp_path,
-        {through: {"through": through, "epochs": 1, "eval_batch_sizes": [8]} for through in ("trainer", "loop")},
-        ranks=2,
-    )
+    settings = {"epochs": 1, "documents": 12, "eval_batch_sizes": [8]}
+    done = run(tmp_path, {through: {"through": through, **settings} for through in ("trainer", "loop")}, ranks=2)
     assert done.stdout.count(f"{PROVEN}training batch") == 2
     assert done.stdout.count(f"{PROVEN}evaluation batch") == 1
+
+
+OF_RANKS = [600, 100, 200, 310, 310, 450] + [20] * 60
+"""So that ranks get batches with different numbers of documents, and so different numbers of lengths."""
+
+
+def with_adapters(case):
+    model = long_llama() if case == "stock" else leaky(case)[0]
+    enable_checkpointing(model, use_reentrant=False)
+    model.enable_input_require_grads()
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def train_case(case, folder):
+    """Train an epoch, and write the losses, what was proven or refused, and what was printed."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = with_adapters(case)
+    loader = hfp.prepare_dataloader(accelerator, documents(OF_RANKS), BUDGET, model=model)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    found = {"losses": []}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            for batch in loader:
+                loss = hfp.compute_loss(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found["losses"].append(loss.item())
+        except hfp.ModelNotSupportedError as error:
+            found["refused"] = str(error)
+    found["printed"] = printed.getvalue()
+    found["proven"] = str(loader.first_batch_proof)
+    found["sharded"] = all(type(each).__name__ == "DTensor" for each in model.parameters())
+    (folder / f"{case}-{accelerator.process_index}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+
+
+def train_sharded(folder, cases):
+    for case in cases:
+        train_case(case, folder)
+    os._exit(0)  # gloo may wait at the end
 
 
 @pytest.mark.slow
 def test_ranks_that_share_a_model(tmp_path):
     """Two processes with FSDP2, LoRA and checkpointing: all of them go on, or all of them stop."""
     cases = ["stock", "distance", "gradients", "segments"]
-    launch("first_batch_process.py", tmp_path, json.dumps(cases), ranks=2)
+    on_ranks(train_sharded, tmp_path, cases, ranks=2)
     found = {case: [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(2)] for case in cases}
     assert len(found["stock"][0]["losses"]) == len(found["stock"][1]["losses"]) > 1
     assert all(each["sharded"] and "logits or gradients" in each["proven"] for each in found["stock"])

@@ -45,19 +45,15 @@ def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
         assert found["packing_efficiency"] == pytest.approx(expected["packing_efficiency"] * 64 / 80)
 
 
-def test_attach_leaves_a_segment_for_the_padding(tmp_path):
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64), **SHAPES)
-    assert trainer.planned_batches.decided.batching.max_documents == 7
-    assert trainer.data_collator == hfp.PackingCollator(**SHAPES)
-
-
-def test_attach_uses_the_shapes_of_the_trainers_collator(tmp_path):
-    for given, used in (({}, SHAPES), ({"tokens": 90, "max_segments": 9}, {"tokens": 90, "max_segments": 9})):
+def test_shapes_are_those_of_the_arguments_or_of_the_trainers_collator(tmp_path):
+    other = {"tokens": 90, "max_segments": 9}
+    for collator, given, used in ({}, SHAPES, SHAPES), (SHAPES, {}, SHAPES), (SHAPES, other, other):
         trainer = trainer_of(tmp_path)
-        trainer.data_collator = hfp.PackingCollator(**SHAPES)
+        trainer.data_collator = hfp.PackingCollator(**collator)
         hfp.attach(trainer, hfp.TokenBudget(64), **given)
         assert trainer.data_collator == hfp.PackingCollator(**used)
+        batches = list(trainer.get_train_dataloader())
+        assert all((batch["seq_idx"] < 0).any() for batch in batches), "a segment is left for the padding"
 
 
 def test_evaluation_batches_are_filled(tmp_path):
@@ -78,23 +74,6 @@ def test_evaluation_batches_are_filled(tmp_path):
     assert (predicted.label_ids != -100).sum() == trained
     with pytest.raises(PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
         trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ({"tokens": 63, "max_segments": 8}, "tokens: expected at least 64, .*, got 63"),
-        ({"tokens": 64}, "max_segments: expected an integer from 2 to 2147483647, got None"),
-        ({"max_segments": 7, "tokens": 64}, "max_segments: expected more than 7, the max_documents of the batching"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path, shapes, message):
-    trainer = trainer_of(tmp_path)
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, LIMITED, **shapes)
-    assert type(trainer) is Trainer
-    with pytest.raises(PackingError, match=message):
-        hfp.prepare_dataloader(Accelerator(cpu=True), documents(9), LIMITED, **shapes)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])

@@ -1,17 +1,21 @@
-"""Labels that are left after documents were cut or dropped: counted, and refused where there are none."""
+"""What is left after documents were cut or dropped, also by TRL: counted, or refused."""
 
 import accelerate
 import datasets
+import numpy as np
 import pytest
 from plain_dataset import Plain
 from trainers import trainer_of
+from training_process import documents as labeled_documents
 from transformers import Trainer
 from trl import SFTTrainer
+from whole_rows import BUDGET
+from whole_rows import trainer_of as pairs
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 TRUNCATED = hfp.TokenBudget(128, overflow="truncate")
 
@@ -64,14 +68,6 @@ def test_shared_prefixes_are_counted_too(tmp_path):
     budget = hfp.TokenBudget(128, overflow="truncate", share_prefixes=True)
     with pytest.raises(PackingError, match="0 of 240 labels are left"):
         hfp.attach(trainer_of(tmp_path, data=prompts()), budget)
-
-
-def test_changed_data_is_counted_again(tmp_path):
-    trainer = trainer_of(tmp_path, data=prompts(short=1))
-    assert "2 of 242 labels are left" in str(hfp.attach(trainer, TRUNCATED))
-    trainer.train_dataset = prompts()
-    with pytest.raises(PackingError, match="0 of 240 labels are left"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
@@ -142,3 +138,83 @@ def test_map_and_streams():
             list(hfp.pack(some.to_iterable_dataset(), strategy, streams=streams))
         with pytest.raises(PackingError, match="0 of 240 labels are left"):
             list(hfp.pack(prompts().to_iterable_dataset(), strategy, streams=streams))
+
+
+LIMIT = 20
+BUDGET_OF_TOKENS = hfp.TokenBudget(64)
+LENGTHS = [len(tokens) for tokens in labeled_documents(45)["input_ids"]]
+CUT = sum(length >= LIMIT for length in LENGTHS)
+REFUSED = r"max_length: expected SFTConfig\(max_length=None\), got 20\. .* and {} have exactly 20 tokens"
+
+
+def short():
+    return labeled_documents(45).select([row for row, length in enumerate(LENGTHS) if length < LIMIT])
+
+
+def sft(folder, data, **changes):
+    return trainer_of(folder, SFTTrainer, data=data, max_length=LIMIT, **changes)
+
+
+LONG = {"input_ids": [[5] * 30] * 3 + [[6] * 9] * 5, "labels": [[-100] * 25 + [5] * 5] * 3 + [[6] * 9] * 5}
+"""The prompts of three documents are as long as max_length, so that no label is left of them."""
+
+
+@pytest.mark.parametrize(
+    ("data", "cut", "number"),
+    [
+        (lambda: labeled_documents(45), CUT, 45),
+        (lambda: hfp.pack(labeled_documents(45), hfp.BestFit(64)), 8, 8),
+        (lambda: datasets.Dataset.from_dict(LONG), 3, 8),
+    ],
+)
+def test_documents_that_sft_trainer_has_cut_or_dropped(tmp_path, data, cut, number):
+    assert 0 < CUT < len(LENGTHS)
+    trainer = sft(tmp_path, data())
+    assert max(map(len, trainer.train_dataset["input_ids"])) <= LIMIT
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{cut} of {number} documents in train_dataset")):
+        hfp.attach(trainer, BUDGET_OF_TOKENS)
+
+
+def test_documents_below_max_length_are_taken(tmp_path):
+    summary = hfp.attach(sft(tmp_path, short()), BUDGET_OF_TOKENS)
+    assert summary.tokens == sum(length for length in LENGTHS if length < LIMIT)
+    assert summary.lost_tokens == 0
+
+
+def test_max_length_that_sft_trainer_does_not_apply(tmp_path):
+    trainer = sft(tmp_path, labeled_documents(45), dataset_kwargs={"skip_prepare_dataset": True})
+    assert hfp.attach(trainer, BUDGET_OF_TOKENS).tokens == sum(LENGTHS)
+
+
+def test_evaluation_data_that_sft_trainer_has_cut(tmp_path):
+    trainer = sft(tmp_path, short(), per_device_eval_batch_size=2)
+    trainer.eval_dataset = {"long": sft(tmp_path, labeled_documents(45)).train_dataset}
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(rf"{CUT} of 45 documents in eval_dataset\['long'\]")):
+        hfp.attach(trainer, BUDGET_OF_TOKENS)
+    trainer.eval_dataset = None
+    hfp.attach(trainer, BUDGET_OF_TOKENS)
+    assert trainer.evaluate(short())["eval_loss"] > 0
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{CUT} of 45 documents in eval_dataset")):
+        trainer.evaluate(labeled_documents(45))
+
+
+def test_predict_cuts_nothing(tmp_path):
+    trainer = sft(tmp_path, short(), per_device_eval_batch_size=2)
+    hfp.attach(trainer, BUDGET_OF_TOKENS)
+    exact = datasets.Dataset.from_dict({"input_ids": [list(range(3, 3 + LIMIT))] * 4})
+    assert trainer.predict(exact).predictions.shape[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_pairs_that_are_cut_or_dropped_are_counted(kind, tmp_path):
+    whole, trainer = pairs(kind, tmp_path).train_dataset, pairs(kind, tmp_path, max_length=14)
+    summary = hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
+    prompt = np.array([len(row.get("prompt_ids", ())) for row in whole])
+    sides = np.array([[len(row[name]) for name in ("chosen_ids", "rejected_ids")] for row in whole]) + prompt[:, None]
+    dropped = prompt >= 14 if kind == "dpo" else (sides > 14).any(1)
+    assert 0 < dropped.sum() < len(whole)
+    assert summary.left_out == dropped.sum()
+    assert summary.documents == (~dropped).sum()
+    assert summary.tokens + summary.lost_tokens == sides.sum()
+    assert summary.lost_tokens > 0
+    assert f"{summary.left_out} rows left out, {summary.lost_tokens:,} tokens lost" in str(summary)

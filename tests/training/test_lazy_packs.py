@@ -13,9 +13,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import data_facts, sizes_of
-from hf_packing.training.loader import rows_loader
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
@@ -69,39 +66,27 @@ VIEWS = {
 SOURCES = {"tokens": None, "labels": with_labels, "masks": with_masks}
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_micro_batches(tmp_path, view, source):
-    made = documents(45) if SOURCES[source] is None else documents(45).map(SOURCES[source])
-    packed, lazy = map(VIEWS[view], both(tmp_path, source=made))
-    sizes = [sizes_of(rows) for rows in (packed, lazy)]
-    if view != "mapped":  # whose rows are read one by one
-        assert sizes[0].fingerprint == sizes[1].fingerprint
-        assert data_facts(packed, sizes[0]) == data_facts(lazy, sizes[1])
-    for model in (None, patched_tiny("bert", "masked")):
-        batches = [
-            list(rows_loader(rows, RankBatchSampler(hfp.TokenBudget(128), size), model))
-            for rows, size in zip((packed, lazy), sizes, strict=True)
-        ]
-        assert len(batches[0]) == len(batches[1]) > 0
-        assert all(map(same, *batches))
+def batches_of(rows, batching=None, model=None):
+    return list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, batching or hfp.TokenBudget(128), model=model))
 
 
-def test_micro_batches_of_buckets(tmp_path):
-    packed, lazy = both(tmp_path, hfp.Bucket((16, 32, 64)))
-    batching = hfp.BucketBatches(64)
-    one, other = (list(rows_loader(rows, RankBatchSampler(batching, sizes_of(rows)))) for rows in (packed, lazy))
-    assert len(one) == len(other) > 1
+def check_same(packed, lazy, **how):
+    one, other = batches_of(packed, **how), batches_of(lazy, **how)
+    assert len(one) == len(other) > 0
     assert all(map(same, one, other))
 
 
-def test_rows_are_read_without_the_formatting_of_datasets(pair, monkeypatch):
-    _, lazy = pair
-    for name in ("__getitems__", "__getitem__"):
-        monkeypatch.setattr(datasets.Dataset, name, lambda *_: pytest.fail("formatted"))
-    assert len(list(rows_loader(lazy, RankBatchSampler(hfp.TokenBudget(64), sizes_of(lazy))))) > 1
-    with pytest.raises(pytest.fail.Exception, match="formatted"):
-        lazy[0]
+@pytest.mark.parametrize(
+    ("view", "source"), [*((view, "labels") for view in VIEWS), ("all", "tokens"), ("all", "masks")]
+)
+def test_micro_batches(tmp_path, view, source):
+    made = documents(45) if SOURCES[source] is None else documents(45).map(SOURCES[source])
+    packed, lazy = map(VIEWS[view], both(tmp_path, source=made))
+    check_same(packed, lazy)
+
+
+def test_micro_batches_of_buckets(tmp_path):
+    check_same(*both(tmp_path, hfp.Bucket((16, 32, 64))), batching=hfp.BucketBatches(64))
 
 
 def test_lazy_rows_of_trees():
@@ -109,12 +94,17 @@ def test_lazy_rows_of_trees():
     prompts = [[number, *range(20)] for number in range(8)]
     source = datasets.Dataset.from_dict({"input_ids": [[*prompts[n % 8], 30 + n] for n in range(40)]})
     rows = [hfp.pack(source, hfp.BestFit(64), lazy=lazy, share_prefixes=4) for lazy in (False, True)]
-    one, other = (
-        list(rows_loader(each, RankBatchSampler(hfp.TokenBudget(64), sizes_of(each)), patched_tiny("llama", "causal")))
-        for each in rows
-    )
-    assert len(one) == len(other) > 1
-    assert all(map(same, one, other))
+    check_same(*rows, model=patched_tiny("llama", "causal", trees=True))
+
+
+def test_rows_are_read_without_the_formatting_of_datasets(pair, monkeypatch):
+    _, lazy = pair
+    loader = hfp.prepare_dataloader(Accelerator(cpu=True), lazy, hfp.TokenBudget(64))
+    for name in ("__getitems__", "__getitem__"):
+        monkeypatch.setattr(datasets.Dataset, name, lambda *_: pytest.fail("formatted"))
+    assert len(list(loader)) > 1
+    with pytest.raises(pytest.fail.Exception, match="formatted"):
+        lazy[0]
 
 
 def losses_of(folder, rows, kind, attach, **options):
@@ -148,12 +138,6 @@ def test_trainers_with_workers(pair, tmp_path, kind, attach):
     packed, lazy = pair
     expected = losses_of(tmp_path, packed, kind, attach)
     assert losses_of(tmp_path, lazy, kind, attach, dataloader_num_workers=2) == expected
-
-
-def test_your_own_loop(pair):
-    one, other = (list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(128))) for rows in pair)
-    assert len(one) == len(other) > 1
-    assert all(map(same, one, other))
 
 
 def test_masks_that_are_applied_are_noticed(tmp_path):

@@ -1,18 +1,14 @@
 """prepare_dataloader on one process: epochs, state, accumulation, losses."""
 
-from types import SimpleNamespace
-
 import datasets
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
 from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build, with_loss_times
+from training_by_hand import gradients_of_a_padded_batch, largest_difference
 from training_process import documents
 
 import hf_packing as hfp
@@ -103,17 +99,6 @@ def test_skipping_after_a_state_was_loaded_skips_once():
     assert [batch["input_ids"].tolist() for batch in after] == expected[2:]
 
 
-def test_skipping_a_part_of_a_step_or_more_than_an_epoch():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    with pytest.raises(
-        PackingError, match="batches: expected a multiple of 2, the number of micro-batches in an optimizer step, got 1"
-    ):
-        loader.skip_first_batches(1)
-    with pytest.raises(PackingError, match=f"batches: expected .*{len(loader)}, got {len(loader) + 1}"):
-        loader.skip_first_batches(len(loader) + 1)
-
-
 def test_accelerate_takes_the_loader_as_it_is():
     accelerator = Accelerator(cpu=True)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
@@ -143,12 +128,6 @@ def test_no_checkpoint_between_accumulated_batches():
         PackingError, match="expected a checkpoint after an optimizer step of 2 micro-batches, got a checkpoint after 1"
     ):
         loader.state_dict()
-
-
-def test_iterating_draws_nothing_from_the_generator_of_dropout():
-    before = torch.get_rng_state()
-    list(loader_of())
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def update_sizes(accelerator, model, loader, see):
@@ -195,33 +174,6 @@ def test_an_epoch_ends_with_its_last_batch_even_if_nobody_asks_for_more():
     assert (loader.epoch, loader.micro_batches_done) == (1, 0)
 
 
-def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
-    model = tiny_model("bert", "masked")
-    batch = next(iter(loader_of(model=model)))
-    assert "labels" not in batch
-    assert hfp.compute_loss(model, batch).isfinite()
-    assert "labels" in next(iter(loader_of(model=patched())))
-
-
-def test_mixed_precision_is_proven_as_well(monkeypatch):
-    report = SimpleNamespace(isolated=False, reason="it does")
-    monkeypatch.setattr("hf_packing.attention.patch.check_isolation", lambda _: report)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        budget, model = hfp.TokenBudget(64), build("Llama")
-        with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
-            hfp.prepare_dataloader(accelerator, documents(45), budget, model=model, prove="model")
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_a_state_of_another_loss():
-    state = loader_of().state_dict()
-    with pytest.raises(PackingError, match="loss: expected 'token', as when the checkpoint was saved, got 'sequence'"):
-        loader_of(loss="sequence").load_state_dict(state)
-
-
 @pytest.mark.parametrize("architecture", ["bart", "xlm"])
 def test_evaluation_asks_a_model_for_its_loss(architecture):
     model = hfp.patch_model(tiny_model(architecture, "causal" if architecture == "bart" else "masked"))
@@ -234,54 +186,36 @@ def test_evaluation_asks_a_model_for_its_loss(architecture):
     assert hfp.evaluation_loss(Accelerator(cpu=True), model, data) == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order", "generator"])
-def test_options_that_the_batching_decides(name):
-    with pytest.raises(PackingError, match=f"{name}: expected no value, since the batching decides"):
-        loader_of(**{name: 1})
-
-
-def test_arguments_in_another_order():
-    with pytest.raises(PackingError, match="accelerator: expected an Accelerator, got Dataset"):
-        hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), hfp.TokenBudget(64))
-
-
-def accumulating(steps):
+def accumulating(steps, **settings):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    return hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(40))
+    return hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(40), **settings)
 
 
-@pytest.mark.parametrize("name", ["epoch", "step", "accumulation"])
-def test_a_state_that_lacks_something(name):
+@pytest.mark.parametrize(
+    ("argument", "steps", "settings", "change"),
+    [
+        ("loss", 4, {"loss": "sequence"}, lambda state: state),
+        ("ranks x gradient_accumulation_steps", 2, {}, lambda state: state),
+        ("gradient_accumulation_steps", 4, {}, lambda state: state | {"accumulation": 2, "step": 3}),  # within a step
+        *(
+            ("state", 4, {}, lambda state, name=name: {each: state[each] for each in state if each != name})
+            for name in ("epoch", "step", "accumulation")
+        ),
+    ],
+)
+def test_other_states_are_refused(argument, steps, settings, change):
     state = accumulating(4).state_dict()
-    del state[name]
-    with pytest.raises(PackingError, match=f"state: expected .* without '{name}'"):
-        accumulating(4).load_state_dict(state)
+    with pytest.raises(PackingError, match=f"^{argument}: "):
+        accumulating(steps, **settings).load_state_dict(change(state))
 
 
-def test_a_state_of_steps_of_another_size_is_refused():
-    state = accumulating(4).state_dict()
-    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 4, .* got 2;"):
-        accumulating(2).load_state_dict(state)
-
-
-def test_a_state_of_a_part_of_a_step_needs_the_same_accumulation():
-    """Steps of 4 micro-batches, on 2 ranks, 1 micro-batch into a step."""
-    state = accumulating(4).state_dict() | {"accumulation": 2, "step": 3}
-    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2, .* 1 micro-batches into"):
-        accumulating(4).load_state_dict(state)
-    loader = accumulating(4)
-    loader.load_state_dict(state | {"step": 4})
+def test_a_state_between_steps_may_have_another_accumulation():
+    """Steps of 4 micro-batches, on 2 ranks."""
+    state, loader = accumulating(4).state_dict(), accumulating(4)
+    loader.load_state_dict(state | {"accumulation": 2, "step": 4})
     assert loader.state_dict()["step"] == 8
     loader.load_state_dict(state | {"accumulation": 4, "step": 6})
     assert len(list(loader)) == len(loader) - 6
-
-
-def test_accumulation_that_changes():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    accelerator.gradient_accumulation_steps = 3
-    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2.*got 3, which DeepSpeed"):
-        next(iter(loader))
 
 
 def test_a_step_begins_with_the_first_batch_after_a_break():
@@ -299,23 +233,6 @@ def test_a_step_begins_with_the_first_batch_after_a_break():
     assert synchronized[:4] == [False, False, False, True]
 
 
-def test_the_last_gradients_of_an_epoch_are_used():
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    try:
-        with pytest.raises(PackingError, match="sync_with_dataloader: expected True, got False"):
-            hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    finally:
-        accelerator.gradient_state._reset_state()
-
-
-def test_processes_that_do_not_know_of_each_other(monkeypatch):
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PackingError, match="accelerator: expected num_processes=2, the number of launched processes"):
-        hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-
-
 def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
@@ -330,56 +247,10 @@ def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     assert [step + 1 for step, done in enumerate(synchronized) if done] == [*range(3, len(loader), 3), len(loader)]
 
 
-def test_a_batch_that_is_none():
-    message = "batch: expected a batch from prepare_dataloader or PackingCollator, got"
-    with pytest.raises(PackingError, match=f"{message} one without 'labels', with the keys: input_ids"):
-        hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
-    with pytest.raises(PackingError, match=f"{message} one without 'cu_seq_lens_q', with the keys: labels"):
-        hfp.compute_loss(build("Llama"), {"labels": torch.tensor([[5, 6]])})
-    with pytest.raises(PackingError, match=f"{message} NoneType"):
-        hfp.compute_loss(build("Llama"), None)
-
-
-def test_a_model_that_is_not_patched():
-    model, accelerator = build("Llama"), Accelerator(cpu=True)
-    for call in (
-        lambda: hfp.compute_loss(model, next(iter(loader_of()))),
-        lambda: hfp.evaluation_loss(accelerator, model, documents(3)),
-    ):
-        with pytest.raises(PackingError, match="model: expected a model patched by patch_model, but Llama"):
-            call()
-    hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=model)
-    assert hfp.check_isolation(model).isolated
-    assert hfp.evaluation_loss(accelerator, model, documents(3)) > 0
-
-
-def test_several_gpus_in_one_process():
-    model = torch.nn.DataParallel(build("Llama"))
-    with pytest.raises(PackingError, match="expected one process for each GPU, got nn.DataParallel, which would split"):
-        loader_of(model=model)
-    with pytest.raises(PackingError, match="expected one process for each GPU, got nn.DataParallel"):
-        hfp.patch_model(model)
-
-
 def test_a_model_with_another_loss():
     models = with_loss_times(2.0), build("Llama")
     found = [float(hfp.compute_loss(model, next(iter(loader_of(model=model)))).detach()) for model in models]
     assert found[0] == pytest.approx(2 * found[1], rel=1e-5)
-    with pytest.raises(PackingError, match="model: expected a model that returns a loss of a packed batch, but Other"):
-        loader_of(model=with_loss_times(None))
-
-
-def test_sequence_weights_leave_models_no_labels():
-    batch = next(iter(loader_of(loss="sequence")))
-    assert "labels" not in batch
-    assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
-    assert np.isfinite(hfp.compute_loss(patched(), batch).item())
-
-
-def test_more_ranks_than_rows():
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(PackingError, match="each of 1 ranks, got 0 rows, not counting 1 empty or dropped rows"):
-        hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))
 
 
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])
@@ -393,22 +264,6 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
         list(loader)
 
 
-def test_arguments_of_plain_batches_and_of_planned_ones():
-    model, plain = patched(), hfp.PackingCollator()([{"input_ids": [5, 6, 7]}])
-    for wrong in (-1, True, "28", torch.ones(2), torch.tensor(True)):
-        with pytest.raises(
-            PackingError, match=r"num_items_in_batch: expected a number of tokens or documents, not neg"
-        ):
-            hfp.compute_loss(model, plain, num_items_in_batch=wrong)
-    with pytest.raises(PackingError, match="loss: expected one of token, sequence, got 'mean'"):
-        hfp.compute_loss(model, plain, loss="mean")
-    for planned in (next(iter(loader_of())), next(iter(loader_of(loss="sequence")))):
-        with pytest.raises(PackingError, match="loss: expected None, since the batch has a loss and a divisor already"):
-            hfp.compute_loss(model, planned, loss="token")
-        with pytest.raises(PackingError, match=r"num_items_in_batch: expected None, since the batch .* got 7"):
-            hfp.compute_loss(model, planned, num_items_in_batch=7)
-
-
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_the_head_of_a_loop_in_chunks(loss):
     model = patched("Llama", torch.float64)
@@ -419,3 +274,87 @@ def test_the_head_of_a_loop_in_chunks(loss):
             found.append(hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9), rows_per_batch=3))
         assert bool(chunks) == (tokens == 5)
     assert found[:2] == pytest.approx(found[2:], rel=1e-12)
+
+
+PLAIN = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], [40, 41], list(range(50, 70))]
+HALVES = (PLAIN[:1], PLAIN[1:])
+"""Batches of different numbers of labels and of documents: means of them are not the mean of all."""
+NUMBERS = {"token": 28, "sequence": 4}
+
+
+def plain_batch(documents):
+    return hfp.PackingCollator()([{"input_ids": ids} for ids in documents])
+
+
+def plain_gradients(batches, loss, **options):
+    """Gradients of a plain loop over the batches of one optimizer step, and the sum of the losses."""
+    model = patched("Llama", torch.float64)
+    total = 0.0
+    for batch in batches:
+        result = hfp.compute_loss(model, batch, loss=loss, **options)
+        result.backward()
+        total += result.item()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, total
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_a_plain_loop(loss):
+    """The loss of a batch of a PackingCollator is that of one padded batch, at once or in accumulated parts."""
+    rows = datasets.Dataset.from_dict({"input_ids": PLAIN, "labels": PLAIN})
+    expected, value = gradients_of_a_padded_batch(rows, loss)
+    number = NUMBERS[loss]
+    for found, total in (
+        plain_gradients([plain_batch(PLAIN)], loss),
+        plain_gradients([plain_batch(PLAIN)], loss, num_items_in_batch=number),
+        plain_gradients(map(plain_batch, HALVES), loss, num_items_in_batch=torch.tensor(number)),
+        plain_gradients(map(plain_batch, HALVES), loss, num_items_in_batch=torch.tensor([float(number)])),
+    ):
+        assert largest_difference(found, expected) <= 1e-12
+        assert total == pytest.approx(value, rel=1e-12)
+
+
+def test_the_loss_of_tokens_is_the_default():
+    model, batch = patched(), plain_batch(PLAIN)
+    assert torch.equal(hfp.compute_loss(model, batch), hfp.compute_loss(model, batch, loss="token"))
+    assert not torch.isclose(hfp.compute_loss(model, batch), hfp.compute_loss(model, batch, loss="sequence"))
+
+
+def test_accumulation_without_the_number_of_items_is_refused():
+    """The error comes with the backward pass that would add to the gradients of another batch."""
+    model = patched()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = [plain_batch(half) for half in HALVES]
+    for set_to_none in (True, False):
+        for batch in batches:  # steps of one batch each
+            loss = hfp.compute_loss(model, batch)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            optimizer.step()
+    loss = hfp.compute_loss(model, batches[0])
+    message = "num_items_in_batch: expected the number of items of the whole optimizer step, got None, but the model"
+    with pytest.raises(PackingError, match=message):
+        loss.backward()
+    with torch.no_grad():
+        hfp.compute_loss(model, batches[0])
+    model.zero_grad()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(PackingError, match=message):
+        accumulate(accelerator, model, batches)
+
+
+def accumulate(accelerator, model, batches):
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(hfp.compute_loss(model, batch))
+
+
+def test_a_plain_batch_without_trainable_tokens():
+    model = patched("Llama", torch.float64)
+    batch = hfp.PackingCollator()([{"input_ids": ids, "labels": [-100] * len(ids)} for ids in PLAIN])
+    for number in (None, 0, 3):
+        for kind in ("token", "sequence"):
+            model.zero_grad()
+            loss = hfp.compute_loss(model, batch, loss=kind, num_items_in_batch=number)
+            loss.backward()
+            assert loss.item() == 0
+            assert all(not parameter.grad.any() for parameter in model.parameters())

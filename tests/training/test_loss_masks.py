@@ -65,10 +65,7 @@ TOOLS = [
 COMPLETIONS = [("2 + 2 =", " 4"), ("The capital of France is", " Paris."), ("a", "b")]
 
 KINDS = {
-    "chats": (
-        datasets.Dataset.from_dict({"messages": CHATS}),
-        {"assistant_only_loss": True},
-    ),
+    "chats": (datasets.Dataset.from_dict({"messages": CHATS}), {"assistant_only_loss": True}),
     "tool calls": (
         datasets.Dataset.from_list([{"messages": messages} for messages in TOOLS]),
         {"assistant_only_loss": True},
@@ -181,62 +178,63 @@ def test_first_loss_is_that_of_trl(tmp_path):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-class TestCompletionOnlyLoss:
-    """What completion_only_loss says is done, whatever columns are there."""
+MASKED = datasets.Dataset.from_dict(
+    {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "completion_mask": [[0, 0, 1, 1], [0, 1, 1]]}
+)
+APPLIED = MASKED.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])
+NOT_APPLIED = MASKED.add_column("labels", MASKED["input_ids"][:])
+ONE_PACK = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, 6, 7, 8]], "seq_lengths": [[4]]}
 
-    @pytest.fixture
-    def masks(self):
-        rows = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "completion_mask": [[0, 0, 1, 1], [0, 1, 1]]}
-        return datasets.Dataset.from_dict(rows)
 
-    @pytest.mark.parametrize(("asked", "expected"), [(True, [[-100, 7, 8], [10, 11]]), (False, [[6, 7, 8], [10, 11]])])
-    @pytest.mark.parametrize("kind", ["prepared by TRL", "transform"])
-    def test_of_documents(self, tmp_path, masks, asked, expected, kind):
-        trainer = trainer_of(tmp_path, SFTTrainer, data=masks, completion_only_loss=asked)
-        if kind == "transform":
-            trainer.train_dataset = masks.with_transform(lambda batch: batch)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        assert sorted(trained_on(trainer).values()) == sorted(expected)
+def asked_for(folder, asked, data=None):
+    return trainer_of(folder, SFTTrainer, data=data, completion_only_loss=asked)
 
-    def test_false_contradicts_labels_that_are_masked(self, tmp_path, masks):
-        with pytest.warns(UserWarning, match="applies completion_mask to labels: 4 of 7 tokens are trained on"):
-            packed = hfp.pack(masks, hfp.BestFit(8))
-        for data in (packed, masks.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])):
-            trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=False)
-            with pytest.raises(PackingError, match="completion_only_loss: expected None, got False, .* labels of -100"):
-                hfp.attach(trainer, hfp.TokenBudget(64))
 
-    def test_false_is_no_contradiction_where_only_first_labels_are_masked(self, tmp_path, masks):
-        packed = hfp.pack(masks.remove_columns("completion_mask"), hfp.BestFit(8))
-        trainer = trainer_of(tmp_path, SFTTrainer, data=packed, completion_only_loss=False)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        assert sorted(map(len, trained_on(trainer).values())) == [2, 3]
+@pytest.mark.parametrize(("asked", "expected"), [(True, [[-100, 7, 8], [10, 11]]), (False, [[6, 7, 8], [10, 11]])])
+@pytest.mark.parametrize("kind", ["prepared by TRL", "transform"])
+def test_completion_only_loss_decides(tmp_path, asked, expected, kind):
+    trainer = asked_for(tmp_path, asked, MASKED)
+    if kind == "transform":
+        trainer.train_dataset = MASKED.with_transform(lambda batch: batch)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert sorted(trained_on(trainer).values()) == sorted(expected)
 
-    def test_true_contradicts_labels_that_are_not_masked(self, tmp_path, masks):
-        data = masks.add_column("labels", masks["input_ids"][:])
-        trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=True)
-        with pytest.raises(PackingError, match="expected labels that are -100 where the mask is 0, but row 0"):
-            hfp.attach(trainer, hfp.TokenBudget(64))
 
-    def test_packed_rows_with_a_mask_that_was_not_applied(self, tmp_path):
-        rows = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, 6, 7, 8]], "seq_lengths": [[4]]}
-        data = datasets.Dataset.from_dict({**rows, "completion_mask": [[0, 0, 1, 1]]})
-        trainer = trainer_of(tmp_path, SFTTrainer, data=data)
-        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where the mask is 0"):
-            hfp.attach(trainer, hfp.TokenBudget(64))
+def test_first_labels_contradict_nothing(tmp_path):
+    packed = hfp.pack(MASKED.remove_columns("completion_mask"), hfp.BestFit(8))
+    trainer = asked_for(tmp_path, False, packed)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert sorted(map(len, trained_on(trainer).values())) == [2, 3]
 
-    def test_evaluation_follows_it_too(self, tmp_path, masks):
-        trainer = trainer_of(tmp_path, SFTTrainer, completion_only_loss=True)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        contradicting = masks.add_column("labels", masks["input_ids"][:])
-        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where the mask is 0"):
-            trainer.evaluate(contradicting)
+
+@pytest.mark.filterwarnings("ignore:pack applies")
+@pytest.mark.parametrize(
+    ("asked", "data", "argument"),
+    [
+        (False, lambda: hfp.pack(MASKED, hfp.BestFit(8)), "completion_only_loss"),
+        (False, lambda: APPLIED, "completion_only_loss"),
+        (True, lambda: NOT_APPLIED, "column 'completion_mask'"),
+        (
+            None,
+            lambda: datasets.Dataset.from_dict({**ONE_PACK, "completion_mask": [[0, 0, 1, 1]]}),
+            "column 'completion_mask'",
+        ),
+    ],
+)
+def test_labels_that_contradict_what_is_asked_for_are_refused(tmp_path, asked, data, argument):
+    with pytest.raises(PackingError, match=f"^{argument}: "):
+        hfp.attach(asked_for(tmp_path, asked, data()), hfp.TokenBudget(64))
+
+
+def test_evaluation_follows_completion_only_loss_too(tmp_path):
+    trainer = asked_for(tmp_path, True)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="^column 'completion_mask': "):
+        trainer.evaluate(NOT_APPLIED)
 
 
 def test_trainer_ignores_masks_and_so_is_refused(tmp_path):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
-    with pytest.raises(PackingError, match="'assistant_masks': expected a column 'labels' too, since Trainer ignores"):
-        hfp.attach(trainer_of(tmp_path, Trainer, data=data), hfp.TokenBudget(8))
     trainer = trainer_of(tmp_path, Trainer, data=data.with_transform(lambda batch: batch))
     hfp.attach(trainer, hfp.TokenBudget(8))
     with pytest.raises(PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):

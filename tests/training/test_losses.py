@@ -2,27 +2,20 @@
 
 import copy
 from itertools import chain
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from patched_models import patched
 from tiers import slow
-from tiny_models import build, with_loss_times
 from torch.nn import functional as F
-from trainers import trainer_of
-from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.errors import PackingError
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.ranks import StepCounts, micro_batch_counts
-from hf_packing.training.trainer_loss import loss_of_trainer, summed_log_probs
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -62,41 +55,6 @@ def test_weights(labels):
     assert weights_of(batch, "sequence")[0].tolist() == pytest.approx(list(chain(*by_document)))
 
 
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-@pytest.mark.parametrize("name", ["Llama", "BertForMaskedLM"])
-def test_weighted_loss(loss, name):
-    labels = [[5, 6, 3], [-100, -100], [1, -100, 2, 4], [9]]
-    model, shift = patched(name, torch.float64), name == "Llama"
-    batch = hfp.PackingCollator(keep_first_labels=not shift)(
-        [{"input_ids": [7, 8, 9, 10][: len(row)], "labels": row} for row in labels]
-    )
-    found = hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=1).detach()
-    with torch.no_grad():
-        logits = model(**{key: each for key, each in batch.items() if key != "labels"}).logits
-    means, sums, first = [], 0.0, 0
-    for row in labels:
-        each = []
-        for place in range(int(shift), len(row)):
-            if row[place] != -100:
-                scores = logits[0, first + place - shift]
-                each.append(float(torch.logsumexp(scores, 0) - scores[row[place]]))
-        first += len(row)
-        sums += sum(each)
-        if each:
-            means.append(sum(each) / len(each))
-    assert float(found) == pytest.approx(sum(means) if loss == "sequence" else sums, rel=1e-6)
-    assert float(found) == pytest.approx(
-        float(weighted_loss(logits, batch["labels"], weights_of(batch, loss), shift)), rel=1e-6
-    )
-
-
-def test_which_logits_are_about_the_next_token():
-    assert predicts_next(build("Llama"))
-    assert not predicts_next(tiny_model("bert", "masked"))
-    with pytest.raises(PackingError, match="expected a causal or a masked language model.*got LlamaModel"):
-        predicts_next(build("Llama").model)
-
-
 @pytest.mark.parametrize(
     ("architecture", "kind", "expected", "divided"),
     [
@@ -120,21 +78,6 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     assert abs(ours[1] - float(own)) > 1e-3 * float(own)
 
 
-def test_a_loss_that_is_another():
-    """It is the model's own, and nobody compares it with anything."""
-    assert own_loss_of(with_loss_times(2.0)) == own_loss_of(with_loss_times(1.0)) == (True, True, 1)
-
-
-def test_a_model_without_a_loss():
-    assert own_loss_of(with_loss_times(None)) is None
-
-
-def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
-    with torch.device("meta"):
-        model = type(tiny_model("bart", "causal"))(tiny_model("bart", "causal").config)
-    assert not predicts_next(model)
-
-
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
 def test_facts_of_steps_on_two_ranks(steps):
     """Each step has the lengths of the documents of both ranks."""
@@ -151,28 +94,3 @@ def test_facts_of_steps_on_two_ranks(steps):
     assert found["token_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
     assert found["attention_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
     assert seen.take(50) == {}
-
-
-class Head(torch.nn.Module):
-    def forward(self, **outputs):
-        return SimpleNamespace(**outputs)
-
-
-def test_log_probabilities_are_summed_and_weighed_and_the_model_is_left_as_it_was():
-    batch, model = batch_of([[5, 6, 3], [4, 4]]), Head()
-    with summed_log_probs(model, weights_of(batch, "sequence")) as sums:
-        model(logits=1)
-        assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-1.0, -1.0, 0.0, -2.0]]
-    assert np.array(sums).tolist() == [-8.0]
-    assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-2.0] * 4]
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-def test_log_probabilities_that_a_version_of_trl_may_not_return(tmp_path):
-    trainer = trainer_of(tmp_path, SFTTrainer)
-    found = loss_of_trainer(trainer)
-    assert found.sums_log_probs
-    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    arguments = trainer, trainer.model, batch, lambda inputs, **_: trainer.model(**inputs).loss
-    with pytest.raises(PackingError, match="expected log_probs of all tokens from SFTTrainer's fused LM head"):
-        found.of_micro_batch(*arguments, loss="sequence", items=None, token_losses=None)

@@ -86,119 +86,73 @@ NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS}
 
 
-@pytest.mark.parametrize(
-    ("make", "how"),
-    [
-        pytest.param(lambda _: packed(), {"collator": FLAT}, id="pack"),
-        pytest.param(lambda _: packed(position_ids=False), {"collator": FLAT}, id="without position_ids"),
-        pytest.param(lambda _: packed().remove_columns("position_ids"), {"collator": FLAT}, id="remove_columns"),
-        pytest.param(lambda _: mapped().remove_columns("position_ids"), {"collator": FLAT}, id="map"),
-        pytest.param(lambda f: from_parquet(f, packed(position_ids=False)), {"collator": FLAT}, id="parquet"),
-        pytest.param(lambda f: lazily_packed(f), {"collator": FLAT}, id="lazy"),
-        pytest.param(lambda _: packed(position_ids=False), ONE_BY_ONE, id="default collator"),
-        pytest.param(
-            lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"),
-            {"collator": FLAT, **NOT_DISPATCHED},
-            id="stream",
-        ),
-        pytest.param(lambda _: packed(), {"kind": SFTTrainer, "padding_free": True}, id="padding_free"),
-        pytest.param(lambda _: documents(), {"collator": FLAT}, id="documents"),
-        pytest.param(lambda _: documents(), {"collator": DataCollatorWithFlattening()}, id="flattened documents"),
-        pytest.param(lambda _: documents(), {"kind": SFTTrainer}, id="padded documents"),
-    ],
-)
-def test_rows_that_keep_their_borders_train_right(tmp_path, make, how):
+PADDING_FREE = {"kind": SFTTrainer, "padding_free": True}
+FLATTENING = {"collator": DataCollatorWithFlattening()}
+RIGHT = {
+    "pack": (lambda _: packed(), {}),
+    "without position_ids": (lambda _: packed(position_ids=False), {}),
+    "remove_columns": (lambda _: packed().remove_columns("position_ids"), {}),
+    "map": (lambda _: mapped().remove_columns("position_ids"), {}),
+    "parquet": (lambda folder: from_parquet(folder, packed(position_ids=False)), {}),
+    "lazy": (lambda folder: lazily_packed(folder), {}),
+    "default collator": (lambda _: packed(position_ids=False), {"collator": None, **ONE_BY_ONE}),
+    "stream": (lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"), NOT_DISPATCHED),
+    "padding_free": (lambda _: packed(), PADDING_FREE),
+    "documents": (lambda _: documents(), {}),
+    "flattened documents": (lambda _: documents(), FLATTENING),
+    "padded documents": (lambda _: documents(), {"kind": SFTTrainer}),
+}
+
+
+def stock_of(folder, make, how):
+    """A stock trainer, with a PackingCollator unless it makes its own collator."""
+    known = {} if how.get("kind") is SFTTrainer else {"collator": FLAT}
+    return trainer(folder, make(folder / "data"), **known | how)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_rows_that_keep_their_borders_train_right(tmp_path, case):
     assert packed().num_rows == ROWS < len(DOCUMENTS)
-    (loss,) = logged(trainer(tmp_path, make(tmp_path / "data"), **how))
+    (loss,) = logged(stock_of(tmp_path, *RIGHT[case]))
     assert loss == pytest.approx(loss_alone(), rel=1e-6)
 
 
-LOST = "dataset: expected the column seq_lengths or position_ids in packed rows"
-NOT_READ = "data_collator: expected a collator that reads where documents begin"
-AGAIN = "column 'seq_lengths': expected the 24 segments in which pack"
-CROSSED = "labels: expected -100 at the first token of every document in a row"
+LOST = "^dataset: expected the column seq_lengths or position_ids in packed rows"
+NOT_READ = "^data_collator: expected a collator that reads where documents begin"
+AGAIN = "^column 'seq_lengths': "
+PACKING = {"kind": SFTTrainer, "packing": True, "max_length": 32}
+LABELS_OF_ITS_OWN = {"collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False), **ONE_BY_ONE}
+WRONG = {
+    "select_columns": (lambda _: packed().select_columns(COLUMNS), {}, LOST),
+    "with_format": (lambda _: packed().with_format("torch", columns=COLUMNS), {}, LOST),
+    "save_to_disk": (lambda folder: from_disk(folder, packed()).select_columns(COLUMNS), {}, LOST),
+    "map and shuffle": (lambda _: packed().map(lambda _: {"n": 1}).shuffle().select_columns(COLUMNS), {}, LOST),
+    "train_test_split": (lambda _: packed().train_test_split(0.4)["train"].select_columns(COLUMNS), {}, LOST),
+    "concatenated with documents": (
+        lambda _: datasets.concatenate_datasets([packed().select_columns(["input_ids"]), documents()]),
+        {},
+        LOST,
+    ),
+    "Subset": (lambda _: Subset(packed().select_columns(COLUMNS), range(4)), {}, LOST),
+    "ConcatDataset": (lambda _: ConcatDataset([documents(), packed().select_columns(["input_ids"])]), {}, LOST),
+    "stream": (lambda _: packed_stream().map(lambda row: row).select_columns(COLUMNS), NOT_DISPATCHED, LOST),
+    "lazy": (lambda folder: lazily_packed(folder).select_columns(COLUMNS), {}, LOST),
+    "flattening": (lambda _: packed(), FLATTENING, NOT_READ),
+    "flattening of map": (lambda _: mapped(), FLATTENING, NOT_READ),
+    "flattening of a stream": (lambda _: packed_stream(), FLATTENING, NOT_READ),
+    "without padding_free": (lambda _: packed(), {"kind": SFTTrainer}, NOT_READ),
+    "padding_free without seq_lengths": (lambda _: packed().remove_columns("seq_lengths"), PADDING_FREE, LOST),
+    "packing=True": (lambda _: packed(), PACKING | {"max_length": 128}, AGAIN),
+    "wrapped": (lambda _: packed(), PACKING | {"packing_strategy": "wrapped"}, LOST),
+    "labels of its own": (lambda _: packed(), LABELS_OF_ITS_OWN, "^labels: expected -100 at the first token of every"),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "how", "message"),
-    [
-        pytest.param(lambda _: packed().select_columns(COLUMNS), {"collator": FLAT}, LOST, id="select_columns"),
-        pytest.param(
-            lambda _: packed().with_format("torch", columns=COLUMNS), {"collator": FLAT}, LOST, id="with_format"
-        ),
-        pytest.param(
-            lambda f: from_disk(f, packed()).select_columns(COLUMNS), {"collator": FLAT}, LOST, id="save_to_disk"
-        ),
-        pytest.param(
-            lambda _: packed().map(lambda _: {"n": 1}).shuffle().flatten_indices().select_columns(COLUMNS),
-            {"collator": FLAT},
-            LOST,
-            id="map and shuffle",
-        ),
-        pytest.param(
-            lambda _: packed().train_test_split(0.4)["train"].select_columns(COLUMNS),
-            {"collator": FLAT},
-            LOST,
-            id="train_test_split",
-        ),
-        pytest.param(
-            lambda _: datasets.concatenate_datasets([packed().select_columns(["input_ids"]), documents()]),
-            {"collator": FLAT},
-            LOST,
-            id="concatenated with documents",
-        ),
-        pytest.param(
-            lambda _: Subset(packed().select_columns(COLUMNS), range(4)), {"collator": FLAT}, LOST, id="Subset"
-        ),
-        pytest.param(
-            lambda _: ConcatDataset([documents(), packed().select_columns(["input_ids"])]),
-            {"collator": FLAT},
-            LOST,
-            id="ConcatDataset",
-        ),
-        pytest.param(
-            lambda _: packed_stream().map(lambda row: row).select_columns(COLUMNS),
-            {"collator": FLAT, **NOT_DISPATCHED},
-            LOST,
-            id="stream",
-        ),
-        pytest.param(lambda f: lazily_packed(f).select_columns(COLUMNS), {"collator": FLAT}, LOST, id="lazy"),
-        pytest.param(lambda _: packed(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening"),
-        pytest.param(lambda _: mapped(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening of map"),
-        pytest.param(
-            lambda _: packed_stream(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening of a stream"
-        ),
-        pytest.param(lambda _: packed(), {"kind": SFTTrainer}, NOT_READ, id="without padding_free"),
-        pytest.param(lambda _: mapped(), {"kind": SFTTrainer}, NOT_READ, id="map without padding_free"),
-        pytest.param(
-            lambda _: packed().remove_columns("seq_lengths"),
-            {"kind": SFTTrainer, "padding_free": True},
-            LOST,
-            id="padding_free without seq_lengths",
-        ),
-        pytest.param(
-            lambda _: packed(), {"kind": SFTTrainer, "packing": True, "max_length": 128}, AGAIN, id="packing=True"
-        ),
-        pytest.param(
-            lambda _: packed(), {"kind": SFTTrainer, "packing": True, "max_length": 32}, AGAIN, id="packing=True, full"
-        ),
-        pytest.param(
-            lambda _: packed(),
-            {"kind": SFTTrainer, "packing": True, "max_length": 32, "packing_strategy": "wrapped"},
-            LOST,
-            id="wrapped",
-        ),
-        pytest.param(
-            lambda _: packed(),
-            {"collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False), **ONE_BY_ONE},
-            CROSSED,
-            id="labels of its own",
-        ),
-    ],
-)
-def test_rows_that_lose_their_borders_are_refused(tmp_path, make, how, message):
+@pytest.mark.parametrize("case", WRONG)
+def test_rows_that_lose_their_borders_are_refused(tmp_path, case):
+    *how, message = WRONG[case]
     with pytest.raises(hfp.PackingError, match=message):
-        logged(trainer(tmp_path, make(tmp_path / "data"), **how))
+        logged(stock_of(tmp_path, *how))
 
 
 def test_the_refusal_comes_again_until_the_rows_are_right(tmp_path):

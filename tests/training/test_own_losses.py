@@ -5,7 +5,6 @@ micro-batches of whatever is not divided by that number.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from chunks import chunks_of
-from processes import launch
+from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
@@ -105,11 +104,6 @@ class Mean(Trainer):
         labels = inputs["labels"][0, 1:]
         inputs = {name: each for name, each in inputs.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits[0, :-1], labels)
-
-
-class MeanAndNorm(Mean):
-    def compute_loss(self, model, inputs, **others):
-        return super().compute_loss(model, inputs, **others) + norm(model)
 
 
 class MeanOfSteps(Mean):
@@ -231,10 +225,6 @@ def jet_moe(model):
     model.config.output_router_logits, model.aux_loss_coef = True, 0.5
 
 
-def dbrx(model):
-    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-
-
 def bamba(model):
     model.z_loss_coefficient = 0.1
 
@@ -250,7 +240,6 @@ CASES = {
     ),
     "regularized": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), Regularized),
     "mean": Case(lambda: build("Llama", torch.float64), kind=Mean),
-    "mean and norm": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), MeanAndNorm),
     "by float": Case(lambda: build("Llama", torch.float64), kind=ByFloat),
     "mean of steps": Case(lambda: build("Llama", torch.float64), kind=MeanOfSteps),
     "pops labels": Case(lambda: build("Llama", torch.float64), kind=PopsLabels),
@@ -262,16 +251,10 @@ CASES = {
     "Qwen3-MoE": experts_of(
         "Qwen3Moe", 4, 2, 0.5, router_aux_loss_coef=0.5, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
-    "OLMoE": experts_of("Olmoe", 4, 2, 0.5, router_aux_loss_coef=0.5, num_experts=4, num_experts_per_tok=2),
     "JetMoe": tiny_experts(
         "jetmoe",
         lambda model, of: 0.5 * load_balancing_loss_func(of.routers, model.num_experts, model.num_experts_per_tok),
         jet_moe,
-    ),
-    "DBRX": tiny_experts(
-        "dbrx",
-        lambda model, of: 0.5 * load_balancing_loss_func(of.routers, model.num_experts, model.num_experts_per_tok),
-        dbrx,
     ),
     "Bamba": tiny_experts("bamba", z_loss(0.1), bamba),
 }
@@ -351,7 +334,7 @@ def check_close(found, expected, close=CLOSE):
     assert worst <= close, worst
 
 
-FEW = ("plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE", "JetMoe")
+FEW = ("plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE")
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -392,7 +375,7 @@ def documents_in(batch):
         yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
 
 
-@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "Bamba"))
+@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "AdaLoRA"))
 def test_losses_by_document(tmp_path, name):
     case = CASES[name]
     model = case.model()
@@ -408,7 +391,7 @@ def test_losses_by_document(tmp_path, name):
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "DBRX", "Bamba"], "AdaLoRA"))
+@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "Bamba"], "AdaLoRA"))
 def test_loops(name):
     """compute_loss in a loop of accelerate, and in a plain one, where what is not divided has the batch's share."""
     case = CASES[name]
@@ -429,7 +412,7 @@ def test_loops(name):
     assert float(found.detach()) == pytest.approx(right_step(case, stock, batches[:1])[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "DBRX", "Bamba"], "JetMoe"))
+@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "Bamba"], "Qwen3-MoE"))
 def test_evaluation_leaves_out_what_models_add(tmp_path, name):
     case = CASES[name]
     model = case.model()
@@ -449,10 +432,17 @@ ON_TWO_RANKS = ["plain", "smoothed", "compute_loss_func", "regularized", "AdaLoR
 ACCUMULATIONS = [1, 4]
 
 
+def train_cases(folder, names, accumulations):
+    for name in names:
+        for accumulation in accumulations:
+            found = train(folder / "output", CASES[name], CASES[name].model(), accumulation)
+            torch.save(found._asdict(), folder / f"{name}-{accumulation}-{torch.distributed.get_rank()}.pt")
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    launch("own_losses_process.py", folder, json.dumps(ON_TWO_RANKS), json.dumps(ACCUMULATIONS), ranks=2)
+    on_ranks(train_cases, folder, ON_TWO_RANKS, ACCUMULATIONS, ranks=2)
     return folder
 
 

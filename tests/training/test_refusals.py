@@ -1,11 +1,20 @@
-"""Trainers, arguments and data that attach refuses, and that are as they were afterwards."""
+"""What the calls of training refuse: they name the argument, and leave trainers and models as they were."""
 
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
+import torch
+import transformers
 import trl
-from patched_models import patched
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from datasets.distributed import split_dataset_by_node
+from documents_to_mask import TOKENIZER, collator
+from documents_to_mask import documents as to_mask
+from patched_models import patched, patched_tiny
+from tiers import slow
 from tiny_models import build, with_loss_times
 from trainers import trainer_of
 from training_process import documents, tokenizer
@@ -13,129 +22,501 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     default_data_collator,
 )
 from trl import SFTTrainer
+from whole_rows import ROWS
+from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
+from hf_packing.attention import is_patched
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
+from hf_packing.training.streams.training_stream import training_stream
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
-
-def test_another_collator_after_attach(tmp_path):
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    trainer.data_collator = lambda rows: rows[0]
-    with pytest.raises(PackingError, match="data_collator: expected the collator set by attach, got function"):
-        trainer.train()
-
-
-def test_attached_twice(tmp_path):
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="got an attached trainer"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+BUDGET = hfp.TokenBudget(64)
+LIMITED = hfp.TokenBudget(64, max_documents=7)
+SHAPES = {"tokens": 80, "max_segments": 8}
+SHARED = hfp.TokenBudget(128, share_prefixes=2)
+LOSSES = ("token", "sequence")
+SCHEDULE = hfp.LengthSchedule(8, 10)
+RELATED = documents(12, samples=3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices: expected True, since otherwise"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size: expected False"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: expected 'random'"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: expected None, since its noise becomes weaker"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: expected False, got True"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches: expected False, got True"),
-    ],
-)
-def test_arguments_that_contradict(tmp_path, changes, message):
-    trainer = trainer_of(tmp_path, **changes)
-    before = vars(trainer).copy()
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    assert type(trainer) is Trainer
-    assert vars(trainer) == before
+CACHED = "_signature_columns"
+"""What a trainer notes when its dataloader is asked for."""
 
 
-def test_evaluation_that_generates(tmp_path):
-    """Trainer would generate from packed rows, after the first epoch."""
-    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True)
-    trainer = Seq2SeqTrainer(patched(), args, train_dataset=documents(45), processing_class=tokenizer())
-    message = "predict_with_generate: expected False, since evaluation batches are packed"
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    args.predict_with_generate = False
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    args.predict_with_generate = True
-    with pytest.raises(PackingError, match=message):
-        trainer.evaluate(documents(4))
+class Trainers:
+    """Makes trainers in a folder, and checks that they are as they were."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, []
+
+    def __call__(self, kind=Trainer, on=None, **settings):
+        return self.noted(trainer_of(self.folder, kind, **settings), on)
+
+    def of_rows(self, kind="classifier", on=None, **settings):
+        return self.noted(rows_trainer_of(kind, self.folder, **settings), on)
+
+    def attached(self, batching=BUDGET, **settings):
+        trainer = trainer_of(self.folder, **settings)
+        hfp.attach(trainer, batching)
+        return self.noted(trainer)
+
+    def noted(self, trainer, on=None):
+        for name, value in (on or {}).items():
+            setattr(trainer, name, value)
+        self.made.append((trainer, type(trainer), vars(trainer).copy(), [*map(is_patched, models_in(trainer))]))
+        return trainer
+
+    def check(self):
+        for trainer, kind, attributes, patched_before in self.made:
+            assert type(trainer) is kind
+            assert vars(trainer) | {CACHED: None} == attributes | {CACHED: None}
+            assert [*map(is_patched, models_in(trainer))] == patched_before
 
 
-def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise hfp.ModelNotSupportedError("it leaks")
-
-    monkeypatch.setattr("hf_packing.attention.patch.patch_model", refuse)
-    trainer = trainer_of(tmp_path, model=build("Llama"))
-    before = vars(trainer).copy()
-    with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    assert type(trainer) is Trainer
-    assert vars(trainer) == before
+def models_in(trainer):
+    return [each for each in (trainer.model, getattr(trainer, "ref_model", None)) if each is not None]
 
 
-def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
-    report = SimpleNamespace(isolated=False, reason="it does")
-    monkeypatch.setattr("hf_packing.attention.patch.check_isolation", lambda _: report)
-    trainer = trainer_of(tmp_path, model=build("Llama"), bf16=True)
-    with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
-        hfp.attach(trainer, hfp.TokenBudget(64), prove="model")
-    with pytest.raises(PackingError, match="is not"):
-        hfp.unpatch_model(trainer.model)
+def check_refused(argument, call, error=PackingError):
+    with pytest.raises(error) as found:
+        call()
+    assert str(found.value).startswith(f"{argument}: "), str(found.value)
 
 
-def test_losses_that_contradict(tmp_path):
-    trainer = trainer_of(tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(PackingError, match="label_smoothing_factor: expected 0 with loss='sequence', got 0.1"):
-        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
-
-
-def test_a_loss_by_document_of_a_trainer_that_computes_no_cross_entropy(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, **_):
-            labels = inputs.pop("labels")[0, 1:, None]
-            return -model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, labels.clamp(min=0)).mean()
-
-    trainer = trainer_of(tmp_path, Own)
-    hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
-    with pytest.raises(PackingError, match="computed from one F.cross_entropy of its logits .* computes 0"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SimpleNamespace(mlm=True), "does not mask tokens, got SimpleNamespace with mlm=True"),
-        (
-            lambda: MaskingCollator(),
-            r"such as default_data_collator, .*got MaskingCollator\. attach would replace this collator",
-        ),
-        (lambda: lambda rows: rows, r"got <lambda>\. attach would replace this collator"),
-    ],
-)
-def test_collators_of_the_users(tmp_path, make, message):
-    trainer = trainer_of(tmp_path)
-    trainer.data_collator = make()
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+def overriding(method):
+    return type("GroupTrainer", (Trainer,), {method: lambda *_: None})
 
 
 class MaskingCollator(hfp.PackingCollator):
     pass
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *arguments, **options):
+        return super().compute_loss(*arguments, **options)
+
+
+def classifier_of_llama(of):
+    config = build("Llama").config
+    config.num_labels = 2
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    return of(model=model, data=documents(20).remove_columns("labels").add_column("labels", [0, 1] * 10))
+
+
+def masking(of, data_collator, data):
+    return of(model=patched_tiny("bert", "masked"), data=data, on={"data_collator": data_collator})
+
+
+class OwnBatches(DataCollatorForLanguageModeling):
+    def torch_call(self, examples):
+        return super().torch_call(examples)
+
+
+class OwnDraws(DataCollatorForLanguageModeling):
+    def torch_mask_tokens(self, inputs, special_tokens_mask=None):  # noqa: ARG002
+        labels = inputs.clone()
+        labels[torch.rand(labels.shape) > 0.15] = -100
+        return inputs, labels
+
+
+def without_spaces():
+    """Offsets as of a byte-level tokenizer whose tokens have the space before a word."""
+
+    def closed(row):
+        ends = np.cumsum([last - first for first, last in row["offset_mapping"]])
+        return {"offset_mapping": [list(pair) for pair in zip([0, *ends[:-1]], ends, strict=True)]}
+
+    return to_mask(columns=("input_ids", "special_tokens_mask", "offset_mapping")).map(closed)
+
+
+def labeled_masks():
+    return to_mask().map(lambda row: {"labels": row["input_ids"]})
+
+
+def unlabeled():
+    """Documents whose labels would only repeat the tokens that a masked language model sees."""
+    return documents(12).remove_columns("labels")
+
+
+def own_batches(name):
+    """A trainer of TRL that makes its own batches."""
+    return getattr(trl, name).__new__(getattr(trl, name))
+
+
+ATTACH = [
+    ("trainer", lambda _: hfp.attach(None, BUDGET)),
+    ("trainer", lambda of: hfp.attach(of.attached(), BUDGET)),
+    *(
+        ("trainer", lambda _, name=name: hfp.attach(own_batches(name), BUDGET))
+        for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer")
+    ),
+    *(
+        ("trainer", lambda of, method=method: hfp.attach(of(overriding(method)), BUDGET))
+        for method in (
+            *("_get_train_sampler", "get_train_dataloader", "get_eval_dataloader"),
+            *("get_test_dataloader", "get_batch_samples"),
+        )
+    ),
+    ("trainer", lambda of: hfp.attach(of(type("More", (SFTTrainer,), {"__module__": "trl.experimental"})), BUDGET)),
+    ("batching", lambda of: hfp.attach(of(), 64)),
+    ("batching", lambda of: hfp.attach(of(), hfp.TokenBudget)),
+    ("loss", lambda of: hfp.attach(of(), BUDGET, loss="mean")),
+    ("loss_unit", lambda of: hfp.attach(of(), BUDGET, loss_unit="rows")),
+    ("trainer.model: prove", lambda of: hfp.attach(of(), BUDGET, prove=True)),
+    ("share_prefixes", lambda of: hfp.attach(of(), BUDGET, share_prefixes=True)),
+    ("dataset", lambda of: hfp.attach(of(), hfp.BucketBatches(64))),
+    ("max_tokens", lambda of: hfp.attach(of(), hfp.TokenBudget(8))),
+    ("match_documents_per_step", lambda of: hfp.attach(of(), hfp.BucketBatches(64), match_documents_per_step=4)),
+    ("average_tokens_across_devices", lambda of: hfp.attach(of(average_tokens_across_devices=False), BUDGET)),
+    ("auto_find_batch_size", lambda of: hfp.attach(of(auto_find_batch_size=True), BUDGET)),
+    ("train_sampling_strategy", lambda of: hfp.attach(of(train_sampling_strategy="group_by_length"), BUDGET)),
+    ("neftune_noise_alpha", lambda of: hfp.attach(of(neftune_noise_alpha=5.0), BUDGET)),
+    ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
+    ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
+    ("label_smoothing_factor", lambda of: hfp.attach(of(label_smoothing_factor=0.1), BUDGET, loss="sequence")),
+    ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
+    ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(of(on={"data_collator": MaskingCollator()}), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(of(on={"data_collator": lambda rows: rows}), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(of(on={"data_collator": collator()}), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks()), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks().to_list()), BUDGET)),
+    ("dataset", lambda of: hfp.attach(masking(of, collator(True), to_mask()), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(masking(of, OwnBatches(TOKENIZER), to_mask()), BUDGET)),
+    ("data_collator", lambda of: hfp.attach(masking(of, OwnDraws(TOKENIZER), to_mask()), BUDGET)),
+    ("offset_mapping", lambda of: hfp.attach(masking(of, collator(True), without_spaces()), BUDGET)),
+    ("get_train_dataloader", lambda of: hfp.attach(of(on={"get_train_dataloader": list}), BUDGET)),
+    ("compute_loss", lambda of: hfp.attach(of(on={"compute_loss": lambda *_, **__: 0}), BUDGET)),
+    ("model", lambda of: hfp.attach(of(model=with_loss_times(None)), BUDGET)),
+    slow("model", lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET)),
+    ("tokens", lambda of: hfp.attach(of(), LIMITED, tokens=63, max_segments=8)),
+    ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64)),
+    ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64, max_segments=7)),
+    ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
+    ("length_schedule", lambda of: hfp.attach(of(), hfp.TokenBudget(64, length_schedule=SCHEDULE), **SHAPES)),
+    ("length_schedule", lambda of: hfp.attach(classifier_of_llama(of), hfp.TokenBudget(64, length_schedule=SCHEDULE))),
+    ("labels", lambda of: hfp.attach(of(model=build("BertForMaskedLM"), data=unlabeled()), BUDGET)),
+    (
+        "column 'assistant_masks'",
+        lambda of: hfp.attach(of(data=documents(9).remove_columns("labels").map(with_masks)), BUDGET),
+    ),
+]
+
+
+def with_masks(row):
+    return {"assistant_masks": [1] * len(row["input_ids"])}
+
+
+def evaluated_on_a_stream(of):
+    hfp.attach(of(on={"eval_dataset": {"code": documents(5).to_iterable_dataset()}}), BUDGET)
+
+
+EVALUATION = [
+    ("eval_dataset['code']", evaluated_on_a_stream),
+    ("eval_dataset", lambda of: of.attached().evaluate(documents(5).to_iterable_dataset())),
+    ("eval_dataset", lambda of: of.attached().evaluate("many")),
+]
+
+
+def in_rows_of_trees():
+    return hfp.pack(RELATED, hfp.BestFit(128), share_prefixes=2)
+
+
+TREES = [
+    ("share_prefixes", lambda _: hfp.TokenBudget(64, share_prefixes="yes")),
+    ("length_schedule", lambda _: hfp.TokenBudget(64, share_prefixes=True, length_schedule=SCHEDULE)),
+    (
+        "length_schedule",
+        lambda of: hfp.attach(of(data=in_rows_of_trees()), hfp.TokenBudget(128, length_schedule=SCHEDULE)),
+    ),
+    ("trainer", lambda of: hfp.attach(of(OwnLoss, data=RELATED), SHARED)),
+    ("trainer", lambda of: hfp.attach(of(data=RELATED, label_smoothing_factor=0.1), SHARED)),
+    ("tokens", lambda of: hfp.attach(of(data=RELATED), SHARED, tokens=128, max_segments=9)),
+    ("dataset", lambda of: hfp.attach(of(data=RELATED.to_list()), SHARED)),
+    ("dataset", lambda of: hfp.attach(of(data=RELATED.with_transform(lambda rows: rows)), SHARED)),
+    ("column 'seq_lengths'", lambda of: hfp.attach(of(data=hfp.pack(RELATED, hfp.BestFit(128))), SHARED)),
+    ("column 'tree_input_ids'", lambda of: hfp.attach(of(data=in_rows_of_trees()), SHARED)),
+    ("model", lambda of: hfp.attach(of(model=patched("BertForMaskedLM"), data=RELATED), SHARED)),
+]
+
+
+WHOLE = hfp.TokenBudget(160)
+
+
+class Penalized(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+def on_rows(of, change):
+    """A classifier whose dataset was changed."""
+    trainer = rows_trainer_of("classifier", of.folder)
+    return of.noted(trainer, {"train_dataset": change(trainer.train_dataset)})
+
+
+def labeled(of, labels):
+    return on_rows(of, lambda data: data.remove_columns("labels").add_column("labels", labels))
+
+
+def of_kind(of, kind):
+    stock = of.of_rows()
+    return of.noted(kind(stock.model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator))
+
+
+def comparing_rows(of):
+    return of.of_rows(on={"compute_loss_func": lambda outputs, *_, **__: outputs.logits.var(0).sum()})
+
+
+def dpo(of, *losses, **settings):
+    return of.of_rows("dpo", loss_type=[*losses], loss_weights=[1.0] * len(losses), **settings)
+
+
+def precomputing(of):
+    """Pairs that are cut, whose losses of the reference model are known before."""
+    trainer = dpo(of, "sigmoid", max_length=14)
+    trainer.args.precompute_ref_log_probs = True
+    return trainer
+
+
+def overflowing(of):
+    """In float16, sums of log-probabilities overflow; that is not called a wrong mean."""
+    trainer = of.of_rows(dtype=torch.float16)
+    with torch.no_grad():
+        trainer.model.classifier.weight.mul_(1e6)
+    return trainer
+
+
+def sharing_a_configuration(of):
+    trainer = of.of_rows("dpo")
+    trainer.ref_model.config = trainer.ref_model.model.config = trainer.model.config
+    for layer in trainer.ref_model.model.layers:
+        layer.self_attn.config = trainer.model.config
+    return trainer
+
+
+def mixing_rows(of):
+    trainer = of.of_rows()
+    trainer.model.classifier.register_forward_hook(lambda _, __, output: output + 0.01 * output.mean(0))
+    return trainer
+
+
+WHOLE_ROWS = [
+    ("max_tokens", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(20))),
+    ("max_patches", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, max_patches=8))),
+    ("overflow", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, overflow="split"))),
+    ("batching", lambda of: hfp.attach(of.of_rows(), hfp.BucketBatches(160))),
+    ("batching", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
+    ("loss", lambda of: hfp.attach(of.of_rows(), WHOLE, loss="sequence")),
+    ("tokens", lambda of: hfp.attach(of.of_rows(), WHOLE, tokens=160, max_segments=9)),
+    ("trainer", lambda of: hfp.attach(labeled(of, [[0, 1]] * ROWS), WHOLE)),
+    ("trainer", lambda of: hfp.attach(labeled(of, [7] * ROWS), WHOLE)),
+    ("trainer", lambda of: hfp.attach(on_rows(of, lambda data: data.remove_columns("labels")), WHOLE)),
+    ("trainer", lambda of: hfp.attach(overflowing(of), WHOLE)),
+    ("data_collator", lambda of: hfp.attach(of.of_rows(on={"data_collator": default_data_collator}), WHOLE)),
+    ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
+    ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
+    ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.select([])), WHOLE)),
+    (
+        "train_dataset",
+        lambda of: hfp.attach(on_rows(of, lambda data: data.add_column("seq_lengths", [[1]] * ROWS)), WHOLE),
+    ),
+    *(
+        ("neftune_noise_alpha", lambda of, batching=batching: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), batching))
+        for batching in (WHOLE, None)
+    ),
+    ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE)),
+    ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE, loss_unit="tokens")),
+    ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
+    ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="rows")),
+    ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
+    ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
+    ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
+    ("loss_unit", lambda of: hfp.attach(dpo(of, "sigmoid"), hfp.TokenBudget(400), loss_unit="labeled tokens")),
+    *(
+        ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
+        for losses in (["sigmoid", "sft"], ["aot"])
+    ),
+    ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
+    *(
+        (name, lambda of, name=name, value=value: hfp.attach(of.of_rows(), None, **{name: value}))
+        for name, value in {"loss": "token", "match_documents_per_step": 8, "tokens": 64, "max_segments": 4}.items()
+    ),
+    ("prove", lambda of: hfp.attach(of.of_rows(), None, prove="all")),
+    ("share_prefixes", lambda of: hfp.attach(of.of_rows(), None, share_prefixes=0)),
+    ("trainer", lambda of: hfp.attach(of.of_rows(on={"model": None}), None)),
+    ("trainer.ref_model", lambda of: hfp.attach(sharing_a_configuration(of), None)),
+    ("trainer.model", lambda of: hfp.attach(mixing_rows(of), None)),
+]
+
+
+def stream(shards=8):
+    return documents(45).remove_columns("labels").to_iterable_dataset(num_shards=shards)
+
+
+def packed(streams=8, capacity=48):
+    return hfp.pack(stream(), hfp.BestFit(capacity), streams=streams, window_packs=2)
+
+
+def begun():
+    found = packed()
+    found.load_state_dict(found.state_dict())
+    return found
+
+
+def in_a_later_epoch():
+    found = packed()
+    found.set_epoch(1)
+    return found
+
+
+def trees(streams=2):
+    data = RELATED.to_iterable_dataset(num_shards=2)
+    return hfp.pack(data, hfp.BestFit(96), share_prefixes=2, streams=streams, window_packs=4)
+
+
+def logged_twice():
+    sources = {name: stream(1) for name in ("web", "web_loss")}
+    return hfp.pack(hfp.mix(sources, {"web": 1, "web_loss": 1}), hfp.BestFit(48), streams=1)
+
+
+WIDE = hfp.TokenBudget(96)
+STREAMS = [
+    ("train_dataset", lambda of: hfp.attach(of(data=packed(streams=None)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=packed().filter(bool)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=stream().map(hfp.BestFit(48), batched=True)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=packed().shard(num_shards=2, index=0)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=split_dataset_by_node(packed(), rank=0, world_size=2)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=begun()), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=in_a_later_epoch()), BUDGET)),
+    ("train_dataset", lambda _: training_stream("train_dataset", packed(), BUDGET, ranks=3)),
+    ("train_dataset", lambda of: hfp.attach(of(data=stream().shuffle(seed=0, buffer_size=10)), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=logged_twice()), BUDGET)),
+    ("train_dataset", lambda of: hfp.attach(of(data=trees(None)), WIDE)),
+    ("train_dataset", lambda of: hfp.attach(of(data=trees().filter(bool)), WIDE)),
+    ("max_documents", lambda of: hfp.attach(of(data=packed()), hfp.TokenBudget(96, max_documents=8))),
+    ("max_tokens", lambda of: hfp.attach(of(data=packed()), hfp.TokenBudget(47))),
+    ("max_patches", lambda of: hfp.attach(of(data=stream()), hfp.TokenBudget(48, max_patches=3))),
+    ("max_length", lambda of: hfp.attach(of(SFTTrainer, data=stream(), max_length=20), BUDGET)),
+    ("batching", lambda of: hfp.attach(of(data=packed()), hfp.BucketBatches(48))),
+    ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
+    (
+        "match_documents_per_step",
+        lambda of: hfp.attach(of(data=stream()), hfp.TokenBudget(48, match_documents_per_step=3)),
+    ),
+    ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
+    ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
+    ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
+    ("length_schedule", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, length_schedule=SCHEDULE))),
+    (
+        "max_documents",
+        lambda of: hfp.attach(of(data=stream()), hfp.TokenBudget(96, share_prefixes=2, max_documents=3)),
+    ),
+    ("model", lambda of: hfp.attach(of(data=trees(), model=patched("BertForMaskedLM")), WIDE)),
+    (
+        "trainer",
+        lambda of: hfp.attach(of(data=trees(), model=patched(trees=True), label_smoothing_factor=0.1), WIDE),
+    ),
+    ("dataset", lambda _: hfp.evaluation_loss(Accelerator(cpu=True), patched(), stream())),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *EVALUATION, *TREES, *WHOLE_ROWS, *STREAMS])
+def test_attach(tmp_path, argument, call):
+    trainers = Trainers(tmp_path)
+    check_refused(argument, lambda: call(trainers))
+    trainers.check()
+
+
+class WithoutCrossEntropy(Trainer):
+    def compute_loss(self, model, inputs, **_):
+        labels = inputs.pop("labels")[0, 1:, None]
+        return -model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, labels.clamp(min=0)).mean()
+
+
+class WithoutComputeLoss(Trainer):
+    def prediction_step(self, *_, **__):
+        return torch.tensor(1.0), None, None
+
+
+def attached(batching=BUDGET, *, folder, on=None, how=None, **settings):
+    """An attached trainer, with something changed afterwards."""
+    trainer = trainer_of(folder, **settings)
+    hfp.attach(trainer, batching, **(how or {}))
+    for name, value in (on or {}).items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def with_jit_checkpoints(folder):
+    trainer = attached(data=stream(), folder=folder)
+    trainer.args.enable_jit_checkpoint = True
+    return trainer
+
+
+def said_to_be_divided(folder):
+    """BERT ignores num_items_in_batch, so that nothing divides its loss."""
+    trainer = trainer_of(folder, OwnLoss, model=patched_tiny("bert", "masked"))
+    trainer.loss_is_scaled_for_ga = True
+    hfp.attach(trainer, BUDGET)
+    return trainer
+
+
+def of_masked_rows(folder):
+    hide = {"labels": [5, *[-100] * 9], "input_ids": [4] * 10}
+    data = datasets.Dataset.from_list([hide] * 9)
+    return attached(model=patched_tiny("bert", "masked"), data=data, folder=folder)
+
+
+TOO_LONG = datasets.Dataset.from_dict({"input_ids": [[5] * 9, [5] * 100]})
+EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_LONG.features)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("loss", lambda folder: attached(kind=WithoutCrossEntropy, how={"loss": "sequence"}, folder=folder).train()),
+        ("loss_is_scaled_for_ga", lambda folder: said_to_be_divided(folder).train()),
+        ("prediction_step", lambda folder: attached(kind=WithoutComputeLoss, folder=folder).evaluate(documents(9))),
+        ("tokens", lambda folder: attached(LIMITED, how=SHAPES, folder=folder).evaluate(TOO_LONG)),
+        ("labels", lambda folder: of_masked_rows(folder).evaluate(unlabeled())),
+        ("enable_jit_checkpoint", lambda folder: with_jit_checkpoints(folder).train()),
+        ("dataset", lambda folder: attached(data=EMPTY, folder=folder).train()),
+    ],
+)
+def test_training_and_evaluation(tmp_path, argument, call):
+    check_refused(argument, lambda: call(tmp_path))
+
+
+def test_rows_that_are_split_across_processes(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.accelerator.state.parallelism_config = SimpleNamespace(tp_size=1, cp_size=2, sp_size=1)
+    try:
+        check_refused("cp_size", lambda: hfp.attach(trainer, BUDGET))
+    finally:
+        trainer.accelerator.state.parallelism_config = None
+
+
+def test_gradients_that_no_step_would_use():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    try:
+        check_refused("sync_with_dataloader", lambda: loop(accelerator=accelerator))
+    finally:
+        accelerator.gradient_state._reset_state()
+
+
+def test_processes_that_do_not_know_of_each_other(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_refused("accelerator", loop)
 
 
 @pytest.mark.parametrize(
@@ -148,111 +529,103 @@ class MaskingCollator(hfp.PackingCollator):
         lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
     ],
 )
-def test_collators_whose_work_is_done(tmp_path, make):
+def test_collators_whose_work_is_done_are_taken(tmp_path, make):
     trainer = trainer_of(tmp_path)
     trainer.data_collator = make()
-    assert hfp.attach(trainer, hfp.TokenBudget(64)).documents == 45
+    assert hfp.attach(trainer, BUDGET).documents == 45
 
 
-def test_batches_that_were_set_on_the_trainer(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.get_train_dataloader = lambda: documents(45)
-    with pytest.raises(PackingError, match="get_train_dataloader: expected the method of Trainer, got <function"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+def loop(batching=BUDGET, data=None, accelerator=None, **how):
+    accelerator = accelerator or Accelerator(cpu=True)
+    return hfp.prepare_dataloader(accelerator, documents(45) if data is None else data, batching, **how)
 
 
-def test_a_loss_that_is_set_after_attaching(tmp_path):
-    trainer = trainer_of(tmp_path)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    trainer.compute_loss_func = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="compute_loss_func: expected None, the value when attach"):
-        trainer.train()
+def planned(**how):
+    return next(iter(loop(**how)))
 
 
-def test_a_model_whose_loss_is_refused_is_as_it_was(tmp_path):
-    trainer = trainer_of(tmp_path, model=with_loss_times(None))
-    with pytest.raises(PackingError, match="expected a model that returns a loss of a packed batch, but Other returns"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="is not"):
-        hfp.unpatch_model(trainer.model)
+def collated(*rows, **shapes):
+    return hfp.PackingCollator(**shapes)([*rows] or [{"input_ids": [5, 6, 7]}])
 
 
-def test_context_parallelism(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.accelerator.state.parallelism_config = type("Config", (), {"tp_size": 1, "cp_size": 2, "sp_size": 1})()
-    try:
-        with pytest.raises(
-            PackingError,
-            match="cp_size: expected 1, got 2; documents are not isolated in rows that are split across processes",
-        ):
-            hfp.attach(trainer, hfp.TokenBudget(64))
-    finally:
-        trainer.accelerator.state.parallelism_config = None
+def tree_batch(without=None):
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [1, 2, 5]]})
+    batch = hfp.PackingCollator()(list(hfp.pack(rows, hfp.BestFit(16), share_prefixes=2)))
+    return {name: batch[name] for name in batch if name != without}
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["_get_train_sampler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "get_batch_samples"],
-)
-def test_trainers_with_their_own_batches(tmp_path, method):
-    own = type("GroupTrainer", (Trainer,), {method: lambda *_: None})
-    with pytest.raises(PackingError, match=f"got GroupTrainer, which overrides {method}"):
-        hfp.attach(trainer_of(tmp_path, own), hfp.TokenBudget(64))
+IDS = torch.tensor([[5, 6]])
+LOOPS = [
+    *((name, lambda name=name: loop(**{name: 1})) for name in ("batch_size", "shuffle", "collate_fn", "generator")),
+    ("accelerator", lambda: hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), BUDGET)),
+    ("prove", lambda: loop(model=build("Llama"), prove=True)),
+    ("prove", lambda: hfp.patch_model(build("Llama"), prove=True)),
+    ("model", lambda: loop(model=torch.nn.DataParallel(build("Llama")))),
+    ("model", lambda: hfp.patch_model(torch.nn.DataParallel(build("Llama")))),
+    ("model", lambda: loop(model=with_loss_times(None))),
+    ("dataset", lambda: loop(data=datasets.Dataset.from_dict({"input_ids": [[]]}))),
+    ("tokens", lambda: loop(LIMITED, tokens=63, max_segments=8)),
+    ("max_segments", lambda: loop(LIMITED, tokens=64)),
+    ("max_segments", lambda: loop(LIMITED, tokens=64, max_segments=7)),
+    ("batches", lambda: loop(accelerator=Accelerator(cpu=True, gradient_accumulation_steps=2)).skip_first_batches(1)),
+    ("batches", lambda: loop().skip_first_batches(1000)),
+    ("model", lambda: hfp.evaluation_loss(Accelerator(cpu=True), build("Llama"), documents(3))),
+    (
+        "dataset",
+        lambda: hfp.evaluation_loss(
+            Accelerator(cpu=True), patched(), documents(1).map(lambda row: {"labels": [-100] * len(row["labels"])})
+        ),
+    ),
+    ("model", lambda: hfp.compute_loss(build("Llama"), collated())),
+    *(
+        ("batch", lambda call=call, batch=batch: call(patched(), batch))
+        for call in (hfp.compute_loss, hfp.document_logps)
+        for batch in (None, [1, 2], {}, {"input_ids": IDS}, {"labels": IDS}, {"input_ids": IDS, "labels": IDS})
+    ),
+    *(
+        ("batch", lambda name=name: hfp.compute_loss(patched(trees=True), tree_batch(without=name)))
+        for name in ("segment_lengths", "ends", "trained", "tree_labels")
+    ),
+    *(
+        ("model", lambda call=call: call(patched("BertForMaskedLM"), tree_batch()))
+        for call in (hfp.compute_loss, hfp.document_logps)
+    ),
+    *(
+        ("num_items_in_batch", lambda wrong=wrong: hfp.compute_loss(patched(), collated(), num_items_in_batch=wrong))
+        for wrong in (-1, True, "28", torch.ones(2), torch.tensor(True))
+    ),
+    ("loss", lambda: hfp.compute_loss(patched(), collated(), loss="mean")),
+    *(("loss", lambda loss=loss: hfp.compute_loss(patched(), planned(loss=loss), loss="token")) for loss in LOSSES),
+    *(
+        ("num_items_in_batch", lambda loss=loss: hfp.compute_loss(patched(), planned(loss=loss), num_items_in_batch=7))
+        for loss in LOSSES
+    ),
+    ("model", lambda: hfp.document_logps(build("Llama"), collated())),
+    ("column 'weights'", lambda: collated({"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]})),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), [("packing", True), ("eval_packing", True)])
-def test_rows_that_trl_has_packed(tmp_path, name, value):
-    options = {name: value, "max_length": 48, "packing_strategy": "wrapped"}
-    trainer = trainer_of(tmp_path, SFTTrainer, **options)
-    with pytest.raises(PackingError, match=f"{name}: expected False, since attach packs rows itself"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+def gpt2():
+    return patched_tiny("gpt2", "causal")
 
 
-def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
-    more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
-    with pytest.raises(PackingError, match=r"DistillingTrainer, which makes its own batches .*attach\(trainer, None\)"):
-        hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
-    mine = type("MyTrainer", (SFTTrainer,), {})
-    hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")
+SCORES = [
+    ("hidden", lambda: hfp.score(gpt2(), [[5, 6]], hidden="max")),
+    ("max_tokens", lambda: hfp.score(gpt2(), [[5, 6]], max_tokens=0)),
+    ("documents", lambda: hfp.score(gpt2(), "text")),
+    ("column 'input_ids'", lambda: hfp.score(gpt2(), [["a", "b"]])),
+    ("labels", lambda: hfp.score(gpt2(), [{"input_ids": [5, 6], "labels": [5]}])),
+    ("labels", lambda: hfp.score(gpt2(), [{"input_ids": [5, 6], "labels": [-100, 7]}])),
+    ("model", lambda: hfp.score(patched_tiny("bert", "masked"), [[5, 6]])),
+    ("model", lambda: hfp.score(patched_tiny("bert", "masked"), [[5, 6]], share_prefixes=True)),
+    ("model", lambda: hfp.score(tiny_model("bert", "masked").base_model, [[5, 6]])),
+    *(
+        ("share_prefixes", lambda wrong=wrong: hfp.score(gpt2(), [[5, 6]], share_prefixes=wrong))
+        for wrong in (0, -1, 1.5, "yes", None)
+    ),
+]
 
 
-def test_an_evaluation_that_cannot_be_planned(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.eval_dataset = {"web": documents(5), "code": documents(5).to_iterable_dataset()}
-    message = r"eval_dataset\['code'\]: expected a map-style dataset, .*got IterableDataset\. .*stream\.take\(1000\)"
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    trainer.eval_dataset = datasets.Dataset.from_list(list(trainer.eval_dataset["code"].take(1000)))
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="eval_dataset: expected a map-style dataset"):
-        trainer.evaluate(documents(5).to_iterable_dataset())
-
-
-@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer"])
-def test_other_trainers_of_trl(name):
-    kind = getattr(trl, name)
-    with pytest.raises(PackingError, match=f"trainer: expected a Trainer or an SFTTrainer.*{name}"):
-        hfp.attach(kind.__new__(kind), hfp.TokenBudget(64))
-
-
-@pytest.mark.parametrize(
-    ("trainer", "batching", "loss", "message"),
-    [
-        (None, hfp.TokenBudget(64), "token", "trainer: expected a Trainer or an SFTTrainer, got NoneType"),
-        ("given", 64, "token", "batching: expected TokenBudget.* got 64"),
-        ("given", hfp.TokenBudget, "token", "pass an instance of the class, such as TokenBudget"),
-        ("given", hfp.TokenBudget(64), "mean", "loss: expected one of token, sequence, got 'mean'"),
-        ("given", hfp.BucketBatches(64), "token", "dataset: expected a column 'bucket'"),
-        ("given", hfp.TokenBudget(8), "token", "max_tokens: row 0 has"),
-    ],
-)
-def test_bad_arguments(tmp_path, trainer, batching, loss, message):
-    trainer = trainer_of(tmp_path) if trainer else None
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, batching, loss=loss)
-    assert trainer is None or type(trainer) is Trainer
-
-
-def test_documents_per_step_of_buckets(tmp_path):
-    with pytest.raises(PackingError, match="match_documents_per_step: expected None with BucketBatches"):
-        hfp.attach(trainer_of(tmp_path), hfp.BucketBatches(64), match_documents_per_step=4)
+@pytest.mark.parametrize(("argument", "call"), [*LOOPS, *SCORES])
+def test_loops_losses_and_scores(argument, call):
+    check_refused(argument, call)

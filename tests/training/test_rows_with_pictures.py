@@ -1,7 +1,5 @@
 """attach keeps rows with pictures whole: a budget of tokens and patches forms their batches, and SFTTrainer trains."""
 
-import copy
-
 import datasets
 import numpy as np
 import pytest
@@ -11,10 +9,10 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from whole_rows_process import LEARNING_RATE, arguments
+from whole_rows import LEARNING_RATE, arguments
 
 import hf_packing as hfp
-from hf_packing.training.whole_rows import patches_in, pixels_per_patch_of
+from hf_packing.training.whole_rows import patches_in
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -176,19 +174,6 @@ def test_rows_of_a_plain_trainer(tmp_path):
     assert trainer.state.global_step == 3
 
 
-def test_max_patches_is_for_models_that_see_pictures(processor, tmp_path):
-    trainer = Trainer(
-        transformers.BertForSequenceClassification(
-            transformers.BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-        ),
-        arguments(tmp_path, TrainingArguments),
-        train_dataset=datasets.Dataset.from_dict({"input_ids": [[5, 6], [7, 8]] * 5, "labels": [0, 1] * 5}),
-        data_collator=transformers.DataCollatorWithPadding(processor.tokenizer),
-    )
-    with pytest.raises(hfp.PackingError, match="max_patches: expected None for rows of text, got 8"):
-        hfp.attach(trainer, hfp.TokenBudget(16, max_patches=8))
-
-
 @pytest.mark.parametrize(
     ("shape", "patches"),
     [((12, 96), 12), ((3, 10, 96), 30), ((2, 3, 16, 16), 32), ((2, 5, 3, 16, 8), 80), ((0, 96), 0)],
@@ -196,12 +181,3 @@ def test_max_patches_is_for_models_that_see_pictures(processor, tmp_path):
 def test_patches_of_pictures_in_any_layout(shape, patches):
     assert patches_in({"pixel_values": torch.zeros(shape), "input_ids": torch.ones(1, 4)}, 16) == patches
     assert patches_in({"pixel_values_videos": torch.zeros(shape)}, 16) == patches
-
-
-def test_sizes_of_patches():
-    vision = transformers.CLIPVisionConfig(patch_size=4)
-    assert pixels_per_patch_of(transformers.LlavaConfig(vision_config=vision)) == 16
-    vision = copy.deepcopy(vision)
-    vision.patch_size = [4, 8]
-    assert pixels_per_patch_of(transformers.LlavaConfig(vision_config=vision)) == 32
-    assert pixels_per_patch_of(transformers.BertConfig()) is None

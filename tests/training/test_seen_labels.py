@@ -13,7 +13,6 @@ from trainers import logged, trainer_of
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
@@ -72,16 +71,6 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
     assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
 
 
-def test_a_model_whose_data_is_refused_is_as_it_was(tmp_path):
-    model = bert()
-    with pytest.raises(PackingError, match=REPEATED):
-        hfp.attach(trainer_of(tmp_path, model=model, data=unlabeled()), hfp.TokenBudget(64))
-    assert not is_patched(model)
-    with pytest.raises(PackingError, match=REPEATED):
-        hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64), model=model)
-    assert not is_patched(model)
-
-
 def test_masked_data_is_trained_on(tmp_path):
     data = documents(12).map(masked)
     for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
@@ -95,13 +84,6 @@ def test_masked_data_is_trained_on(tmp_path):
 def masked_rows(rows):
     found = [masked({"input_ids": ids}) for ids in rows["input_ids"]]
     return {name: [row[name] for row in found] for name in ("input_ids", "labels")}
-
-
-def test_data_that_an_evaluation_is_given(tmp_path):
-    trainer = trainer_of(tmp_path, model=patched_bert(), data=documents(12).map(masked))
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match=REPEATED):
-        trainer.evaluate(unlabeled())
 
 
 def with_adapters(model):

@@ -4,10 +4,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import trl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from own_batches import COMMON, moved, policy, step, texts, tokenizer
+from own_batches import answers, dpo, grpo, policy, step, texts
 from padded_models import SEQUENCE
 from patched_models import patched_tiny
 from tiers import fast_only
@@ -121,20 +120,6 @@ def test_what_shares_nothing():
     assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).row.tokens == 1
 
 
-@given(st.integers(0, 100))
-@settings(max_examples=5)
-def test_taken_and_given_are_inverse(seed):
-    rng = np.random.default_rng(seed)
-    documents = [rng.integers(0, 2, rng.integers(1, 6)).tolist() for _ in range(6)]
-    tokens = torch.tensor([[token for document in documents for token in document]])
-    inputs = {"input_ids": tokens, "position_ids": torch.cat([torch.arange(len(d)) for d in documents])[None]}
-    shared = SharedRows.find(inputs, tuple(map(len, documents)), 1)
-    if shared is not None:
-        taken = shared.take(inputs)
-        assert torch.equal(taken["position_ids"], shared.row.position_ids)
-        assert torch.equal(shared.give(taken["input_ids"]), tokens)
-
-
 def long_prompts():
     rows = texts(6, prompt=20, chosen=6, rejected=5)
     return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
@@ -145,16 +130,10 @@ def proven_policy():
     return patched_tiny("llama", "causal", torch.float64, trees=True).train()
 
 
-def dpo(folder, model):
-    config = trl.DPOConfig(str(folder), max_length=None, **COMMON)
-    data, reference = long_prompts(), moved(model)
-    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)
-
-
 @pytest.mark.parametrize("budget", [None, 512])
 def test_pairs_share_their_prompt(tmp_path, budget):
     torch.manual_seed(0)
-    trainer = dpo(tmp_path, policy("llama") if budget is None else proven_policy())
+    trainer = dpo(tmp_path, policy("llama") if budget is None else proven_policy(), long_prompts())
     if budget is None:
         expected, gradients = step(trainer)
         shared = hfp.attach(trainer, None, share_prefixes=True)
@@ -175,21 +154,10 @@ def test_pairs_share_their_prompt(tmp_path, budget):
 
 def test_samples_of_a_prompt_in_grpo(tmp_path):
     """Prompts padded on the left, completions on the right."""
-    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
-    trainer = trl.GRPOTrainer(
-        proven_policy(),
-        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
-        args=trl.GRPOConfig(str(tmp_path), **COMMON | sizes),
-        train_dataset=texts(4, prompt=9),
-        processing_class=tokenizer(),
-    )
-    rng = np.random.default_rng(0)
+    trainer, rng = grpo(tmp_path, proven_policy()), np.random.default_rng(0)
     prompts = [rng.integers(8, 120, n).tolist() for n in (12, 5)]
-    ids, mask = torch.zeros(8, 21, dtype=torch.long), torch.zeros(8, 21, dtype=torch.long)
-    for number in range(8):
-        prompt, completion = prompts[number // 4], rng.integers(8, 120, 1 + number).tolist()
-        place = slice(12 - len(prompt), 12 + len(completion))
-        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
+    completions = [rng.integers(8, 120, 1 + number).tolist() for number in range(8)]
+    ids, mask = answers([prompts[number // 4] for number in range(8)], completions)
     hfp.attach(trainer, None)
     expected = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 9)[0]
     share_prefixes(trainer.model, 4)
@@ -200,28 +168,22 @@ def test_samples_of_a_prompt_in_grpo(tmp_path):
     assert torch.allclose(found[real], expected[real], atol=1e-6)
 
 
-def test_what_is_refused(tmp_path):
-    trainer = dpo(tmp_path, proven_policy())
-    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens"):
-        hfp.attach(trainer, None, share_prefixes=0)
-    with pytest.raises(hfp.PackingError, match="pass it to TokenBudget"):
-        hfp.attach(trainer, hfp.TokenBudget(512), share_prefixes=True)
-    model = patched_tiny("llama", SEQUENCE)
-    with pytest.raises(hfp.ModelNotSupportedError, match="only if the model returns outputs for each token"):
-        share_prefixes(model, 4)
-    unstable = hfp.patch_model(tiny_model("axk2", "causal"))
-    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
-        share_prefixes(unstable, 4)
-
-
 def test_datasets_that_share_nothing_are_as_before(tmp_path):
     data = datasets.Dataset.from_list([{"prompt": "w9", "chosen": " w10", "rejected": " w11 w12"}] * 2)
-    config = trl.DPOConfig(str(tmp_path), max_length=None, **COMMON)
-    model = proven_policy()
-    trainer = trl.DPOTrainer(
-        model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model)
-    )
+    trainer = dpo(tmp_path, proven_policy(), data)
     hfp.attach(trainer, None, share_prefixes=True)
     seen = computed_tokens(trainer.model)
     step(trainer)
     assert seen[0] >= 10, "prompts of fewer than 16 tokens are computed again"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: patched_tiny("llama", SEQUENCE), "only if the model returns outputs for each token"),
+        (lambda: hfp.patch_model(tiny_model("axk2", "causal")), "the outputs for a prefix are not stable"),
+    ],
+)
+def test_models_that_cannot_share_prefixes_are_refused(model, reason):
+    with pytest.raises(hfp.ModelNotSupportedError, match=reason):
+        share_prefixes(model(), 4)

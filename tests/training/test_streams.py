@@ -1,6 +1,7 @@
 """Packed streams through Trainer and PackingCollator: accelerate must not dispatch their batches."""
 
 import json
+from itertools import pairwise
 
 import datasets
 import pytest
@@ -8,15 +9,45 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from document_streams import make_documents, stream_of
-from masking_process import tokenizer
-from processes import IN_THE_FAMILY, run_script
-from stream_process import DOCUMENTS, packed_stream, train
+from processes import on_ranks
 from tiers import fast_only
-from tiny_models import build
-from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trainers import logged, trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
+
+DOCUMENTS = [[number + 1] * (3 + number % 5) for number in range(24)]
+
+
+def packed_stream():
+    stream = datasets.IterableDataset.from_generator(
+        lambda: iter({"input_ids": tokens, "attention_mask": [1] * len(tokens)} for tokens in DOCUMENTS)
+    )
+    return stream.map(hfp.BestFit(16), batched=True, batch_size=24, remove_columns=["attention_mask"])
+
+
+def train(folder, steps, **settings):
+    """The documents of each step of this rank."""
+    seen = []
+
+    class Noting(Trainer):
+        def compute_loss(self, model, inputs, *args, **more):
+            borders, tokens = inputs["cu_seq_lens_q"].tolist(), inputs["input_ids"][0].tolist()
+            seen.append([tokens[a:b] for a, b in pairwise(borders)])
+            return super().compute_loss(model, inputs, *args, **more)
+
+    known = {"max_steps": steps, "per_device_train_batch_size": 1, **settings}
+    trainer = trainer_of(folder, Noting, data=packed_stream(), **known)
+    trainer.data_collator = hfp.PackingCollator()
+    trainer.train()
+    return seen
+
+
+def train_on_rank(folder, steps, settings):
+    seen = train(folder, steps, **settings)
+    (folder / f"seen-{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
+
 
 REFUSED = "dispatch_batches: expected False, .* accelerator_config={'dispatch_batches': False}"
 NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
@@ -27,7 +58,7 @@ PACKS = len(list(packed_stream()))
 def test_trainer(tmp_path, workers):
     with pytest.raises(hfp.PackingError, match=REFUSED):
         train(tmp_path, PACKS, dataloader_num_workers=workers)
-    _, seen = train(tmp_path, PACKS, dataloader_num_workers=workers, **NOT_DISPATCHED)
+    seen = train(tmp_path, PACKS, dataloader_num_workers=workers, **NOT_DISPATCHED)
     assert sorted(document for step in seen for document in step) == sorted(DOCUMENTS)
     assert max(map(len, seen)) > 1
 
@@ -64,41 +95,28 @@ def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
     packed = hfp.pack(stream_of(documents), hfp.BestFit(64), window_packs=2)
     rows = datasets.Dataset.from_list(list(packed), features=packed.features)
     monkeypatch.setattr(kind, "_get_train_sampler", lambda *_: torch.utils.data.SequentialSampler(rows))
-    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, "logging_steps": 1}
-    more = NOT_DISPATCHED | {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    if kind is SFTTrainer:
-        more |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, **NOT_DISPATCHED}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
 
     def losses(dataset):
-        model = hfp.patch_model(build("Llama"))
-        arguments = (SFTConfig if kind is SFTTrainer else TrainingArguments)(str(tmp_path), **settings, **more)
-        collator = hfp.PackingCollator()
-        trainer = kind(
-            model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer()
-        )
-        trainer.train()
-        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        trainer = trainer_of(tmp_path, kind, data=dataset, **settings)
+        trainer.data_collator = hfp.PackingCollator()
+        return logged(trainer)
 
     found = losses(packed)
     assert len(set(found)) > 5
     assert found == losses(rows)
 
 
-def run(folder, **settings):
-    return run_script(IN_THE_FAMILY / "stream_process.py", folder, json.dumps(settings), ranks=2)
-
-
 @pytest.mark.slow
 def test_two_processes_are_told(tmp_path):
-    done = run(tmp_path, steps=2)
-    assert done.returncode
+    done = on_ranks(train_on_rank, tmp_path, 2, {}, ranks=2, fails=True)
     assert "hf_packing.errors.PackingError: dispatch_batches: expected False" in done.stderr
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    done = run(tmp_path, steps=PACKS // 2, **NOT_DISPATCHED)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(train_on_rank, tmp_path, PACKS // 2, NOT_DISPATCHED, ranks=2)
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     documents = [document for steps in seen for step in steps for document in step]
     packs = [sorted(step) for steps in seen for step in steps]

@@ -1,19 +1,32 @@
-"""Losses and gradients of rows of trees are those of the same documents, each run alone."""
+"""Losses, log-probabilities and gradients of rows of trees are those of the same documents, each run alone."""
 
-from functools import cache
+from functools import cache, partial
 
+import datasets
+import peft
 import pytest
 import torch
-from chunks import WHOLE, chunks_of
+from accelerate import Accelerator
+from chunks import chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
+from processes import on_ranks
+from torch.nn.parallel import DistributedDataParallel
 from tree_documents import DOCUMENTS, LABELS, OTHER
-from tree_oracle import check_gradients, gradients, loss_alone, oracle, patched_with_stock
+from tree_oracle import (
+    check_gradients,
+    exact,
+    gradients,
+    loss_alone,
+    losses_alone,
+    oracle,
+    patched_with_stock,
+    share_parameters,
+)
 from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
-from hf_packing.training.logits import observed_logits
 from hf_packing.training.losses import (
     ITEMS,
     TARGETS,
@@ -24,10 +37,9 @@ from hf_packing.training.losses import (
     weights_of,
     with_share,
 )
-from hf_packing.training.model_loss import weighting_of, with_labels
-from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.ranks import micro_batch_counts
-from hf_packing.training.token_losses import TokenLosses
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 LOSSES = ["token", "sequence"]
 
@@ -75,8 +87,7 @@ def test_the_labels_differ_between_relatives_and_documents_end_inside_others():
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
-@pytest.mark.parametrize("size", [None, 1, 4], ids=lambda size: f"chunks of {size}")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "kind"), [(None, "patched"), (1, "oracle"), (4, "oracle"), (4, "patched")])
 def test_the_loss_of_a_batch_of_two_rows(name, loss, size, kind):
     model = model_of(name, kind)
     expected, items = loss_alone(model, DOCUMENTS + OTHER[0], LABELS + OTHER[1], loss)
@@ -116,17 +127,17 @@ def test_accumulation_over_rows(loss, kind):
     check_gradients(gradients(model), wanted)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([None, 1, 3]), st.sampled_from([*KINDS]))
 def test_random_documents(case, loss, size, kind):
     model = model_of("Llama", kind)
     expected, items = loss_alone(model, *case, loss)
-    batch = batch_of(case)
-    if size is None:
-        found = hfp.compute_loss(model, batch, loss=loss)
-    else:
-        with chunks_of(size, model):
-            found = hfp.compute_loss(model, batch, loss=loss)
+    row, order = tree_row(*case)
+    batch = hfp.PackingCollator()([row])
+    with torch.no_grad():
+        logps = of_size(size, hfp.document_logps, model, batch)
+    assert torch.allclose(logps, sums_alone(model, *case)[order], rtol=1e-12, atol=1e-12)
+    found = of_size(size, partial(hfp.compute_loss, loss=loss), model, batch)
     found.backward()
     actual = gradients(model)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
@@ -135,48 +146,6 @@ def test_random_documents(case, loss, size, kind):
         return
     expected.backward()
     check_gradients(actual, gradients(model))
-
-
-def test_losses_of_tokens_are_kept():
-    model = model_of("Llama")
-    batch = batch_of((DOCUMENTS, LABELS))
-    weights = weights_of(batch, "token")
-    kept = [TokenLosses(batch["input_ids"], predicts_next=True) for _ in range(2)]
-    for tokens, losses in zip((WHOLE, 2), kept, strict=True):
-        shape, weighting = batch["input_ids"].shape, weighting_of(model, batch, "token", 1)
-        with chunks_of(tokens, model), observed_logits(model, shape, weighting=weighting, token_losses=losses):
-            total = model(**with_labels(batch), num_items_in_batch=1).loss
-    assert all(each.are_known for each in kept)
-    assert torch.allclose(kept[0].of_labels, kept[1].of_labels, rtol=1e-12)
-    assert ((kept[0].of_labels > 0) == (batch["tree_labels"] != -100)).all()
-    assert float((kept[0].of_labels * weights).sum()) == pytest.approx(total.item(), rel=1e-12)
-
-
-def test_sixteen_bit_logits_become_float32():
-    batch = batch_of((DOCUMENTS, LABELS))
-    following = NextTokens.of_batch(batch, batch["tree_labels"])
-    torch.manual_seed(0)
-    logits = torch.randn(*batch["input_ids"].shape, 100).to(torch.bfloat16)
-    found = following.log_probs(logits)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, following.log_probs(logits.float()))
-
-
-def test_counts_of_micro_batches():
-    row, _ = tree_row(DOCUMENTS, LABELS)
-    lengths, places = row["segment_lengths"], 0
-    attended = [len(path) * 2 - 1 for end in range(len(lengths)) for path in [path_of(row, end)]]
-    for segment, length in enumerate(lengths):
-        attended_here = [2 * (attended[segment] + 1) // 2 - 1 - 2 * above for above in range(length)]
-        places += sum(attended_here)
-    batch = batch_of((DOCUMENTS, LABELS))
-    expected = [sum(lengths), len(DOCUMENTS), places, int(items_in(batch, "token")), 0]
-    assert micro_batch_counts([batch], "token").tolist() == [expected]
-
-
-def path_of(row, end):
-    ((_, _, path),) = documents_of({**row, "ends": [end], "trained": []})
-    return path
 
 
 def test_roots_only_cost_what_packed_documents_cost():
@@ -188,18 +157,174 @@ def test_roots_only_cost_what_packed_documents_cost():
         assert torch.equal(weights_of(trees, loss), weights_of(packed, loss))
 
 
-def test_a_masked_language_model_is_refused():
-    model = patched("BertForMaskedLM")
-    batch = batch_of(OTHER)
-    expected = "model: expected a causal language model .* prefixes .*, but BertForMaskedLM sees the tokens"
-    for call in (hfp.compute_loss, hfp.document_logps):
-        with pytest.raises(hfp.PackingError, match=expected):
-            call(model, batch)
+def sums_alone(model, documents, labels):
+    return torch.stack([-each.sum() for each in losses_alone(model, documents, labels)])
 
 
-@pytest.mark.parametrize("name", ["segment_lengths", "ends", "trained", "tree_labels"])
-def test_a_batch_without_a_key(name):
-    batch = batch_of(OTHER)
-    del batch[name]
-    with pytest.raises(hfp.PackingError, match=f"batch: expected a batch from .*, got one without '{name}', with the"):
-        hfp.compute_loss(model_of("Llama"), batch)
+def check_logps(found, expected, model, factors):
+    """Compare the results, and the gradients of a sum in which each document has a factor of its own."""
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    (expected * factors).sum().backward()
+    wanted = gradients(model)
+    (found * factors).sum().backward()
+    for name, each in gradients(model).items():
+        assert torch.allclose(each, wanted[name], rtol=1e-10, atol=1e-12), name
+
+
+def of_size(size, call, model, batch):
+    if size is None:
+        return call(model, batch)
+    with chunks_of(size, model):
+        return call(model, batch)
+
+
+@pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_in_trees(size, kind):
+    model = model_of("Llama", kind)
+    row, order = tree_row(DOCUMENTS, LABELS)
+    batch = hfp.PackingCollator()([row, row])
+    expected = sums_alone(model, DOCUMENTS, LABELS)[[*order, *order]]
+    assert 0 < (expected == 0).sum() < len(expected)
+    with torch.no_grad():
+        assert torch.allclose(of_size(size, hfp.document_logps, model, batch), expected, rtol=1e-12)
+    found = of_size(size, hfp.document_logps, model, batch)
+    check_logps(found, expected, model, torch.linspace(-1, 2, len(expected), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
+@pytest.mark.parametrize("shapes", [{}, {"tokens": 60, "max_segments": 9}], ids=str)
+def test_packed_documents(size, shapes):
+    model = model_of("Llama", "patched")
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(DOCUMENTS, LABELS, strict=True)]
+    batch = hfp.PackingCollator(**shapes)(rows)
+    expected = sums_alone(model, DOCUMENTS, LABELS)
+    found = of_size(size, hfp.document_logps, model, batch)
+    check_logps(found, expected, model, torch.linspace(-1, 2, len(expected), dtype=torch.float64))
+
+
+def test_scores_and_batches_of_prepare_dataloader():
+    model = patched("Llama", torch.float64)
+    batch = hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS])
+    with torch.no_grad():
+        found = hfp.document_logps(model, batch)
+        planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+        assert torch.equal(hfp.document_logps(model, planned), found)
+    scores = hfp.score(model, DOCUMENTS, progress=False).log_likelihood
+    assert found.tolist() == pytest.approx(scores.tolist(), rel=1e-12)
+
+
+def test_float32_model():
+    found = hfp.document_logps(patched("Llama"), hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS]))
+    assert found.dtype == torch.float32
+    assert found.shape == (len(DOCUMENTS),)
+    assert found.requires_grad
+
+
+def kept_for_the_backward_pass(model, batch):
+    """The number of values of all logits that are kept, whole or in chunks of 4 tokens."""
+    kept, weight = [], model.lm_head.weight
+
+    def note(tensor):
+        if tensor.shape[-1:] == (128,) and tensor.data_ptr() != weight.data_ptr():
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hfp.document_logps(model, batch)
+    return sum(kept)
+
+
+def test_logits_of_chunks_are_not_kept_for_the_backward_pass():
+    model = patched("Llama", torch.float64)
+    for layer in (model.lm_head, model.model.embed_tokens):
+        layer.requires_grad_(False)
+    batch = hfp.PackingCollator()([{"input_ids": [*range(3, 60)]}])
+    assert kept_for_the_backward_pass(model, batch) >= 57 * 128
+    with chunks_of(4, model):
+        hfp.document_logps(model, batch)  # the first call tests the model
+        assert kept_for_the_backward_pass(model, batch) < 57 * 128
+
+
+ALL = DOCUMENTS + OTHER[0]
+ALL_LABELS = LABELS + OTHER[1]
+
+
+def batches():
+    """Two micro-batches of packed rows."""
+    rows = datasets.Dataset.from_dict({"input_ids": ALL, "labels": ALL_LABELS})
+    packed = hfp.pack(rows, hfp.BestFit(16, seed=1), share_prefixes=2)
+    assert len(packed) > 1
+    assert sum(map(len, packed["tree_input_ids"])) < sum(map(len, ALL))
+    return list(torch.utils.data.DataLoader(packed, batch_size=-(-len(packed) // 2), collate_fn=hfp.PackingCollator()))
+
+
+def train_step(model, loss):
+    """Return the gradients of a step over both micro-batches."""
+    parts = batches()
+    items = sum(int(items_in(batch, loss)) for batch in parts)
+    total = [hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=items) for batch in parts]
+    for each in total:
+        each.backward()
+    return sum(total).item(), gradients(model)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_checkpointing(name, loss):
+    model = patched_with_stock(name)
+    model.train()
+    model.gradient_checkpointing_enable()
+    total, found = train_step(model, loss)
+    expected, _ = loss_alone(model, ALL, ALL_LABELS, loss)
+    expected.backward()
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+    check_gradients(found, gradients(model))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_lora(loss):
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(exact("Llama"), lora)
+    model = hfp.patch_model(peft.get_peft_model(exact("Llama"), lora))
+    share_parameters(stock, model)
+    total, found = train_step(model, loss)
+    model.stock = [stock]
+    expected, _ = loss_alone(model, ALL, ALL_LABELS, loss)
+    expected.backward()
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+    assert all("lora" in name for name in found)
+    check_gradients(found, gradients(model))
+
+
+def train_on_rank(folder):
+    """Train on a row of trees of this rank's own, and write the gradients."""
+    accelerator = Accelerator(cpu=True)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    model = DistributedDataParallel(hfp.patch_model(exact("Llama")))
+    batches = [hfp.PackingCollator()([tree_row(*case)[0]]) for case in ((DOCUMENTS, LABELS), OTHER)]
+    found = {}
+    for loss in ("token", "sequence"):
+        items = sum(int(items_in(batch, loss)) for batch in batches)
+        hfp.compute_loss(model, batches[rank], loss=loss, num_items_in_batch=items / ranks).backward()
+        found[loss] = {name: each.grad.clone() for name, each in model.module.named_parameters()}
+        model.zero_grad()
+    hfp.document_logps(model, batches[rank]).sum().backward()
+    found["logps"] = {name: each.grad.clone() for name, each in model.module.named_parameters()}
+    torch.save(found, folder / f"gradients-{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    on_ranks(train_on_rank, tmp_path, ranks=2)
+    model = patched_with_stock("Llama")
+    first, second = (torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2))
+    for loss in LOSSES:
+        loss_alone(model, ALL, ALL_LABELS, loss)[0].backward()
+        wanted = gradients(model)
+        check_gradients(first[loss], wanted)
+        check_gradients(second[loss], wanted)
+    (-sum(each.sum() for each in losses_alone(model, ALL, ALL_LABELS)) / 2).backward()  # DDP averages over ranks
+    check_gradients(first["logps"], gradients(model))

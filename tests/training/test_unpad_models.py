@@ -1,6 +1,10 @@
-"""attach(trainer, None): trainers with batches of their own have the same losses and gradients without the padding."""
+"""attach(trainer, None): trainers with batches of their own have the same losses and gradients without the padding.
+
+A trainer's other models, such as a teacher, read the packed batches of the model that is trained.
+"""
 
 import copy
+from itertools import pairwise
 
 import datasets
 import numpy as np
@@ -8,21 +12,27 @@ import peft
 import pytest
 import torch
 import trl
-from own_batches import COMMON, moved, pairs, policy, step, texts, tokenizer
+from own_batches import COMMON, answers, dpo, grpo, moved, pairs, policy, step, texts, tokenizer
 from tiers import fast_only
-from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from tiny_models import build
+from torch.nn.functional import kl_div
+from trainers import trainer_of
+from training_process import documents
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched, route_of
+from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.training.unpad_models import models_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-def dpo(folder, model, **changes):
-    config = trl.DPOConfig(str(folder), max_length=None, **COMMON | changes)
-    reference = None if hasattr(model, "peft_config") else moved(model)
-    return trl.DPOTrainer(model, args=config, train_dataset=pairs(), processing_class=tokenizer(), ref_model=reference)
 
 
 def reward(folder, model):
@@ -112,31 +122,14 @@ def test_dpo_with_lora_and_checkpointing(tmp_path, use_reentrant):
     check_step(dpo(tmp_path, model, **changes), ["model"], close=1e-6)
 
 
-def answers(model, folder):
-    """A GRPO trainer, and a batch as it makes them: prompts padded on the left, completions on the right."""
-    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
-    trainer = trl.GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
-        args=trl.GRPOConfig(str(folder), **COMMON | sizes),
-        train_dataset=texts(4, prompt=9),
-        processing_class=tokenizer(),
-    )
-    rng = np.random.default_rng(0)
-    prompts, completions = ([rng.integers(8, 120, n).tolist() for n in lengths] for lengths in ((3, 12, 7), (9, 2, 5)))
-    ids, mask = torch.zeros(3, 21, dtype=torch.long), torch.zeros(3, 21, dtype=torch.long)
-    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        place = slice(12 - len(prompt), 12 + len(completion))
-        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
-    return trainer, prompts, completions, ids, mask
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_grpo(tmp_path, name):
     """TRL passes no position_ids, so the stock GPT-2 counts the padding before a prompt; unpadded, it does not."""
     model = policy(name)
     alone = copy.deepcopy(model)
-    trainer, prompts, completions, ids, mask = answers(model, tmp_path)
+    trainer, rng = grpo(tmp_path, model), np.random.default_rng(0)
+    prompts, completions = ([rng.integers(8, 120, n).tolist() for n in lengths] for lengths in ((3, 12, 7), (9, 2, 5)))
+    ids, mask = answers(prompts, completions)
     stock = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 9)[0]
     assert "model" in hfp.attach(trainer, None).models
     found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 9)[0]
@@ -157,7 +150,7 @@ def test_grpo(tmp_path, name):
 
 @pytest.mark.slow
 def test_grpo_trains_and_generates(tmp_path):
-    trainer, *_ = answers(policy("llama").float(), tmp_path)
+    trainer = grpo(tmp_path, policy("llama").float())
     hfp.attach(trainer, None)
     trainer.args.max_steps = 2
     trainer.train()
@@ -187,33 +180,99 @@ def test_a_stock_trainer_of_a_classifier(tmp_path):
     )
 
 
-def test_models_that_share_a_configuration_are_refused(tmp_path):
-    trainer = dpo(tmp_path, policy("llama"))
-    trainer.ref_model.config = trainer.model.config
-    trainer.ref_model.model.config = trainer.model.config
-    for layer in trainer.ref_model.model.layers:
-        layer.self_attn.config = trainer.model.config
-    with pytest.raises(
-        hfp.PackingError, match="trainer.ref_model: model: expected a model with a configuration of its"
-    ):
-        hfp.attach(trainer, None)
-    assert route_of(trainer.model) is None  # all models are as they were
+def divergence(student, teacher):
+    """The sum over tokens of the divergence of two models' predictions."""
+    return kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
 
 
-def test_arguments_that_only_a_batching_uses_are_refused(tmp_path):
-    trainer = classifier(tmp_path, tiny_model("bert", "sequence classification"))
-    for name, value in {"loss": "token", "match_documents_per_step": 8, "tokens": 64, "max_segments": 4}.items():
-        with pytest.raises(hfp.PackingError, match=f"{name}: expected no such argument if batching is None"):
-            hfp.attach(trainer, None, **{name: value})
-    with pytest.raises(hfp.PackingError, match="prove: expected one of first batch, model, small, got 'all'"):
-        hfp.attach(trainer, None, prove="all")
-    trainer.model = None
-    with pytest.raises(hfp.PackingError, match="trainer: expected a Trainer with a model, got Trainer without one"):
-        hfp.attach(trainer, None)
+class Distilling(Trainer):
+    """Learns from a teacher alone, which gets the columns `given` of a batch; None for all of them."""
+
+    given = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        with torch.no_grad():
+            teacher = self.the_teacher(**{name: inputs[name] for name in self.given or inputs}).logits
+        outputs = model(**inputs)
+        loss = divergence(outputs.logits, teacher) / (1 if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
 
-def test_a_model_that_is_refused(tmp_path):
-    model = tiny_model("bert", "sequence classification")
-    model.classifier.register_forward_hook(lambda _, __, output: output + 0.01 * output.mean(0))
-    with pytest.raises(hfp.ModelNotSupportedError, match="trainer.model: .* padded batches are not supported"):
-        hfp.attach(classifier(tmp_path, model), None)
+def models():
+    """A student and a teacher with other weights and fewer layers."""
+    teacher = build("Llama", torch.float64, num_hidden_layers=1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(0.7)
+    return build("Llama", torch.float64), teacher.eval()
+
+
+def distilling(folder, student, teacher, **changes):
+    trainer = trainer_of(folder, Distilling, student, documents(6), **changes)
+    trainer.the_teacher = teacher
+    return trainer
+
+
+def test_a_teacher_reads_each_document_alone(tmp_path):
+    student, teacher = models()
+    alone = copy.deepcopy(student), copy.deepcopy(teacher)
+    trainer = distilling(tmp_path, student, teacher)
+    hfp.attach(trainer, hfp.TokenBudget(256))
+    batch = next(iter(trainer.get_train_dataloader()))
+    borders = batch["cu_seq_lens_q"].tolist()
+    assert len(borders) == 7  # all six documents
+    with torch.no_grad():
+        found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(1))
+        rows = [batch["input_ids"][:, begin:end] for begin, end in pairwise(borders)]
+        expected = sum(divergence(*(model(row).logits for model in alone)) for row in rows)
+        as_one_document = divergence(*(model(batch["input_ids"]).logits for model in alone))
+    assert float(expected) > 1
+    assert float(found) == pytest.approx(float(expected), rel=1e-10)
+    assert abs(float(as_one_document - expected)) > 1e-3 * float(expected)  # a leak would be seen
+
+
+@pytest.mark.parametrize("given", [["input_ids"], ["input_ids", "position_ids"]])
+def test_a_teacher_that_gets_no_borders_is_refused(tmp_path, given):
+    trainer = distilling(tmp_path, *models())
+    trainer.given = given
+    hfp.attach(trainer, hfp.TokenBudget(256))
+    trainer.args.per_device_eval_batch_size = 4
+    if "position_ids" in given:
+        trainer.train()
+        assert trainer.evaluate(documents(6))["eval_loss"] > 0
+        return
+    for run in (trainer.train, lambda: trainer.evaluate(documents(6))):
+        with pytest.raises(hfp.PackingError, match="position_ids: .* pass them to all models that get the batch"):
+            run()
+
+
+def test_all_models_of_a_trainer_are_found(tmp_path):
+    student, teacher = models()
+    trainer = distilling(tmp_path, student, teacher)
+    trainer.teachers = [teacher, build("GPT2"), "a name"]
+    trainer.by_task = {"chat": build("GPT2")}
+    trainer.part, trainer.whole = student.model, torch.nn.ModuleList([student])
+    trainer.loss_fn, trainer.projection = torch.nn.CrossEntropyLoss(), torch.nn.Linear(64, 64)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    trainer.tower = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=16))
+
+    class Averaging(TrainerCallback):
+        def __init__(self, average):
+            self.average = average
+
+    trainer.add_callback(Averaging(copy.deepcopy(student)))
+    names = ["model", "the_teacher", "teachers[1]", "by_task['chat']", "Averaging.average"]
+    assert list(models_of(trainer)) == names
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert all(is_patched(model) for model in models_of(trainer).values())
+
+
+def test_a_model_that_is_not_of_transformers_is_refused_by_name(tmp_path):
+    student, teacher = models()
+    trainer = distilling(tmp_path, student, teacher)
+    trainer.judge = torch.nn.Sequential(torch.nn.Embedding(128, 4), torch.nn.GRU(4, 4))
+    with pytest.raises(hfp.PackingError, match=r"trainer\.judge: .*expected a transformers PreTrainedModel.* outside"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert not is_patched(student)
+    assert not is_patched(teacher)

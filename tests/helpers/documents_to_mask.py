@@ -1,28 +1,16 @@
-"""Documents to mask, and a run on one or more processes that writes what the model gets.
+"""Documents to mask, and the collator, tokenizer and model for them."""
 
-    torchrun --nproc-per-node 2 masking_process.py FOLDER
-
-Every process writes FOLDER/seen-RANK.jsonl, one line for each document that it trained on, with its epoch.
-"""
-
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
-from accelerate import PartialState
 from patched_models import patched_tiny
-from process_group import end_process_group
 from tokenizers import Tokenizer, models
-from training_process import Log
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast, Trainer, TrainingArguments
-
-import hf_packing as hfp
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 CLS, SEP = 2, 3
-WORD = 3
+WORD_TOKENS = 3
 """Tokens in a word."""
 
 
@@ -43,13 +31,13 @@ def collator(whole_words=False, **options):
 
 
 def documents(number=40, columns=("input_ids",), longest=40):
-    """No two documents are alike; words have WORD tokens."""
+    """No two documents are alike; words have WORD_TOKENS tokens."""
     rng = np.random.default_rng(5)
     rows = []
     for length in rng.integers(2, longest, number):
         ids = [CLS, *rng.integers(5, 99, length).tolist(), SEP]
         special = [1, *[0] * length, 1]
-        words = [[place + place // WORD, place + place // WORD + 1] for place in range(length)]
+        words = [[place + place // WORD_TOKENS, place + place // WORD_TOKENS + 1] for place in range(length)]
         rows.append({"input_ids": ids, "special_tokens_mask": special, "offset_mapping": [[0, 0], *words, [0, 0]]})
     return datasets.Dataset.from_list(rows).select_columns(list(columns))
 
@@ -70,25 +58,3 @@ def on_each_document(trainer, call):
         return step(model, inputs, *args)
 
     trainer.training_step = recorded
-
-
-def train(folder):
-    rank = PartialState(cpu=True).process_index
-    args = TrainingArguments(
-        str(folder), num_train_epochs=2, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True
-    )
-    trainer = Trainer(bert(), args, train_dataset=documents(), data_collator=collator())
-    hfp.attach(trainer, hfp.TokenBudget(80))
-    log = Log(folder, rank)
-    on_each_document(trainer, lambda epoch, ids, labels: log.write("seen", epoch=epoch, ids=ids, labels=labels))
-    trainer.train()
-
-
-def main():
-    torch.set_num_threads(1)
-    train(Path(sys.argv[1]))
-    end_process_group()
-
-
-if __name__ == "__main__":
-    main()

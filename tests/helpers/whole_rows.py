@@ -1,7 +1,5 @@
 """Trainers of whole rows, and runs of them on one or more processes.
 
-torchrun --nproc-per-node 2 whole_rows_process.py FOLDER '{"NAME": {"kind": "classifier", ...}, ...}'
-
 Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
 and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt. A run with "evaluate" only writes the
 metrics of its dataset into FOLDER/NAME/metrics-RANK.json.
@@ -10,9 +8,6 @@ metrics of its dataset into FOLDER/NAME/metrics-RANK.json.
 import json
 import os
 import signal
-import sys
-import warnings
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -20,7 +15,6 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
-from process_group import end_process_group
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 
@@ -188,14 +182,11 @@ class KilledAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder, runs):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def train_all(folder, runs):
+    """Do runs in this process, which is one of several."""
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
-    datasets.disable_progress_bars()
     for name, run in runs.items():
         train(folder / name, run)
-    end_process_group()
 
 
 def train(into, run):
@@ -218,7 +209,3 @@ def train(into, run):
         torch.save(trainer.model.state_dict(), into / "parameters.pt")
     PartialState().wait_for_everyone()
     trainer.accelerator.free_memory()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
