@@ -212,9 +212,7 @@ def test_a_forward_that_passes_on_whatever_it_is_given():
 
 def test_more_arguments_than_a_forward_has():
     model = hfp.patch_model(build("Llama"))
-    with pytest.raises(
-        hfp.PackingError, match=r"forward: expected at most .* positional arguments.* LlamaForCausalLM .* 20"
-    ):
+    with pytest.raises(hfp.PackingError, match="forward: expected at most"):
         model(torch.tensor([[5, 6, 7]]), *[None] * 19)
 
 
@@ -227,9 +225,7 @@ def test_another_attention_for_a_part_of_the_model():
     own._attn_implementation_internal = "sdpa"
     hfp.patch_model(model)
     own._attn_implementation_internal = "eager"
-    with pytest.raises(
-        hfp.PackingError, match="on a patched model, in its LlamaConfig, got 'eager', which was set after the model"
-    ):
+    with pytest.raises(hfp.PackingError, match="in its LlamaConfig, got 'eager'"):
         model(**batch_of(DOCUMENTS))
 
 
@@ -255,10 +251,7 @@ def test_a_loss_that_compares_labels_with_another_document(kind, mode):
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES))
     before = set(vars(model)), model.config._attn_implementation
-    with pytest.raises(
-        hfp.ModelNotSupportedError,
-        match=f"{kind.__name__}: {mode}the model's own loss compares labels of a packed document",
-    ):
+    with pytest.raises(hfp.ModelNotSupportedError, match=f"{kind.__name__}: {mode}the model's own loss"):
         hfp.patch_model(model)
     assert (set(vars(model)), model.config._attn_implementation) == before
 

@@ -58,8 +58,8 @@ EXACT = {"Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "Stab
 def model_of(name, dtype=torch.float32):
     if name in SUPPORTED:
         return build(name, dtype)
-    model_type, kind, changes, _, _ = TRAITS[name]
-    model = tiny_model(model_type, kind, dtype, **changes)
+    model_type, *kind, changes, _, _ = TRAITS[name]
+    model = tiny_model(model_type, kind[0] if kind else "causal", dtype, **changes)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one has no float64
     return model

@@ -14,7 +14,7 @@ from patched_models import patched_tiny
 from processes import HANGS
 from tiers import fast_only
 from torch.distributed.fsdp import FSDPModule
-from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
+from training_by_hand import batch_of, check_packed, losses_alone
 
 import hf_packing as hfp
 from hf_packing.attention.route import packed_share, route_of
@@ -42,17 +42,12 @@ def filled(model, known):
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba2", "opt", "gemma3_text"], "llama"))
 def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
     known = tiny_model(architecture, "causal")
-    alone = [{"input_ids": torch.tensor([d]), "labels": torch.tensor([d]), "use_cache": False} for d in DOCUMENTS]
-    expected, gradients = losses_and_gradients(known, alone)
+    alone = losses_alone(known)
     model = on_meta(known)
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
         assert hfp.patch_model(model, prove="small") is model
     model = filled(model, known)
-    loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert found.keys() == gradients.keys()
-    largest = max(float(each.abs().max()) for each in gradients.values())
-    assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
+    check_packed(model, alone)
     report = hfp.check_isolation(model)
     assert report.isolated
     assert report.route.describe() == hfp.check_isolation(hfp.patch_model(known)).route.describe()

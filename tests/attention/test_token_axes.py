@@ -94,9 +94,7 @@ def test_a_row_of_another_length_is_refused():
 def test_positions_that_no_longer_count():
     axes = recorded({"positions": torch.arange(TOKENS)[None]})
     axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
-    with pytest.raises(
-        PackingError, match="expected the values of positions to rise by 1 from token to token, got other steps; a pad"
-    ):
+    with pytest.raises(PackingError, match="expected the values of positions to rise by 1"):
         axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
 
 

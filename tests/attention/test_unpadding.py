@@ -20,6 +20,7 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.unpadding import install_unpadding
 
+LLAMA, BERT = ("llama", "causal"), ("bert", SEQUENCE)
 SIDES = ("right", "left", "both")
 HEADS = [
     *((name, SEQUENCE) for name in ("bert", "albert", "roberta", "deberta-v2", "llama", "qwen3", "gpt2")),
@@ -29,7 +30,7 @@ HEADS = [
     *((name, "masked") for name in ("bert", "roberta", "deberta-v2")),
     *((name, "causal") for name in ("llama", "qwen3", "gpt2", "mamba")),
 ]
-FAST = (("bert", SEQUENCE), ("albert", SEQUENCE), ("llama", SEQUENCE), ("bert", QUESTION), ("gpt2", "causal"))
+FAST = (("bert", SEQUENCE), ("albert", SEQUENCE), ("bert", QUESTION), ("gpt2", "causal"))
 CLOSE = {"llama": 1e-5, "qwen3": 1e-5, "modernbert": 1e-5, "mamba": 1e-5}
 """Models with parts in float32, such as rotary angles; the others agree to 1e-12."""
 
@@ -140,7 +141,7 @@ def test_small_gradients_are_not_taken_for_right_ones():
         hfp.patch_model(with_embeddings(1e6, torch.float64, 2))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("bert", SEQUENCE), ("albert", SEQUENCE), ("llama", "causal")])
+@pytest.mark.parametrize(("name", "kind"), fast_only([BERT, ("albert", SEQUENCE), LLAMA], BERT, LLAMA))
 def test_rows_without_tokens_are_zeros(name, kind):
     model, rows = patched_tiny(name, kind), [documents()[0], [], documents()[1]]
     batch, places = padded(rows, "right")
@@ -159,8 +160,6 @@ def mask_of(*rows):
 PADDED = mask_of([1, 1, 1, 0], [1, 1, 1, 1])
 RESTARTING = torch.tensor([[0, 1, 0, 1]] * 2)
 EMBEDDED = {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}
-
-LLAMA, BERT = ("llama", "causal"), ("bert", SEQUENCE)
 
 REFUSED = [
     *((each, mask_of([1, 1, 1, 1], [1, 0, 0, 1]), "attention_mask") for each in (LLAMA, BERT)),
@@ -225,7 +224,7 @@ def test_losses_and_gradients_of_a_language_model(name):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", fast_only([True, False], True))
 def test_lora_and_checkpointing(use_reentrant):
     stock = tiny_model("llama", SEQUENCE, torch.float64, num_labels=1).train()
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", init_lora_weights=False)

@@ -69,9 +69,7 @@ def test_two_heads_are_refused(kind):
     """They take rows of several choices, each with several tokens."""
     config = getattr(transformers, f"{kind}Config")(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     model = getattr(transformers, f"{kind}DoubleHeadsModel")(config).eval()
-    with pytest.raises(
-        hfp.ModelNotSupportedError, match="expected a model with one head, but .* also returns mc_logits"
-    ):
+    with pytest.raises(hfp.ModelNotSupportedError, match="one head, but .* also returns mc_logits"):
         hfp.patch_model(model)
     assert not is_patched(model)
 
@@ -162,9 +160,9 @@ def test_types_that_all_rows_share():
 
 
 def test_a_head_that_was_replaced_is_refused():
-    model = patched_tiny("roberta", SEQUENCE)
-    model.classifier = copy.deepcopy(tiny_model("roberta", SEQUENCE).classifier)
-    with pytest.raises(hfp.PackingError, match="classifier: expected the same module as when the model was patched"):
+    model = patched_tiny("bert", SEQUENCE)
+    model.bert.pooler = copy.deepcopy(tiny_model("bert", SEQUENCE).bert.pooler)
+    with pytest.raises(hfp.PackingError, match="pooler: expected the same module as when the model was patched"):
         model(**padded(documents(), "left")[0])
 
 

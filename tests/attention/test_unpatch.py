@@ -53,9 +53,7 @@ class TestUndone:
         assert model.config._attn_implementation != NAME
 
     def test_what_is_not_patched(self):
-        with pytest.raises(
-            hfp.PackingError, match="expected a model patched by patch_model, but LlamaForCausalLM is not patched"
-        ):
+        with pytest.raises(hfp.PackingError, match="LlamaForCausalLM is not patched"):
             hfp.unpatch_model(build("Llama"))
 
     def test_patching_twice_is_patching_once(self):
@@ -152,10 +150,7 @@ def test_a_forward_that_takes_no_borders():
 def test_a_model_that_fails_without_a_mask():
     model = build("Llama")
     model.register_forward_pre_hook(lambda _, __, kwargs: kwargs["attention_mask"].sum() and None, with_kwargs=True)
-    with pytest.raises(
-        hfp.ModelNotSupportedError,
-        match="LlamaForCausalLM: the model cannot be called with input_ids alone: 'attention_mask'",
-    ):
+    with pytest.raises(hfp.ModelNotSupportedError, match="cannot be called with input_ids alone: 'attention_mask'"):
         hfp.patch_model(model)
 
 
