@@ -84,8 +84,8 @@ def models_in(trainer):
     return [each for each in (trainer.model, getattr(trainer, "ref_model", None)) if each is not None]
 
 
-def check_refused(argument, call, error=PackingError):
-    with pytest.raises(error) as found:
+def check_refused(argument, call):
+    with pytest.raises(PackingError) as found:
         call()
     assert str(found.value).startswith(f"{argument}: "), str(found.value)
 
