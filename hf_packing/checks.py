@@ -64,10 +64,11 @@ def is_real(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise PackingError unless `value` is one of the strings of a Literal type."""
+def check_choice(name: str, value: Any, choices: Any) -> Any:
+    """Return `value`, if it is one of the strings of a Literal type."""
     if value not in get_args(choices):
         raise PackingError(f"{name}: expected one of {', '.join(get_args(choices))}, got {value!r}")
+    return value
 
 
 def check_whole_numbers(name: str, values: Any) -> npt.NDArray[Any]:

@@ -96,7 +96,10 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
     """
     masked = labels.astype(np.int64 if labels.dtype.kind == "u" else labels.dtype)
     for name, mask in masks.items():
-        masked[~_as_booleans(name, mask)] = IGNORED_LABEL
+        wrong = mask[(mask != 0) & (mask != 1)] if mask.dtype.kind in "iufb" else mask
+        if len(wrong):
+            raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the value {wrong[0]}")
+        masked[mask == 0] = IGNORED_LABEL
     return masked
 
 
@@ -115,23 +118,10 @@ def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArra
         PackingError: a mask has a value other than 0 and 1.
     """
     for name, mask in masks.items():
-        contradicting = ~_as_booleans(name, mask) & (labels != IGNORED_LABEL)
-        if contradicting.any():
-            return name, int(contradicting.argmax())
+        contradicting = np.flatnonzero(apply_loss_masks(labels, {name: mask}) != labels)
+        if len(contradicting):
+            return name, int(contradicting[0])
     return None
-
-
-def _as_booleans(name: str, mask: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return a loss mask as a boolean array [tokens]; raise PackingError unless every value is 0 or 1.
-
-    NumPy would convert None, strings and fractions to booleans too, so these values are checked first.
-    """
-    if len(mask) and mask.dtype.kind not in "iufb":
-        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the values {mask.tolist()[:8]}")
-    wrong = (mask != 0) & (mask != 1)
-    if wrong.any():
-        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the value {mask[wrong.argmax()]}")
-    return mask.astype(bool)
 
 
 def check_has_tokens(names: Collection[str]) -> None:

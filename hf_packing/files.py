@@ -1,4 +1,7 @@
-"""Folders that appear whole or not at all: they are written under another name, and renamed when they are complete."""
+"""Folders that appear whole or not at all, and whether a file is still the same.
+
+A folder is written under another name, and renamed when it is complete.
+"""
 
 import errno
 import shutil
@@ -6,7 +9,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
+
+_TAGS = ("ETag", "etag", "xet_hash", "blob_id", "version_id", "sha256", "md5Hash", "content_md5")
+"""Names, in fsspec's `info`, of what an object store says of the content of a file."""
+_TIMES = ("LastModified", "updated", "mtime")
+"""Names, in fsspec's `info`, of the time when a file was changed."""
+
+
+def size_and_version(system: Any, path: str, times: bool) -> tuple[int | None, str]:
+    """Return what differs between two versions of a file: the size in bytes if known, and the tag of an object store.
+
+    Args:
+        system: the file system of fsspec.
+        path: the path in the file system.
+        times: whether the time of the last change stands for the tag where there is none, as in local folders. Copies
+            of a file differ in it.
+    """
+    info = system.info(path)
+    names = (*_TAGS, *_TIMES) if times else _TAGS
+    return info["size"], next((str(info[name]) for name in names if info.get(name)), "")
 
 
 @contextmanager

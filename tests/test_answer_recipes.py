@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import squad
 from processes import run_script
-from recipe_inputs import write
+from recipe_inputs import questions, write
 from transformers import EvalPrediction
 
 import hf_packing as hfp
@@ -26,28 +26,10 @@ FUNCTIONS = [
 ]
 
 
-def asked(number=40, none_every=5):
-    """Questions about long and short texts; some have no answer."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for n in range(number):
-        words = [str(word) for word in rng.choice(["aa", "bb", "cc"], rng.integers(5, 60))]
-        place = int(rng.integers(len(words)))
-        words[place] = "gold"
-        found = {"text": ["gold"], "answer_start": [len(" ".join([*words[:place], ""]))]}
-        answers = {"text": [], "answer_start": []} if n % none_every == 1 else found
-        rows.append({"question": f"where {n}", "context": " ".join(words), "answers": answers})
-    return rows
-
-
-def flags_for(folder, rows, **others):
-    data = write(folder / "rows.jsonl", rows)
-    known = {"data": data, "max_length": 32, "doc_stride": 8, "output_dir": folder / "out"}
-    return [text for name, value in (known | others).items() for text in (f"--{name}", str(value))]
-
-
 def test_squad(tmp_path, capsys):
-    flags = flags_for(tmp_path, asked(), num_train_epochs=2)
+    data = write(tmp_path / "rows.jsonl", questions())
+    flags = ["--data", data, "--max_length", 32, "--doc_stride", 8, "--num_train_epochs", 1]
+    flags = [*map(str, flags), "--output_dir", str(tmp_path / "out")]
     metrics = squad.main(flags)
     assert 0 <= metrics["eval_exact_match"] <= metrics["eval_f1"] <= 100
     said = capsys.readouterr().out
@@ -60,7 +42,7 @@ def test_squad(tmp_path, capsys):
 
 
 def test_answers_are_in_the_windows_that_have_them():
-    rows = datasets.Dataset.from_list(asked())
+    rows = datasets.Dataset.from_list(questions())
     tokenizer = common.load_tokenizer(None, rows["context"], masked=True)
     found = squad.cut(rows, tokenizer, length=24, stride=8)
     assert len(found) > len(rows)
@@ -128,43 +110,6 @@ def test_functions_without_their_docstrings(monkeypatch):
     }
 
 
-def test_squad_refuses(tmp_path):
-    def refuses(message, rows, **others):
-        with pytest.raises(ValueError, match=message):
-            squad.main(flags_for(tmp_path, rows, **others))
-
-    rows = asked(20)
-    without = [{"question": "a", "context": "b"}]
-    refuses("^--data: expected columns question, context, answers, got no answers$", without)
-    wrong = [{**row, "answers": {"text": ["gold"], "answer_start": [999]}} for row in rows]
-    refuses("^--data: expected answer 'gold' to 'where [0-9]+' at character 999, got ''$", wrong)
-    refuses(
-        "^--max_length: expected more than the .* of 'where .* and the 8 of --doc_stride, got 10$", rows, max_length=10
-    )
-
-
-@pytest.mark.slow
-def test_resume(tmp_path):
-    flags = flags_for(tmp_path, asked(), max_steps=4, save_steps=2)
-    whole = squad.main(flags)
-    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    again = squad.main([*flags, "--resume_from_checkpoint", "last"])
-    assert again["eval_loss"] == whole["eval_loss"]
-
-
-def torchrun(recipe, flags):
-    done = run_script(RECIPES / recipe, *flags, ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_squad_on_two_processes(tmp_path):
-    said = torchrun("squad.py", flags_for(tmp_path, asked(), num_train_epochs=2))
-    assert said.count("on 4 questions: exact match") == 1
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
 def pairs(folder, number=60):
     rng = np.random.default_rng(1)
     names = [f"{chr(97 + n % 26)}{n}" for n in range(number)]
@@ -201,8 +146,9 @@ def test_embed(tmp_path, capsys):
 @pytest.mark.slow
 def test_embed_on_two_processes(tmp_path):
     pytest.importorskip("sentence_transformers")
-    said = torchrun("embed.py", [*pairs(tmp_path), "--output_dir", str(tmp_path / "out")])
-    assert said.count("anchors are closest") == 1
+    done = run_script(RECIPES / "embed.py", *pairs(tmp_path), "--output_dir", tmp_path / "out", ranks=2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("anchors are closest") == 1
 
 
 @pytest.mark.slow

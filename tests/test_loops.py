@@ -11,6 +11,7 @@ import accelerate_loop
 import common
 import pretrain_bucket
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_dataset
 from processes import HANGS, run_script
 from recipe_inputs import save_tiny_model
@@ -68,28 +69,43 @@ def weights(output):
     return {name: value.numpy().tobytes() for name, value in load_file(output / "model.safetensors").items()}
 
 
+def options_of(data, model):
+    return "--data", data, "--model", model, "--max_tokens", 512
+
+
 @pytest.mark.slow
-def test_bucket_pre_training_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
-    options = ("--data", text_file, "--model", tiny_model, "--save_steps", 3, "--max_steps", -1)
-    options += ("--buckets", 64, 128, 256, 512, "--max_tokens", 512)
-    said = launched("pretrain_bucket.py", *options, "--output_dir", tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("recipe", "more", "at_last"),
+    [
+        ("pretrain_bucket.py", ("--save_steps", 3, "--max_steps", -1, "--buckets", 64, 128, 256, 512), "of the last "),
+        ("accelerate_loop.py", ("--save_steps", 2, "--loss", "sequence"), "evaluation loss "),
+    ],
+)
+def test_a_run_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path, recipe, more, at_last):
+    options = (*options_of(text_file, tiny_model), *more)
+    said = launched(recipe, *options, "--output_dir", tmp_path / "whole")
+    before, last = common.complete_checkpoints(tmp_path / "whole")
+    resume = ("--output_dir", tmp_path / "rest", "--resume_from_checkpoint", before)
+    rest = on_two_processes(recipe, *options, *resume)
+    assert number_after(rest, f"resuming {before}: in epoch 0 after ") > 0
+    assert number_after(rest, at_last) == number_after(said, at_last)
+    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
+    refused = run_script(RECIPES / recipe, *options, *resume, "--learning_rate", 1, ranks=2)
+    assert refused.returncode == 1
+    assert refused.stderr.count("--learning_rate: expected 0.001, as in the checkpoint, got 1.0") == 1
+    done = on_two_processes(recipe, *options, *resume[:2], "--resume_from_checkpoint", "last")
+    assert done.count(f"{last.name} has the last step of the run: nothing is left to train") == 1
+
+
+@pytest.mark.slow
+def test_all_processes_have_the_same_bucket_each_time(text_file, tiny_model, tmp_path):
+    options = (*options_of(text_file, tiny_model), "--buckets", 64, 128, 256, 512, "--output_dir", tmp_path / "out")
+    said = on_two_processes("pretrain_bucket.py", *options, "--max_steps", -1)
     assert "on 2 processes, the same bucket on all of them each time: True" in said
     table = said.split("speed\n", 1)[1].split("\nspeed:")[0].splitlines()
     rows = {int(bucket): int(rows) for bucket, _, rows, *_ in map(str.split, table)}
     assert len(rows) >= 3
     assert all(each == 512 // bucket for bucket, each in rows.items())
-    before, last = common.complete_checkpoints(tmp_path / "whole")
-    resume = ("--output_dir", tmp_path / "rest", "--resume_from_checkpoint", before)
-    rest = on_two_processes("pretrain_bucket.py", *options, *resume)
-    done, of = (each.name.removeprefix("checkpoint-") for each in (before, last))
-    assert f"resuming {before}: in epoch 0 after {done} of {of} " in rest
-    assert number_after(rest, "of the last ") == number_after(said, "of the last ")
-    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
-    refused = run_script(RECIPES / "pretrain_bucket.py", *options, *resume, "--learning_rate", 1, ranks=2)
-    assert refused.returncode == 1
-    assert refused.stderr.count("--learning_rate: expected 0.001, as in the checkpoint, got 1.0") == 1
-    done = on_two_processes("pretrain_bucket.py", *options, *resume[:2], "--resume_from_checkpoint", "last")
-    assert done.count(f"{last.name} has the last step of the run: nothing is left to train") == 1
 
 
 @pytest.mark.slow
@@ -137,18 +153,6 @@ def interrupt(*_):
 
 
 @pytest.mark.slow
-def test_a_loop_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
-    options = ("--data", text_file, "--model", tiny_model, "--max_tokens", 512, "--save_steps", 2, "--loss", "sequence")
-    whole = launched("accelerate_loop.py", *options, "--output_dir", tmp_path / "whole")
-    before, _ = common.complete_checkpoints(tmp_path / "whole")
-    resume = ("--output_dir", tmp_path / "rest", "--resume_from_checkpoint", before)
-    rest = on_two_processes("accelerate_loop.py", *options, *resume)
-    assert number_after(rest, f"resuming {before}: in epoch 0 after ") > 0
-    assert rest.split("evaluation loss ")[1] == whole.split("evaluation loss ")[1]
-    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
-
-
-@pytest.mark.slow
 def test_a_loop_that_stops_and_goes_on(few_texts, tiny_model, tmp_path, capsys):
     """In the middle of an epoch, and between two epochs."""
     resume = ("--resume_from_checkpoint", "last")
@@ -185,6 +189,17 @@ def test_a_loop_on_tokens(few_texts, tiny_model, tmp_path):
         accelerate_loop.main(flags)
     accelerate_loop.main([*flags, "--model", str(tiny_model)])
     assert weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "zero3"])
+def test_accelerate_knows_the_configurations(name):
+    config = load_config_from_file(str(CPU.with_stem(name)))
+    assert config.distributed_type.value == {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}.get(name, "MULTI_GPU")
+    assert config.use_cpu == (name == "cpu")
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if name == "zero3":
+        assert config.deepspeed_config["zero_stage"] == 3
 
 
 @pytest.mark.parametrize("recipe", [accelerate_loop, pretrain_bucket])

@@ -16,7 +16,8 @@ import quickstart
 import torch
 from nbclient import NotebookClient
 from processes import HANGS, RECIPES, run_script
-from recipe_inputs import chats, prompts, save_tiny_model, write
+from recipe_inputs import chats, prompts, write
+from tiers import fast_only
 
 import hf_packing as hfp
 
@@ -60,7 +61,7 @@ def test_quickstart(text_file, tmp_path):
     assert said.index("seconds in all") < said.index("Next:")
 
 
-@pytest.mark.parametrize("rows", [prompts(80), chats(80)], ids=["prompts", "chats"])
+@pytest.mark.parametrize("rows", fast_only([prompts(80), chats(80)], prompts(80)), ids=["prompts", "chats"])
 def test_both_sides_take_the_same_documents_in_turn(rows, tmp_path, monkeypatch):
     taken, threads = [], set()
 
@@ -84,15 +85,6 @@ def test_both_sides_take_the_same_documents_in_turn(rows, tmp_path, monkeypatch)
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-3)
     assert losses["packed"][0] == pytest.approx(losses["padded"][0], abs=1e-5)
     assert threads == {1}
-
-
-@pytest.mark.slow
-def test_quickstart_on_own_model(tmp_path):
-    model = save_tiny_model(tmp_path / "model")
-    data = write(tmp_path / "rows.jsonl", prompts(80))
-    options = ["--data", data, "--model", model, "--max_length", 128, "--steps", 2, "--output_dir", tmp_path / "output"]
-    _, losses = quickstart.main(list(map(str, options)))
-    assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-3)
 
 
 def test_the_demo_does_not_count_what_others_do():

@@ -109,12 +109,28 @@ def logged_losses(trainer):
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("position_ids", [True, False])
-def test_trainer(documents, tmp_path, position_ids):
-    packed = hfp.pack(documents, hfp.BestFit(48), position_ids=position_ids)
-    expected = unpacked_losses(llama(), packed)
+def masked(documents, rng):
+    def hide_some(row):
+        hidden = rng.random(len(row["input_ids"])) < 0.3
+        hidden[0] = False  # packed rows have no label there
+        ids = np.array(row["input_ids"])
+        return {"input_ids": np.where(hidden, 4, ids), "labels": np.where(hidden, ids, -100)}
+
+    return documents.map(hide_some)
+
+
+@pytest.mark.parametrize(
+    ("make", "route", "position_ids"),
+    [(llama, "varlen", True), (llama, "varlen", False), (jamba, "varlen + segments", True), (bert, "varlen", True)],
+)
+def test_trainer(documents, rng, tmp_path, make, route, position_ids):
+    rows, shift = (masked(documents, rng), 0) if make is bert else (documents, 1)
+    packed = hfp.pack(rows, hfp.BestFit(48), position_ids=position_ids)
+    expected = unpacked_losses(make(), packed, shift)
+    model = hfp.patch_model(make())
+    assert hfp.check_isolation(model).route.name == route
     arguments = TrainingArguments(**options(tmp_path), remove_unused_columns=position_ids)
-    trainer = Trainer(hfp.patch_model(llama()), arguments, train_dataset=packed, data_collator=hfp.PackingCollator())
+    trainer = Trainer(model, arguments, train_dataset=packed, data_collator=hfp.PackingCollator())
     assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
     assert len(set(expected)) == STEPS
     assert max(map(len, packed["seq_lengths"])) > 1
@@ -128,16 +144,6 @@ def test_sft_trainer(packed, tokenizer, tmp_path):
     assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
 
 
-def test_trainer_with_a_model_that_runs_by_segment(packed, tmp_path):
-    expected = unpacked_losses(jamba(), packed)
-    model = hfp.patch_model(jamba())
-    assert hfp.check_isolation(model).route.name == "varlen + segments"
-    trainer = Trainer(
-        model, TrainingArguments(**options(tmp_path)), train_dataset=packed, data_collator=hfp.PackingCollator()
-    )
-    assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::FutureWarning")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -148,25 +154,6 @@ def test_sft_trainer_with_a_model_that_runs_by_segment(packed, tokenizer, tmp_pa
     )
     trainer = SFTTrainer(hfp.patch_model(jamba()), config, train_dataset=packed, processing_class=tokenizer)
     assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
-
-
-def test_trainer_with_a_masked_language_model(documents, rng, tmp_path):
-    def hide_some(row):
-        hidden = rng.random(len(row["input_ids"])) < 0.3
-        hidden[0] = False  # packed rows have no label there
-        ids = np.array(row["input_ids"])
-        return {"input_ids": np.where(hidden, 4, ids), "labels": np.where(hidden, ids, -100)}
-
-    packed = hfp.pack(documents.map(hide_some), hfp.BestFit(48))
-    expected = unpacked_losses(bert(), packed, shift=0)
-    trainer = Trainer(
-        hfp.patch_model(bert()),
-        TrainingArguments(**options(tmp_path)),
-        train_dataset=packed,
-        data_collator=hfp.PackingCollator(),
-    )
-    assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
-    assert max(map(len, packed["seq_lengths"])) > 1
 
 
 def test_that_losses_would_show_a_leak(packed, tmp_path):

@@ -40,7 +40,7 @@ from hf_packing.training.ranks import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
-    """data.cache.fingerprint_of: without it, packed rows cannot be cached by what they were made from."""
+    """rows.cache.fingerprint_of: without it, packed rows cannot be cached by what they were made from."""
     one, same, other = (datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1]], [[1]], [[2]]))
     assert isinstance(one._fingerprint, str)
     assert one._fingerprint == same._fingerprint != other._fingerprint
@@ -48,20 +48,20 @@ def test_fingerprint_of_a_dataset():
 
 
 def test_indices_of_a_dataset():
-    """data.token_columns.row_numbers: without it, a shuffled dataset would be packed in the order of its table."""
+    """rows.token_columns.row_numbers: without it, a shuffled dataset would be packed in the order of its table."""
     dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2], [3]]})
     assert dataset._indices is None
     assert dataset.select([2, 0])._indices.column(0).to_pylist() == [2, 0]
 
 
 def test_a_dataset_takes_a_table_from_a_file_and_a_fingerprint():
-    """data.pack.pack_split: without it, the packed dataset is not memory-mapped."""
+    """rows.pack._pack_split: without it, the packed dataset is not memory-mapped."""
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
 
 
 def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_dataset():
-    """collate._datasets_being_read: without it, rows that have lost their borders are taken for documents."""
+    """batch.collate._datasets_being_read: without it, rows that have lost their borders are taken for documents."""
     seen = []
 
     def collate(rows):
@@ -79,7 +79,7 @@ def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_da
 
 
 def test_accelerate_knows_the_loader_that_is_being_read():
-    """collate.active_loader: without it, a patched model does not know the collator that made its batch."""
+    """batch.collate.active_loader: without it, a patched model does not know the collator that made its batch."""
     accelerator = Accelerator(cpu=True)
     rows = [{"input_ids": torch.ones(2)}] * 2
     loader = accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=list))
@@ -90,7 +90,7 @@ def test_accelerate_knows_the_loader_that_is_being_read():
 
 
 def test_datasets_keeps_descriptions():
-    """data.packing_trace: without it, packed rows that have lost their borders are taken for documents."""
+    """rows.packing_trace: without it, packed rows that have lost their borders are taken for documents."""
     info = datasets.DatasetInfo(description="Mine")
     one, other = (datasets.Dataset.from_dict({"a": [1], "b": [2]}, info=each) for each in (info, None))
     joined = datasets.concatenate_datasets([other, one])
@@ -99,14 +99,14 @@ def test_datasets_keeps_descriptions():
 
 
 def test_the_batch_of_a_map_holds_an_arrow_table():
-    """data.map_batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
+    """rows.map_batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
     seen = []
     datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
     assert isinstance(seen[0], pa.Table)
 
 
 def test_the_frames_of_a_map(monkeypatch):
-    """data.map_batch: without them, one row of a table would pass for a batch, and streams would keep old columns."""
+    """rows.map_batch: without them, one row of a table would pass for a batch, and streams would keep old columns."""
     seen, strategy, batched = [], hfp.BestFit(4), {"batched": True, "remove_columns": ["text"]}
     made = map_batch._MapCall
     monkeypatch.setattr(map_batch, "_MapCall", lambda *args, **more: seen.append(made(*args, **more)) or seen[-1])
@@ -126,7 +126,7 @@ def test_the_frames_of_a_map(monkeypatch):
 
 
 def test_lazy_rows_and_batches():
-    """data.map_batch: without their names a row passes for a batch, without keys_to_format a change is lost."""
+    """rows.map_batch: without their names a row passes for a batch, without keys_to_format a change is lost."""
     seen = []
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]]})
     for batched in (False, True):
@@ -138,7 +138,7 @@ def test_lazy_rows_and_batches():
 
 
 def test_attention_and_mask_interfaces():
-    """varlen.register: without them, transformers cannot be told of our attention function."""
+    """attention.varlen.register: without them, transformers cannot be told of our attention function."""
     assert callable(AttentionInterface.register)
     assert callable(AttentionMaskInterface.register)
     assert "attention_mask" in inspect.signature(flash_attention_mask).parameters
@@ -149,7 +149,7 @@ OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "pa
 
 
 def test_names_of_caches():
-    """packed_row.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
+    """attention.packed_row.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
     found = set()
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         forwards = re.findall(r"\n    def forward\(\n(.*?)\n    \)", path.read_text("utf-8"), re.DOTALL)
@@ -161,7 +161,7 @@ def test_names_of_caches():
 
 
 def test_kernels_from_the_hub(monkeypatch):
-    """choose_kernel.use_hub_kernel: without it, a model loaded with a kernel from the hub would run on another one."""
+    """attention.choose_kernel.use_hub_kernel: without it, a model loaded with a hub kernel would run on another one."""
     assert is_kernel("kernels-community/flash-attn2")
     assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "packed_varlen", None)))
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", "kernels-community/flash-attn2")
@@ -172,10 +172,9 @@ def test_kernels_from_the_hub(monkeypatch):
 
 def test_flex_attention():
     """attention.flex: without these, masks cannot be made from borders, or would be compiled for each row again."""
-    from torch._inductor.kernel.flex import flex_decoding  # older versions have it elsewhere
-
+    (decoding,) = Path(torch.__file__).parent.glob("_inductor/kernel/flex/flex_decoding.py")  # importing it takes long
     assert {"seq_lengths", "full_q_indices", "mask_mod"} <= set(inspect.signature(BlockMask).parameters)
-    assert "FORCE_USE_FLEX_ATTENTION" in inspect.getsource(flex_decoding)
+    assert "FORCE_USE_FLEX_ATTENTION" in decoding.read_text("utf-8")
     stored, tensor = WeakIdKeyDictionary(), torch.zeros(2)
     stored[tensor] = 1
     assert stored[tensor] == 1
@@ -185,7 +184,7 @@ def test_flex_attention():
 
 
 def test_attention_implementation_of_a_model():
-    """patch.attention_of and patch.refuse_what_is_known_to_fail: without them, a patch cannot be undone or refused."""
+    """attention.snapshot.attention_of: without it, a patch cannot be undone or refused."""
     assert PreTrainedModel._can_set_attn_implementation is not None
     model = build("Llama")
     assert model._can_set_attn_implementation()
@@ -243,7 +242,7 @@ def test_models_that_an_accelerator_has_prepared():
 
 
 def test_what_trainer_calls():
-    """training.trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
+    """training.packed_trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
     assert list(inspect.signature(Trainer.get_batch_samples).parameters) == [
         "self",
         "epoch_iterator",
@@ -268,7 +267,7 @@ def test_what_sft_trainer_keeps_and_computes():
 
 
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
-    """training.checkpoint.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
+    """training.ranks.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
     state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
@@ -276,7 +275,7 @@ def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
 
 
 def test_where_templates_say_what_the_assistant_wrote():
-    """data.text_tokenizer: without it, the marks of a chat template could not be read."""
+    """text.render: without it, the marks of a chat template could not be read."""
     template = "{% for message in messages %}<{% generation %}{{ message.content }}{% endgeneration %}>{% endfor %}"
     chats = [[{"role": "assistant", "content": "ab"}]]
     found = render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True)

@@ -136,11 +136,13 @@ class PackingCollator:
             )
         for number, row in enumerate(rows):
             check_tree_row(row, number)
-        names = (*TREE_COLUMNS, TOKEN_TYPE_IDS) if any(TOKEN_TYPE_IDS in row for row in rows) else TREE_COLUMNS
-        columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in names}
+        columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in TREE_COLUMNS}
         return {**collate_trees(columns), **_passed_on(rows, columns[TREE_INPUT_IDS])}
 
     def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if not set().union(*rows).isdisjoint(LOSS_MASKS):
+            for number, row in enumerate(rows):
+                _check_loss_masks(row, number)
         tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
         if not any(map(len, tokens)):
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
@@ -155,9 +157,8 @@ class PackingCollator:
             labels[begin] = IGNORED_LABEL
         position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
         position_ids -= np.repeat(begin, lengths)
-        check_positions(rows, tokens, position_ids)
+        _check_positions(rows, tokens, position_ids)
         seq_idx = np.repeat(_number_segments(rows, tokens, begin), lengths)
-        token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
@@ -165,7 +166,6 @@ class PackingCollator:
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
             **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
             SEQ_IDX: torch.from_numpy(seq_idx[None]),
-            **({} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}),
             **_passed_on(rows, tokens),
         }
         if self.tokens is not None and self.max_segments is not None:
@@ -181,14 +181,14 @@ def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: Int
         tokens: the input_ids of each row, integers [tokens of the row].
         begin: integers [segments]: the index of each segment's first token in the batch.
     """
-    numbers = np.arange(len(begin), dtype=np.int32)
-    sizes = [len(ids) for ids in tokens]
     copies = [
-        SEQ_IDX in row and size > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, size in zip(rows, sizes, strict=True)
+        SEQ_IDX in row and len(ids) > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT
+        for row, ids in zip(rows, tokens, strict=True)
     ]
+    numbers = np.arange(len(begin), dtype=np.int32)
     if not any(copies):
         return numbers
-    copied = np.repeat(copies, sizes)[begin]
+    copied = np.repeat(copies, [*map(len, tokens)])[begin]
     return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
 
 
@@ -207,9 +207,6 @@ def _check_rows(rows: Any) -> None:
         raise PackingError(
             f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
         )
-    if not set().union(*rows).isdisjoint(LOSS_MASKS) and not _are_trees(rows):
-        for number, row in enumerate(rows):
-            _check_loss_masks(row, number)
 
 
 def _check_loss_masks(row: Row, number: int) -> None:
@@ -224,11 +221,7 @@ def _check_loss_masks(row: Row, number: int) -> None:
     labels = read_integers(LABELS, row, number)
     masks = {name: np.asarray(row[name]) for name in names}
     for name, mask in masks.items():
-        if mask.shape != labels.shape:
-            raise PackingError(
-                f"column {name!r}: expected {len(labels)} values in row {number}, one for each label, got shape "
-                f"{mask.shape}"
-            )
+        check_length(name, mask, len(labels), number)
     if found := find_unmasked_label(labels, masks):
         name, token = found
         raise PackingError(
@@ -276,11 +269,11 @@ def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
         return np.asarray(values)
 
 
-def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
+def _read_token_column(name: str, rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray | None:
     """Return the values of a column, int64 [tokens of all rows]; None if no row has the column."""
     if not any(name in row for row in rows):
         return None
-    same = all(row.get(name) is row[INPUT_IDS] for row in rows)  # labels made from the tokens are not read again
+    same = all(row.get(name) is row.get(INPUT_IDS) for row in rows)  # labels made from the tokens are not read again
     values = tokens if same else [read_integers(name, row, number) for number, row in enumerate(rows)]
     for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
         check_length(name, given, len(ids), number)
@@ -288,7 +281,7 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 
 
 def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, torch.Tensor]:
-    """Return the columns of numbers that neither packing nor this collator knows, such as weights of the tokens.
+    """Return token_type_ids, and the columns of numbers that nothing here knows, such as weights of the tokens.
 
     Columns of anything else, such as texts or lists of lists, are dropped.
 
@@ -302,18 +295,14 @@ def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, tor
     Raises:
         PackingError: a row does not have one number for each token in a column that has numbers in other rows.
     """
-    found = {}
+    token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
+    found = {} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}
     for name in sorted(set().union(*rows) - KNOWN_COLUMNS):
         of_rows = [numbers_in(row.get(name)) for row in rows]
         if all(values is None for values in of_rows):
             continue
         for number, (values, ids) in enumerate(zip(of_rows, tokens, strict=True)):
-            if values is None:
-                raise PackingError(
-                    f"column {name!r}: expected a list of numbers in row {number}, one for each token, as in other "
-                    "rows; remove the column if it does not describe tokens"
-                )
-            check_length(name, values, len(ids), number)
+            check_length(name, () if values is None else values, len(ids), number)
         joined = np.concatenate([values for values in of_rows if values is not None and len(values)])
         kind = {"f": np.float32, "b": np.bool_}.get(joined.dtype.kind, np.int64)
         found[name] = torch.from_numpy(joined.astype(kind)[None])
@@ -368,7 +357,7 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
     A row without tokens has no segments; any other row without segment columns is one segment. If a row has
-    position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
+    position_ids and another segment column, the position_ids are not read here; `_check_positions` checks them.
     """
     if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
         for dataset in _datasets_being_read():
@@ -381,7 +370,7 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
     )
 
 
-def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
+def _check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
     """Check that position_ids, in rows that have this column, count from 0 in every segment.
 
     Args:
@@ -392,14 +381,13 @@ def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_id
     Raises:
         PackingError: the position_ids of a row differ from the expected positions; the message names the row.
     """
-    having = [number for number, row in enumerate(rows) if POSITION_IDS in row]
-    if len(having) == len(rows):
-        given = [read_integers(POSITION_IDS, row, number) for number, row in enumerate(rows)]
-        same_lengths = [*map(len, given)] == [*map(len, tokens)]
-        if same_lengths and np.array_equal(np.concatenate(given) if len(given) > 1 else given[0], position_ids):
-            return
-    for number in having:
-        _segments_of_row(rows[number], len(tokens[number]), number, compare_positions=True)
+    end = 0
+    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+        begin, end = end, end + len(ids)
+        if POSITION_IDS not in row:
+            continue
+        if not np.array_equal(read_integers(POSITION_IDS, row, number), position_ids[begin:end]):
+            _segments_of_row(row, len(ids), number, compare_positions=True)
 
 
 def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:

@@ -1,6 +1,6 @@
 """The segments of a row or a batch: read from columns, cut by extra borders, or filled up to a fixed shape."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
+    ATTENTION_MASK,
     COPIED_SEGMENT,
     CU_SEQ_LENS,
     IGNORED_LABEL,
@@ -39,7 +40,7 @@ def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> Int
     return _READERS[name](name, values, tokens, row)
 
 
-def check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
+def check_length(name: str, values: Sized, tokens: int, row: int) -> None:
     """Raise PackingError if a column does not have one value for each token of a row."""
     if len(values) != tokens:
         raise PackingError(
@@ -50,10 +51,7 @@ def check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
 def check_mask(mask: Any, tokens: int, row: int) -> None:
     """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
     values = np.asarray(mask)
-    if values.shape != (tokens,):
-        raise PackingError(
-            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 per token, got shape {values.shape}"
-        )
+    check_length(ATTENTION_MASK, values, tokens, row)
     if (other := values != 1).any():
         raise PackingError(
             f"column 'attention_mask': expected documents without padding, got a {values[other.argmax()]} in row "
@@ -176,10 +174,10 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
     given, segments = int(borders[-1]), len(borders) - 1
     if given > tokens:
         raise PackingError(f"tokens: expected at most {tokens} tokens in the rows of a batch, got {given} tokens")
-    if segments + (given < tokens) > max_segments:
-        one_more = f" and one more to fill the batch up to {tokens} tokens" if given < tokens else ""
+    if (needed := segments + (given < tokens)) > max_segments:
         raise PackingError(
-            f"max_segments: expected at most {max_segments} segments in a batch, got {segments} segments{one_more}"
+            f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
+            f"{tokens} tokens, got {needed} segments"
         )
     filling = {
         INPUT_IDS: batch[INPUT_IDS][0, 0],

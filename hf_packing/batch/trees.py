@@ -24,15 +24,14 @@ from hf_packing.columns import (
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
-    TOKEN_TYPE_IDS,
     TRAINED,
     TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import count_ranges, offsets_of
 from hf_packing.trees.segments import TreeSegments
-from hf_packing.trees.trained_tokens import num_training, trained_pieces
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
@@ -74,7 +73,7 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     """Concatenate rows of trees into one batch.
 
     Args:
-        columns: the values of each row in the columns TREE_COLUMNS, and perhaps token_type_ids: integers [values].
+        columns: the values of each row in the columns TREE_COLUMNS: integers [values].
 
     Returns:
         The batch, as `PackingCollator` describes it. The indices of segments and documents count on from row to row.
@@ -84,28 +83,27 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     """
     _check_lengths(columns)
     joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
-    tokens, labels, ends, parents = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS, PARENTS))
+    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
-    segments, documents, runs = (
-        np.array([len(values) // each for values in columns[name]])
-        for name, each in ((PARENTS, 1), (ENDS, 1), (TRAINED, 3))
-    )
-    first_segment, first_document = np.cumsum(segments) - segments, np.cumsum(documents) - documents
+    in_rows = {name: np.array([len(values) for values in columns[name]]) for name in TREE_COLUMNS}
+    segments, documents, runs = in_rows[PARENTS], in_rows[ENDS], in_rows[TRAINED] // 3
+    first_segment, first_document = offsets_of(segments)[:-1], offsets_of(documents)[:-1]
 
-    trees = _segments_of(columns, parents + np.where(parents < 0, 0, np.repeat(first_segment, segments)))
+    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
     outside = (ends < 0) | (ends >= np.repeat(segments, documents))
     _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
     ends = ends + np.repeat(first_segment, documents)
     trained = joined[TRAINED].reshape(-1, 3)
     outside = (trained[:, 0] < 0) | (trained[:, 0] >= np.repeat(documents, runs))
     _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
-    trained[:, 0] += np.repeat(first_document, runs)
-    _check_runs(trained, (trees.depths + np.diff(trees.begins))[ends], first_document, runs)
-    is_trained = num_training(trained_pieces(trees, ends, trained), len(tokens)) > 0
+    owner = trained[:, 0] + np.repeat(first_document, runs)
+    _check_runs(owner, trained, (trees.depths + np.diff(trees.begins))[ends], runs)
+    trained[:, 0] = owner
+    ranges = trees.find_runs(ends, trained)
+    is_trained = count_ranges(ranges.begin, ranges.length, len(tokens)) > 0
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
-    in_rows = np.array([*map(len, columns[TREE_INPUT_IDS])])
-    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows)
+    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows[TREE_LABELS])
     batch = {
         INPUT_IDS: tokens[None],
         POSITION_IDS: trees.position_ids[None].astype(np.int64),
@@ -114,7 +112,6 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
         ENDS: ends,
         TRAINED: trained,
         TREE_LABELS: labels[None],
-        **{name: joined[name][None] for name in joined.keys() & {TOKEN_TYPE_IDS}},
     }
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
@@ -122,8 +119,7 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
 def _check_lengths(columns: _Columns) -> None:
     """Raise PackingError unless the columns of each row have lengths that fit together."""
     for number, tokens in enumerate(columns[TREE_INPUT_IDS]):
-        for name in columns.keys() & {TREE_LABELS, TOKEN_TYPE_IDS}:
-            check_length(name, columns[name][number], len(tokens), number)
+        check_length(TREE_LABELS, columns[TREE_LABELS][number], len(tokens), number)
         lengths, parents, trained = (columns[name][number] for name in (SEGMENT_LENGTHS, PARENTS, TRAINED))
         total, runs = int(lengths.sum()), -(-len(trained) // 3)
         for name, expected, got, what in (
@@ -135,38 +131,21 @@ def _check_lengths(columns: _Columns) -> None:
                 raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
 
 
-def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
-    """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
-    try:
-        return TreeSegments.from_arrays(np.concatenate(columns[SEGMENT_LENGTHS]), parents)
-    except PackingError:
-        for number, row in enumerate(zip(columns[SEGMENT_LENGTHS], columns[PARENTS], strict=True)):
-            try:
-                TreeSegments.from_arrays(*row)
-            except PackingError as error:
-                raise PackingError(f"{error} of row {number}") from None
-        raise
-
-
-def _check_runs(trained: _Integers, lengths: _Integers, first_document: _Integers, runs: _Integers) -> None:
-    """Raise PackingError unless documents train on runs of their tokens, but the first, that do not overlap.
+def _check_runs(owner: _Integers, trained: _Integers, lengths: _Integers, runs: _Integers) -> None:
+    """Raise PackingError unless documents train on runs of their tokens, but the first, in order and without overlaps.
 
     Args:
-        trained: int64 [runs, 3]: document in the batch, place in the document, number of tokens.
+        owner: int64 [runs]: the document in the batch.
+        trained: int64 [runs, 3]: document in the row, place in the document, number of tokens.
         lengths: int64 [documents]: the number of tokens in each document.
-        first_document: int64 [rows].
         runs: int64 [rows]: the number of runs.
     """
-    document, first, length = trained.T
-    wrong = (first < 1) | (length < 1) | (length > lengths[document] - first)
-    order = np.lexsort((first, document))
-    document, first, length = trained[order].T
-    overlaps = np.zeros(len(trained), dtype=bool)
-    overlaps[order[1:]] = (document[1:] == document[:-1]) & (first[1:] < (first + length)[:-1])
-    if (wrong | overlaps).any():
-        in_row = trained - np.repeat(first_document, runs)[:, None] * (1, 0, 0)
-        _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", in_row, runs)
-        _refuse(TRAINED, overlaps, "runs that do not overlap", in_row, runs)
+    _, first, length = trained.T
+    wrong = (first < 1) | (length < 1) | (length > lengths[owner] - first)
+    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", trained, runs)
+    before, after = owner[:-1], owner[1:]
+    wrong[1:] = (after < before) | ((after == before) & (first[1:] < (first + length)[:-1]))
+    _refuse(TRAINED, wrong, "runs in the order of the tokens that do not overlap", trained, runs)
 
 
 def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, per_row: _Integers) -> None:

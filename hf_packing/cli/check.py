@@ -28,7 +28,7 @@ from hf_packing.attention import (
     small_copy_of,
     tiny_model,
 )
-from hf_packing.cli.screen import WIDE, err, out, print_json, say
+from hf_packing.cli.screen import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 
@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
         The exit code: 0 if the patched model isolates documents; 1 if it does not, or if the model cannot be patched.
     """
     refusal = ""
-    with err.status("Checking the model for leaks"), _quiet():
+    with _quiet():
         model, checked = _model_named(given.model, given.weights, given.trust_remote_code)
         try:
             stock = check_isolation(model)
@@ -77,7 +77,7 @@ def run(given: argparse.Namespace) -> int:
         }
         print_json(facts)
     else:
-        say(out, f"{given.model}: {checked}")
+        print(f"{given.model}: {checked}")
         if stock.reason != refusal:
             shown = replace(stock, reason=stock.reason.partition(_ADVICE)[0])
             _say_wrapped(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
@@ -92,7 +92,7 @@ def _finite(leak: float | None) -> float | None:
 def _say_wrapped(text: str) -> None:
     """Print a text in lines of at most WIDE columns, indented except for the first."""
     lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False) or [""]]
-    say(out, "\n  ".join(lines))
+    print("\n  ".join(lines))
 
 
 @contextmanager
@@ -101,8 +101,7 @@ def _quiet() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(before)

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.flags import STRATEGIES, add_documents, add_max_length, add_usual, positive, task_of_tasks
+from hf_packing.cli.flags import STRATEGIES
 from hf_packing.cli.screen import in_flags, say_error, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
+from hf_packing.text.render import TRAIN_ON
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes for bad input, and for Ctrl+C."""
@@ -76,17 +77,22 @@ def _add_report(commands: Any) -> None:
         help="compare strategies on your documents",
         description="Compare packing strategies on your documents, and recommend one.",
     )
-    add_documents(command)
-    add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
-    names = f"strategies to compare; choose from {', '.join(STRATEGIES)}"
+    _add_documents(command)
+    _add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
     usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
-    command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names} (default: {usual})")
+    command.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: {usual})",
+    )
     command.add_argument(
         "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
     )
     command.add_argument(
         "--ranks",
-        type=positive,
+        type=_positive,
         metavar="N",
         default=8,
         help="number of processes that train at the same time (default: %(default)s)",
@@ -100,19 +106,20 @@ def _add_pack(commands: Any) -> None:
         help="pack your documents into a dataset",
         description="Tokenize and pack documents into a saved dataset.",
     )
-    add_documents(command, nargs="+")
+    _add_documents(command, nargs="+")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk")
     command.add_argument(
         "--strategy",
+        choices=STRATEGIES,
         default="best_fit",
         metavar="NAME",
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
-    add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
+    _add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     command.add_argument(
         "--share-prefixes",
-        type=positive,
+        type=_positive,
         metavar="N",
         nargs="?",
         const=True,
@@ -122,9 +129,9 @@ def _add_pack(commands: Any) -> None:
     many = command.add_argument_group(
         "many files", "DATA are files, folders, or patterns such as 's3://bucket/*.parquet'; DIR gets parquet files"
     )
-    many.add_argument("--workers", type=positive, metavar="N", help="pack with N processes of this machine")
+    many.add_argument("--workers", type=_positive, metavar="N", help="pack with N processes of this machine")
     many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
-    many.add_argument("--task", type=task_of_tasks, metavar="K/N", help="do task K of N, as in array jobs")
+    many.add_argument("--task", type=_task_of_tasks, metavar="K/N", help="do task K of N, as in array jobs")
     command.set_defaults(module="pack")
 
 
@@ -143,5 +150,73 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="load the model itself (default: make a small model of the same configuration)",
     )
-    add_usual(command)
+    _add_usual(command)
     command.set_defaults(module="check")
+
+
+def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add the flags that say which documents to read, and how rows become tokens."""
+    command.add_argument(
+        "data",
+        nargs=nargs,
+        metavar="DATA",
+        help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
+    )
+    command.add_argument("--split", help="split of a dataset to read (default: train)")
+    command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
+    command.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help="tokenizer: a name on the hub, a folder, or a tokenizer.json file; needed unless rows have input_ids",
+    )
+    command.add_argument(
+        "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
+    )
+    command.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out rows that cannot be read, and count these rows (default: stop at the first such row)",
+    )
+    command.add_argument(
+        "--no-eos",
+        action="store_true",
+        help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
+    )
+    command.add_argument("--separator", metavar="TEXT", help="text between a prompt and its completion (default: none)")
+    command.add_argument(
+        "--train-on",
+        choices=TRAIN_ON,
+        help="tokens to train on (default: the assistant's turns of messages, completions, and whole texts)",
+    )
+    _add_usual(command)
+
+
+def _add_max_length(command: argparse.ArgumentParser, default: list[int], meaning: str) -> None:
+    """Add the flag for the length of rows."""
+    shown = " ".join(map(str, default))
+    command.add_argument(
+        "--max-length", type=_positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
+    )
+
+
+def _add_usual(command: argparse.ArgumentParser) -> None:
+    """Add the flags of all commands."""
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with a tokenizer or a model (default: refuse such code)",
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _positive(text: str) -> int:
+    """Return a text as an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _task_of_tasks(text: str) -> tuple[int, int]:
+    """Return a text such as 3/64 as two integers."""
+    task, _, tasks = text.partition("/")
+    return _positive(task), _positive(tasks)

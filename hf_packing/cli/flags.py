@@ -1,91 +1,19 @@
-"""The flags that several commands of `hf-packing` have, and the documents and strategies that they describe."""
+"""The documents and strategies that the flags of a command describe."""
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from hf_packing.cli.screen import out, say, say_warning
+from hf_packing.cli.screen import say_warning
 from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
-from hf_packing.text.render import TRAIN_ON
 
 STRATEGIES = tuple(registered_strategies())
-
-
-def add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add the flags that say which documents to read, and how rows become tokens."""
-    command.add_argument(
-        "data",
-        nargs=nargs,
-        metavar="DATA",
-        help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
-    )
-    command.add_argument("--split", help="split of a dataset to read (default: train)")
-    command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
-    command.add_argument(
-        "--tokenizer",
-        metavar="T",
-        help="tokenizer: a name on the hub, a folder, or a tokenizer.json file; needed unless rows have input_ids",
-    )
-    command.add_argument(
-        "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
-    )
-    command.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="leave out rows that cannot be read, and count these rows (default: stop at the first such row)",
-    )
-    command.add_argument(
-        "--no-eos",
-        action="store_true",
-        help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
-    )
-    command.add_argument("--separator", metavar="TEXT", help="text between a prompt and its completion (default: none)")
-    command.add_argument(
-        "--train-on",
-        choices=TRAIN_ON,
-        help="tokens to train on (default: the assistant's turns of messages, completions, and whole texts)",
-    )
-    add_usual(command)
-
-
-def add_max_length(command: argparse.ArgumentParser, default: list[int], meaning: str) -> None:
-    """Add the flag for the length of rows."""
-    shown = " ".join(map(str, default))
-    command.add_argument(
-        "--max-length", type=positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
-    )
-
-
-def add_usual(command: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands."""
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that comes with a tokenizer or a model (default: refuse such code)",
-    )
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def positive(text: str) -> int:
-    """Return a text as an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
-
-
-def task_of_tasks(text: str) -> tuple[int, int]:
-    """Return a text such as 3/64 as two integers."""
-    if not (found := re.fullmatch(r"(\d+)/(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"expected K/N, such as 3/64 for the third of 64 tasks, got {text!r}")
-    return int(found[1]), int(found[2])
 
 
 class Read(NamedTuple):
@@ -134,14 +62,14 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
         if unused := [name for name, value in options.items() if value is not None]:
             raise PackingError(f"tokenizer: expected one for {unused[0]}, got none")
         return None
-    tokenizer = text_tokenizer(load_tokenizer(given.tokenizer, given.trust_remote_code), **options)
-    return replace(tokenizer, end=None) if given.no_eos else tokenizer
+    loaded = load_tokenizer(given.tokenizer, given.trust_remote_code)
+    return text_tokenizer(loaded, end_documents=not given.no_eos, **options)
 
 
 def print_skipped(skipped: Sequence[str]) -> None:
     """Print the number of lines and rows that were left out, and the reason for the first one."""
     if skipped:
-        say(out, f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
+        print(f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
@@ -150,31 +78,13 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     A strategy with buckets is returned only once for each name, with all lengths.
 
     Raises:
-        PackingError: no strategy has such a name.
         MissingDependencyError: a package that a strategy needs is not installed.
     """
     strategies: list[Strategy] = []
     lengths = sorted(set(max_lengths))
     for name in dict.fromkeys(names):
-        if name not in STRATEGIES:
-            raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
         strategy: Any = registered_strategies()[name]
         strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
     for each in strategies:
         plan_packing([1], each)  # raises MissingDependencyError before documents are read
     return strategies
-
-
-def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """Return the strategy with this name and one maximum row length, or several if the strategy has buckets.
-
-    Raises:
-        PackingError: no strategy has this name, or a strategy without buckets is given several lengths.
-        MissingDependencyError: a package that the strategy needs is not installed.
-    """
-    strategies = strategies_named([name], max_lengths)
-    if len(strategies) > 1:
-        raise PackingError(
-            f"--max-length: expected a single number with {name}, got {', '.join(map(str, max_lengths))}"
-        )
-    return strategies[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
 from hf_packing.cli.pack import say_packed
-from hf_packing.cli.screen import out, print_json, say
+from hf_packing.cli.screen import print_json
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.planning.lengths import Pieces
@@ -40,13 +40,13 @@ def run(given: argparse.Namespace) -> int:
             read.tokens, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
         )
     if not given.json:
-        say(out, str(report))
-        say(out, f"{trained:,} of {report.lengths.tokens:,} tokens are trained on")
+        print(report)
+        print(f"{trained:,} of {report.lengths.tokens:,} tokens are trained on")
         print_skipped(read.skipped)
     written = [str(file) for file in report.save(given.output)] if given.output else []
     if given.json:
         print_json(report.to_dict() | {"trained_tokens": trained, "skipped": read.skipped, "files": written})
         return 0
     for file in written:
-        say(out, f"written: {file}")
+        print(f"written: {file}")
     return 0

@@ -1,26 +1,12 @@
-"""Print lines and JSON."""
+"""Print errors and warnings in one line each, and JSON."""
 
 import json
 import re
 import sys
 from typing import Any
 
-from rich.console import Console
-
 WIDE = 100
 """Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
-
-
-_STYLE: dict[str, Any] = {"highlight": False, "emoji": False}
-"""Lines are printed unchanged: no colors for numbers, no emoji for words between colons."""
-out = Console(width=None if sys.stdout.isatty() else 2 * WIDE, **_STYLE)
-err = Console(stderr=True, **_STYLE)
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text unchanged: it is not wrapped, and not interpreted as markup."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
-
 
 _FLAGS = {
     r"^(tokenizer|split|glob|share_prefixes|task)(?=: )": r"--\1",
@@ -42,12 +28,12 @@ def in_flags(text: str) -> str:
 
 def say_error(text: str) -> None:
     """Print an error in one line."""
-    say(err, f"error: {' '.join(text.split())}", style="red")
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning in one line. The other arguments of `warnings.showwarning`, such as the file, are ignored."""
-    say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def print_json(facts: dict[str, Any]) -> None:

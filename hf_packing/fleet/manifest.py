@@ -27,6 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.errors import PackingError
+from hf_packing.files import size_and_version
 from hf_packing.rows.changes import describe_changes
 
 RUN, MANIFEST = "run.json", "manifest.json"
@@ -34,8 +35,6 @@ Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
 _UNFINISHED, _ABANDONED = ".unfinished-", 600.0
 """How names of unfinished local files begin, and the seconds without a write after which their process has died."""
-_CHANGES = ("ETag", "etag", "blob_id", "sha256", "md5Hash", "content_md5", "LastModified", "updated", "mtime")
-"""Values of fsspec's `info` that change with a file's content; the first that a file system has is taken."""
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -56,8 +55,7 @@ def identity_of(name: str, options: Mapping[str, Any]) -> Identity:
     """Return what differs between two versions of a file to pack."""
     system, path = file_system(name, options)
     system.invalidate_cache(path)  # of the time when files were listed
-    info = system.info(path)
-    return [info["size"], next((str(info[each]) for each in _CHANGES if info.get(each)), "")]
+    return list(size_and_version(system, path, times=True))
 
 
 def check_unchanged(name: str, before: Identity, now: Identity) -> None:
@@ -184,14 +182,13 @@ class Folder:
                     f"{other}; choose another folder"
                 )
 
-    def finish(self, run: Mapping[str, Any], files: Sequence["PackedFile"]) -> "PackedCorpus":
-        """Write the manifest, remove what killed processes have left of unfinished files, and return what is packed."""
+    def finish(self, run: Mapping[str, Any], files: Sequence["PackedFile"]) -> None:
+        """Write the manifest, and remove what killed processes have left of unfinished files."""
         self.put_json(MANIFEST, {**run, "files": [asdict(file) for file in files]})
         for name in self.names():
             system, path = self.at(name)
             if name.startswith(_UNFINISHED) and time.time() - os.stat(path).st_mtime > _ABANDONED:
                 system.rm_file(path)
-        return PackedCorpus(self, run["strategy"], files)
 
 
 def _link(fresh: Path, path: str) -> None:
@@ -265,21 +262,23 @@ class PackedCorpus:
 
     def changes(self) -> list[str]:
         """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
-        counts, lists = self.counts, {}
-        for name in ("loss_masks", "left_out", "skipped"):
-            lists[name] = list(dict.fromkeys(value for file in self.files for value in getattr(file, name)))
+
+        def all_of(name: str) -> list[str]:
+            return list(dict.fromkeys(value for file in self.files for value in getattr(file, name)))
+
+        counts = self.counts
         facts = {
             "strategy": self.strategy,
-            "loss_masks": lists["loss_masks"],
+            "loss_masks": all_of("loss_masks"),
             "splits": sum_of(file.splits for file in self.files),
             "trained_tokens": counts["trained_tokens"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],
             "empty_documents": counts["num_empty_documents"],
         }
-        said = describe_changes(facts, left_out=lists["left_out"])
+        said = describe_changes(facts, left_out=all_of("left_out"))
         if number := counts["skipped_rows"]:
-            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {lists['skipped'][0]}")
+            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {all_of('skipped')[0]}")
         if number := counts["shortened_chats"]:
             said.append(f"has {number:,} chats without content, thinking or tool calls, which the template leaves out")
         return said

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 import hf_packing
 from hf_packing.checks import check_whole_number
-from hf_packing.columns import LOSS_MASKS, check_has_tokens
+from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.fleet.manifest import (
     Folder,
@@ -156,9 +156,15 @@ def pack_files(
     folder.claim(run)
     todo = [Task(folder, packing, texts, number, len(groups), group) for number, group in enumerate(groups, start=1)]
     if task is None:
-        packed = folder.finish(run, _do_all(todo, executor, workers))
+        done = all_done = _do_all(todo, executor, workers)
     else:
-        packed = _do_one(todo, check_whole_number("task", task, maximum=tasks or len(groups)), run)
+        number = check_whole_number("task", task, maximum=tasks or len(groups))
+        done = [do_task(each) for each in todo[number - 1 : number]]  # none if there are more tasks than files
+        all_done = [PackedFile(**known) for each in todo if (known := folder.read(each.record))]
+    if len(all_done) == len(todo):
+        _check_same_columns(all_done)
+        folder.finish(run, all_done)
+    packed = PackedCorpus(folder, repr(strategy), done)
     for change in packed.changes():
         warnings.warn(f"pack {change}", stacklevel=2)
     return packed
@@ -226,32 +232,20 @@ def group_files(inputs: Inputs, tasks: int | None = None) -> list[Inputs]:
 
 def _do_all(todo: Sequence[Task], executor: Any, workers: int | None) -> Sequence[PackedFile]:
     """Do all tasks that are missing, check those that are done, and return what is known of them."""
-    results = _on_this_machine(todo, workers) if executor is None else _results(_engine(executor), todo)
+    if executor is None:
+        results = _on_this_machine(todo, workers)
+    elif executor == "ray":
+        results = _results(_Ray(), todo)
+    elif hasattr(executor, "submit"):
+        results = _results(executor, todo)
+    else:
+        raise PackingError(f'executor: expected None, "ray" or an object with submit, got {executor!r}')
     done: dict[str, PackedFile] = {}
     with tqdm(total=len(todo), desc="Packing files", unit=" tasks", disable=None) as bar:
         for file in results:
             done[file.name] = file
             bar.update(len(done) - bar.n)
-    return _same_columns([done[task.name] for task in todo])
-
-
-def _do_one(todo: Sequence[Task], task: int, run: Mapping[str, Any]) -> PackedCorpus:
-    """Do one task, if it has files. If it is the last one, write the manifest."""
-    files = [do_task(each) for each in todo[task - 1 : task]]
-    folder = todo[0].folder
-    known = [folder.read(each.record) for each in todo]
-    if all(known):
-        folder.finish(run, _same_columns([PackedFile(**each) for each in known]))
-    return PackedCorpus(folder, run["strategy"], files)
-
-
-def _engine(executor: Any) -> Any:
-    """Return the object that an `executor` stands for, which has `submit`."""
-    if executor == "ray":
-        return _Ray()
-    if not hasattr(executor, "submit"):
-        raise PackingError(f'executor: expected None, "ray" or an object with submit, got {executor!r}')
-    return executor
+    return [done[task.name] for task in todo]
 
 
 class _Ray:
@@ -394,9 +388,7 @@ def _read(task: Task, name: str) -> _Documents:
                 documents = Documents(path, skip_bad=task.texts["skip_bad"])
                 tokens = documents.tokens(_text_tokenizer(task.texts), Path(folder, "tokens"))
                 table, skipped, shortened = tokens.data.table, documents.skipped, documents.lacking
-            names = table.column_names
-            check_has_tokens(names)
-            task.packing.check_names(names)
+            task.packing.check_names(table.column_names)
             filled = with_typed_empty_lists(table)
             columns = list(find_token_columns(filled))
             left_out = columns_left_out(filled.schema)
@@ -429,8 +421,8 @@ def _text_tokenizer(texts: Mapping[str, Any]) -> Any:
         return None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
-    made = text_tokenizer(tokenizer, **{name: texts[name] for name in ("text_field", "separator", "train_on")})
-    return made if texts["end_documents"] else replace(made, end=None)
+    options = ("text_field", "end_documents", "separator", "train_on")
+    return text_tokenizer(tokenizer, **{name: texts[name] for name in options})
 
 
 @lru_cache(maxsize=1)
@@ -449,8 +441,8 @@ def _digest_of_tokenizer(texts: Mapping[str, Any]) -> str | None:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _same_columns(files: Sequence[PackedFile]) -> Sequence[PackedFile]:
-    """Return files of rows. Raise PackingError unless their documents have the same columns."""
+def _check_same_columns(files: Sequence[PackedFile]) -> None:
+    """Raise PackingError unless the documents of all files of rows have the same columns."""
     filled = [file for file in files if file.rows]
     for file in filled:
         if file.columns != filled[0].columns:
@@ -458,4 +450,3 @@ def _same_columns(files: Sequence[PackedFile]) -> Sequence[PackedFile]:
                 f"files: expected the same columns in all files, but {file.inputs[0]} has {file.columns} and "
                 f"{filled[0].inputs[0]} has {filled[0].columns}"
             )
-    return files

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import Pattern, Patterns, patterns_from_list, patterns_from_runs
+from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 
 class Interval(NamedTuple):
@@ -41,8 +41,8 @@ class OpenPacks:
         self.capacity = capacity
         self.limit = max_documents or capacity
         self.num_packs = 0
-        self.runs: list[tuple[int, int, int, int]] = []
-        """(length, first pack, packs, copies), in the order of filling."""
+        self.runs: list[Run] = []
+        """How the packs were filled, in order."""
         self._intervals: dict[int, list[tuple[int, int, int]]] = {}
         """The fields of each `Interval`, by the room of its packs."""
         self._rooms = 0
@@ -234,11 +234,13 @@ def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
         Patterns whose packs hold exactly the counted segments.
     """
     remaining = Remaining(dict(lengths_descending(counts)))
-    patterns = []
+    runs: list[Run] = []
+    num_packs = 0
     while remaining.lengths:
         copies, _ = remaining.fill(capacity)
         packs = remaining.packs_alike(copies)
         for length, number in copies:
             remaining.take(length, packs * number)
-        patterns.append(Pattern(packs, capacity, copies))
-    return patterns_from_list(patterns)
+            runs.append((length, num_packs, packs, number))
+        num_packs += packs
+    return patterns_from_runs(runs, num_packs, capacity)

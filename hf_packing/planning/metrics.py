@@ -68,41 +68,51 @@ def sum_of_squares(lengths: IntArray) -> float:
 
 def make_metrics(
     *,
-    documents: int,
-    segments: int,
+    documents: IntArray,
+    document_length: IntArray,
+    segments_each: IntArray,
+    tokens_kept: IntArray,
     packs: int,
-    tokens: int,
-    packed_tokens: int,
-    cut: int,
-    dropped: int,
-    empty: int,
     slots: int,
     squared_segments: float,
     squared_capacities: float,
     lower_bound: int,
     shared_tokens: int = 0,
 ) -> PackingMetrics:
-    """Return the metrics of a plan, computed from totals over the whole plan.
+    """Return the metrics of a plan, given its documents in groups of equal documents, and totals over its packs.
 
-    `documents` is the number of all documents; `cut`, `dropped` and `empty` are numbers of documents, too. `tokens` is
-    the number of tokens in all documents, `packed_tokens` is the number of tokens in all segments, `shared_tokens` is
-    the number of those that segments take from other segments, and `slots` is the sum of the capacities of all packs.
+    Args:
+        documents: int64 [groups]: number of documents in each group.
+        document_length: integers [groups]: length of each document of the group, in tokens.
+        segments_each: int64 [groups]: number of segments of each document.
+        tokens_kept: int64 [groups]: number of tokens in all segments of each document.
+        packs: number of packs.
+        slots: sum of the capacities of all packs.
+        squared_segments: sum of squared segment lengths.
+        squared_capacities: sum of squared capacities of all packs.
+        lower_bound: proven lower bound on the number of packs.
+        shared_tokens: number of tokens that segments take from other segments.
     """
+    is_whole = (segments_each == 1) & (tokens_kept == document_length)
+    is_left_out = (segments_each == 0) & (document_length > 0)
+    num_documents, segments = int(documents.sum()), int(documents @ segments_each)
+    tokens, packed_tokens = int(documents @ document_length), int(documents @ tokens_kept)
+    cut = int(documents[(segments_each > 0) & ~is_whole].sum())
     unique = packed_tokens - shared_tokens
     padding = slots - unique
     return PackingMetrics(
-        num_documents=documents,
+        num_documents=num_documents,
         num_segments=segments,
         num_packs=packs,
         num_tokens=tokens,
         num_cut_documents=cut,
-        num_dropped_documents=dropped,
-        num_empty_documents=empty,
+        num_dropped_documents=int(documents[is_left_out].sum()),
+        num_empty_documents=int(documents[document_length == 0].sum()),
         num_dropped_tokens=tokens - packed_tokens,
         num_padding_slots=padding,
         padding_ratio=_ratio(padding, slots),
-        truncation_ratio=_ratio(cut, documents),
-        concatenation_ratio=_ratio(documents, packs),
+        truncation_ratio=_ratio(cut, num_documents),
+        concatenation_ratio=_ratio(num_documents, packs),
         dropped_token_ratio=_ratio(tokens - packed_tokens, tokens),
         packing_efficiency=1 - _ratio(padding, slots) if packs else 0.0,
         packing_factor=_ratio(segments, packs),

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +18,15 @@ from hf_packing.planning.lengths import (
     LengthCounts,
     Overflow,
     check_num_pieces,
+    cut_to_pieces,
     indices_in_ranges,
     offsets_of,
     sums_of,
 )
+
+Run = tuple[int, int, int, int]
+"""A step in which packs are filled: (length, first pack, packs, copies) puts `copies` segments of `length` tokens into
+each of `packs` packs, from number `first pack` on."""
 
 
 def histogram(lengths: IntArray, numbers: IntArray) -> IntArray:
@@ -84,40 +88,13 @@ class Patterns:
         return histogram(self.entry_length, segments)
 
 
-class Pattern(NamedTuple):
-    """One pattern, which describes packs with the same segment lengths.
-
-    `patterns_from_list` converts a list of these patterns to `Patterns`.
-    """
-
-    packs: int
-    """Number of packs with this pattern."""
-    capacity: int
-    copies: Sequence[tuple[int, int]]
-    """(length, number of segments) for each distinct segment length in one pack."""
-
-
-def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
-    """Convert a list of `Pattern` objects to one `Patterns` object."""
-    sizes = [len(pattern.copies) for pattern in patterns]
-    entries = np.array([entry for pattern in patterns for entry in pattern.copies], dtype=np.int64).reshape(-1, 2)
-    return Patterns(
-        packs=np.array([pattern.packs for pattern in patterns], dtype=np.int64),
-        capacity=np.array([pattern.capacity for pattern in patterns], dtype=np.int32),
-        entry_offsets=offsets_of(sizes),
-        entry_length=entries[:, 0].astype(np.int32),
-        entry_copies=entries[:, 1].copy(),
-    )
-
-
-def patterns_from_runs(runs: Iterable[tuple[int, int, int, int]], num_packs: int, capacity: int) -> Patterns:
+def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int | Sequence[int]) -> Patterns:
     """Return the patterns of packs that are filled step by step.
 
     Args:
-        runs: the steps, in order: (length, first pack, packs, copies) puts `copies` segments of `length` tokens into
-            each of `packs` packs, from number `first pack` on. All numbers of packs are below num_packs.
+        runs: the steps, in order. All numbers of packs are below num_packs.
         num_packs: total number of packs.
-        capacity: capacity of each pack, in tokens.
+        capacity: capacity of each pack, in tokens; or the capacity of each pattern, if they differ.
     """
     length, first, packs, copies = np.fromiter(chain.from_iterable(runs), dtype=np.int64).reshape(-1, 4).T
     borders = np.unique(np.concatenate([first, first + packs, [0, num_packs]]))
@@ -194,15 +171,6 @@ class Cuts:
         return whole
 
     @cached_property
-    def cut(self) -> IntArray:
-        """True for each group of documents that are packed in several pieces or only in part, bool [groups].
-
-        False for documents that are whole, empty or dropped.
-        """
-        cut: IntArray = (self.pieces_each > 0) & ~self.whole
-        return cut
-
-    @cached_property
     def by_length(self) -> LengthCounts:
         """The number of documents of each length, however the documents are cut."""
         length, first_group = np.unique(self.document_length, return_index=True)
@@ -237,20 +205,6 @@ class Cuts:
         return first_rank, stride
 
 
-def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
-    """Convert a list of groups to `Cuts`.
-
-    A group is (document length, number of documents, piece lengths). The groups must be sorted as described in `Cuts`.
-    """
-    sizes = [len(pieces) for _, _, pieces in groups]
-    return Cuts(
-        document_length=np.array([length for length, _, _ in groups], dtype=np.int64),
-        documents=np.array([documents for _, documents, _ in groups], dtype=np.int64),
-        piece_offsets=offsets_of(sizes),
-        piece_length=np.fromiter(chain.from_iterable(pieces for _, _, pieces in groups), dtype=np.int32),
-    )
-
-
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:
     """Cut documents into pieces that fit in a pack, given only the number of documents of each length.
 
@@ -275,14 +229,7 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
             f"longest document has {length[-1]} tokens; with overflow='error', no document may be longer than "
             "max_length. Use overflow='split', 'truncate' or 'drop' for long documents"
         )
-    pieces_each = (length > 0).astype(np.int64)
-    if overflow == "drop":
-        pieces_each[long] = 0
-    elif overflow == "split":
-        pieces_each = -(-length // capacity)
-        check_num_pieces(float(pieces_each[long] @ counts.documents[long].astype(np.float64)), capacity)
-    offsets = offsets_of(pieces_each)
-    piece_length = np.repeat(np.minimum(length, capacity), pieces_each).astype(np.int32)
-    if overflow == "split" and long.any():
-        piece_length[offsets[1:][long] - 1] = length[long] - (pieces_each[long] - 1) * capacity
-    return Cuts(length, counts.documents, offsets, piece_length)
+    pieces = cut_to_pieces(length, capacity, overflow)
+    pieces_each = np.bincount(pieces.document, minlength=len(length))
+    check_num_pieces(float(pieces_each[long] @ counts.documents[long].astype(np.float64)), capacity)
+    return Cuts(length, counts.documents, offsets_of(pieces_each), pieces.length)

@@ -17,11 +17,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, smallest_index_type, sums_of
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
-from hf_packing.planning.storage import load_arrays, save_arrays
-
-ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
-SEGMENT_SHARED = "segment_shared"
-"""The array that only plans of documents with shared prefixes have."""
+from hf_packing.planning.storage import ARRAYS, SEGMENT_SHARED, load_arrays, save_arrays
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -141,25 +137,19 @@ class PackingPlan:
 
     @cached_property
     def _metrics(self) -> PackingMetrics:
-        lengths, document, length = self.document_length, self.segment_document, self.segment_length
+        documents, document, length = self.num_documents, self.segment_document, self.segment_length
         capacity, shared = self.pack_capacity, self.segment_shared
-        segments_of = np.bincount(document, minlength=len(lengths))
-        shortened = (segments_of[document] == 1) & (length < lengths[document])
-        empty = int((lengths == 0).sum())
         squared, sizes = sum_of_squares(length), length
         if shared is not None and len(capacity):
             squared -= sum_of_squares(shared)
             sizes = np.add.reduceat(length - shared, np.flatnonzero(shared == 0))
         bound = pack_lower_bound(np.bincount(sizes), int(capacity.max())) if len(capacity) else 0
         return make_metrics(
-            documents=len(lengths),
-            segments=len(document),
-            packs=len(capacity),
-            tokens=int(lengths.sum(dtype=np.int64)),
-            packed_tokens=int(length.sum(dtype=np.int64)),
-            cut=int((segments_of > 1).sum() + shortened.sum()),
-            dropped=int((segments_of == 0).sum()) - empty,
-            empty=empty,
+            documents=np.ones(documents, dtype=np.int64),
+            document_length=self.document_length,
+            segments_each=np.bincount(document, minlength=documents),
+            tokens_kept=np.bincount(document, length, minlength=documents).astype(np.int64),
+            packs=self.num_packs,
             slots=int(capacity.sum(dtype=np.int64)),
             squared_segments=squared,
             squared_capacities=sum_of_squares(capacity),
@@ -236,7 +226,7 @@ class PackingPlan:
             "proven_lower_bound": self.proven_lower_bound,
             "note": self.note,
         }
-        save_arrays(Path(path), self.arrays(), facts, replaceable=(*ARRAYS, SEGMENT_SHARED))
+        save_arrays(Path(path), self.arrays(), facts)
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
@@ -250,7 +240,7 @@ class PackingPlan:
         Raises:
             PackingError: the path is not a saved plan, or the saved plan is damaged.
         """
-        arrays, facts = load_arrays(Path(path), ARRAYS, optional=(SEGMENT_SHARED,))
+        arrays, facts = load_arrays(Path(path))
         plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"], note=facts["note"])
         if plan.fingerprint != facts["fingerprint"]:
             raise PackingError(
@@ -340,12 +330,7 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_values("segment_shared", shared, 0, most)
         own = length - shared
     fill = np.add.reduceat(own, offsets[:-1], dtype=np.int64)
-    if (overfull := fill > capacity).any():
-        pack = int(overfull.argmax())
-        raise PackingError(
-            f"segment_length: expected at most {capacity[pack]} tokens in pack {pack}, the capacity of the "
-            f"pack, got {fill[pack]} tokens"
-        )
+    _check_values("segment_length", fill, 0, capacity, "as the sum in pack")
     _check_values("segment_start", start, 0, documents[document] - length)
     is_packed = np.zeros(len(documents), dtype=bool)
     is_packed[document] = True
@@ -353,15 +338,14 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         _check_disjoint(document, start, length)
 
 
-def _check_values(name: str, values: IntArray, least: int, most: IntArray | int = 2**63 - 1) -> None:
+def _check_values(
+    name: str, values: IntArray, least: int, most: IntArray | int = 2**63 - 1, where: str = "at index"
+) -> None:
     """Raise PackingError unless all values of an array are from `least` to `most`, which may be one number for each."""
-    if not len(values):
-        return
-    largest = values.max() if isinstance(most, int) else values
-    if values.min() < least or np.any(largest > most):
+    if values.min(initial=least) < least or (values > most).any():
         at = int(((values < least) | (values > most)).argmax())
         greatest = np.broadcast_to(most, values.shape)[at]
-        raise PackingError(f"{name}: expected a number from {least} to {greatest} at index {at}, got {values[at]}")
+        raise PackingError(f"{name}: expected a number from {least} to {greatest} {where} {at}, got {values[at]}")
 
 
 def _check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> None:

@@ -39,7 +39,7 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, Patterns
-from hf_packing.planning.permutation import derive_key, keys_for, permute, permute_back
+from hf_packing.planning.permutation import derive_key, keys_for, permute, permute_back, random_order
 from hf_packing.planning.plan import PackingPlan
 
 _BLOCK = 1 << 16
@@ -297,16 +297,12 @@ class PatternTable:
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
         largest = int(patterns.capacity.max(initial=0))
-        dropped = (cuts.pieces_each == 0) & (cuts.document_length > 0)
         return make_metrics(
-            documents=self.num_documents,
-            segments=int(counts.sum()),
+            documents=cuts.documents,
+            document_length=cuts.document_length,
+            segments_each=cuts.pieces_each,
+            tokens_kept=cuts.tokens_kept,
             packs=self.num_packs,
-            tokens=int(cuts.documents @ cuts.document_length),
-            packed_tokens=int(cuts.documents @ cuts.tokens_kept),
-            cut=int(cuts.documents[cuts.cut].sum()),
-            dropped=int(cuts.documents[dropped].sum()),
-            empty=int(cuts.documents[cuts.document_length == 0].sum()),
             slots=sum(map(operator.mul, patterns.packs.tolist(), patterns.capacity.tolist())),
             squared_segments=float(counts @ np.arange(len(counts), dtype=np.float64) ** 2),
             squared_capacities=float(patterns.packs @ patterns.capacity.astype(np.float64) ** 2),
@@ -419,11 +415,8 @@ class PatternTable:
             int64 [packs]: element i is the index in the plan, after shuffling, of the pack that had index i before
             shuffling; int64 [packs + 1]: `pack_offsets` of the plan; int32 [packs]: `pack_capacity` of the plan.
         """
-        patterns = self.patterns
-        row = np.arange(patterns.num_packs)
-        for begin in range(0, len(row), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            row[block] = self._final_pack(row[block])
+        patterns, number = self.patterns, self.num_packs
+        row = np.arange(number) if self.seed is None else random_order(number, self.seed, "packs")
         size, capacity = np.empty_like(row), np.empty(len(row), dtype=patterns.capacity.dtype)
         size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
         capacity[row] = np.repeat(patterns.capacity, patterns.packs)

@@ -1,6 +1,5 @@
 """Plan a stream window by window: the seed of each window, and the packs that later documents could still fill."""
 
-from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -103,44 +102,34 @@ def _send_old_documents(
 
     Args:
         plan: the plan of a window.
-        waits: bool [packs]: the packs that wait.
+        waits: bool [packs]: the packs that wait, changed in place.
         is_old: bool [segments]: the segments that must not wait.
     """
     pack = plan.pack_of_segment()
     old = np.flatnonzero(waits[pack] & is_old)
-    if not len(old):
-        return plan, waits
-    if plan.segment_shared is not None:
-        waits = waits.copy()
+    if plan.segment_shared is not None or not len(old):
         waits[pack[old]] = False
         return plan, waits
     young = np.flatnonzero(~waits[pack] & ~is_old)
     young = young[np.argsort(plan.segment_length[young], kind="stable")]
-    room, waits = plan.pack_capacity - plan.pack_tokens(), waits.copy()
-    partners, lengths = young.tolist(), plan.segment_length[young].tolist()
+    room = plan.pack_capacity - plan.pack_tokens()
     takes_place_of = np.arange(plan.num_segments)
     for segment in old[np.argsort(-plan.segment_length[old], kind="stable")].tolist():
-        here, length = pack[segment], int(plan.segment_length[segment])
+        here = pack[segment]
         if not waits[here]:
             continue
-        longer = bisect_right(lengths, length)
-        largest_room = room[~waits].max(initial=0)
-        found = None
-        for number in range(longer - 1, -1, -1):
-            if length - lengths[number] > largest_room:
-                break
-            if length - lengths[number] <= room[pack[partners[number]]]:
-                found = number
-                break
-        if found is None and longer < len(lengths) and lengths[longer] - length <= room[here]:
-            found = longer
-        if found is None:
+        more = plan.segment_length[young] - plan.segment_length[segment]
+        shorter = np.flatnonzero((more <= 0) & (-more <= room[pack[young]]))
+        longer = np.flatnonzero((more > 0) & (more <= room[here]))
+        if not len(shorter) and not len(longer):
             waits[here] = False
             continue
-        partner, other_length = partners.pop(found), lengths.pop(found)
+        found = shorter[-1] if len(shorter) else longer[0]
+        partner = young[found]
+        young = np.delete(young, found)
         takes_place_of[[segment, partner]] = partner, segment
-        room[here] += length - other_length
-        room[pack[partner]] += other_length - length
+        room[here] -= more[found]
+        room[pack[partner]] += more[found]
     return plan.take(takes_place_of, plan.pack_offsets, np.arange(plan.num_packs)), waits
 
 

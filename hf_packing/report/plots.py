@@ -96,13 +96,6 @@ def shown_rows(report: Figures) -> list[ReportRow]:
     return [taken, *others][:_MOST_CURVES]
 
 
-def _in_tokens(axes: Any) -> None:
-    """Make the x-axis a logarithmic axis of document lengths, with labels such as 512 and 4k."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
-    axes.set_xlabel("tokens of a document")
-
-
 def _draw_lengths(axes: Any, report: Figures) -> None:
     counts = report.lengths.counts
     shortest = int(np.flatnonzero(counts)[0])
@@ -112,8 +105,9 @@ def _draw_lengths(axes: Any, report: Figures) -> None:
     for padded in report.padded:
         axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--")
     axes.lines[0].set_label("max_length")
-    _in_tokens(axes)
-    axes.set_ylabel("documents")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
+    axes.set(xlabel="tokens of a document", ylabel="documents")
 
 
 def _draw_fill(axes: Any, report: Figures) -> None:

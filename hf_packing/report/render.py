@@ -126,13 +126,11 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     Returns:
         The paths of all written files, with the page first.
     """
-    source = Path(report.source)
-    is_path = report.source and (source.is_absolute() or source.exists())
     shown = {row.name for row in shown_rows(report)}
     page = fill_template(
         "page.html",
         report,
-        title=(source.resolve().name if is_path else report.source) or _lines_of(report)["headline"],
+        title=report.source or _lines_of(report)["headline"],
         plots=PLOTS,
         svg=partial(_inline_svg, report),
         not_shown=[row.name for row in report.rows if row.name not in shown],
@@ -143,7 +141,7 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     files = {path: page.encode("utf-8", errors="backslashreplace")}
     files |= {folder / f"{plot.name}.png": picture(report, plot, "png") for plot in PLOTS}
     for file, content in files.items():
-        _write(file, content)
+        file.write_bytes(content)
     return [*files]
 
 
@@ -154,14 +152,3 @@ def _inline_svg(report: Figures, plot: Plot) -> Markup:
         svg = svg.replace(color, f"var({variable})")
     named = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
     return Markup(_NAMED_BY_NUMBER.sub("", named))
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file, or the file that a link points to, so that a full disk leaves no half of it."""
-    file = file.resolve()
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        fresh.write_bytes(content)
-        fresh.replace(file)
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -10,7 +10,8 @@ from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import Pieces
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.token_columns import TOKENS_AT_ONCE, blocks_of_rows
+from hf_packing.rows.packed_rows import read_labels
+from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LabelCounts:
             )
 
 
-def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | None:
+def labels_left(columns: TokenColumns, plan: PackingPlan) -> LabelCounts | None:
     """Count the labels that a plan leaves, if documents have labels, and the plan drops some of their tokens.
 
     Args:
@@ -53,7 +54,7 @@ def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | 
     return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, Pieces.whole(plan.document_length)))
 
 
-def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = False) -> int:
+def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False) -> int:
     """Count the tokens of pieces of documents that are trained on.
 
     Args:
@@ -62,35 +63,32 @@ def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = 
         pieces: the pieces, which are segments of a row.
         keep_first: whether the first token of a piece has a label, as for masked language models.
     """
-    read = {name: columns[name] for name in (LABELS, *LOSS_MASKS) if name in columns}
-    if not read:
+    if columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return int(pieces.length.sum(dtype=np.int64)) - (0 if keep_first else int(np.count_nonzero(pieces.length)))
     found = 0
     for first, end in blocks_of_rows(pieces.length, TOKENS_AT_ONCE):
-        document, start, length = (each[first:end] for each in (pieces.document, pieces.start, pieces.length))
-        labeled = np.ones(int(length.sum(dtype=np.int64)), dtype=bool)
-        for name, column in read.items():
-            labeled &= column.gather(document, start, length) != (IGNORED_LABEL if name == LABELS else 0)
+        block = pieces.take(np.arange(first, end))
+        tokens = int(block.length.sum(dtype=np.int64))
+        labels = read_labels(columns, block, np.zeros(tokens, dtype=np.int32))
+        assert labels is not None
         if not keep_first:
-            begins = np.cumsum(length, dtype=np.int64) - length
-            labeled[begins[length > 0]] = False
-        found += int(np.count_nonzero(labeled))
+            begins = np.cumsum(block.length, dtype=np.int64) - block.length
+            labels[begins[block.length > 0]] = IGNORED_LABEL
+        found += int(np.count_nonzero(labels != IGNORED_LABEL))
     return found
 
 
-def changes_of(
-    columns: Mapping[str, Any], plan: PackingPlan, labels: LabelCounts | None, splits: Mapping[str, int], **more: Any
-) -> dict[str, Any]:
+def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, int], strategy: str) -> dict[str, Any]:
     """Return what a plan does to documents, as a dict that can be saved as JSON; see `describe_changes`.
 
     Args:
         columns: the token columns of the documents.
         plan: the plan.
-        labels: what `labels_left` returned.
         splits: by the name of a column, how many shared prefixes ended early because values in this column differ.
-        more: further facts.
+        strategy: the argument that decides what is dropped.
     """
     masks = [name for name in LOSS_MASKS if name in columns]
+    labels = labels_left(columns, plan)
     return {
         "labels_made": LABELS not in columns and not masks,
         "loss_masks": masks,
@@ -99,7 +97,7 @@ def changes_of(
         "empty_documents": int((plan.document_length == 0).sum()),
         "labels_left": None if labels is None else [labels.left, labels.documents],
         "splits": dict(splits),
-        **more,
+        "strategy": strategy,
     }
 
 
@@ -107,23 +105,30 @@ def describe_changes(facts: Mapping[str, Any], of: str = "", left_out: Sequence[
     """Return phrases that say, in warnings, what packing did to documents, such as "drops 5 of 11 tokens".
 
     Args:
-        facts: what `changes_of` returned, with the `strategy`, and with `trained_tokens` if they are known.
+        facts: what `changes_of` returned, with `trained_tokens` if they are known. Facts that are missing are not
+            described.
         of: whose tokens are counted, such as " of a batch".
         left_out: names and types of the columns that are left out.
     """
     said = []
-    if facts["loss_masks"]:
+    if masks := facts.get("loss_masks"):
         trained = facts.get("trained_tokens")
         counted = "tokens with a 0 are not trained on"
         if trained is not None:
             counted = f"{trained:,} of {facts['packed_tokens']:,} tokens are trained on"
-        said.append(f"applies {' and '.join(facts['loss_masks'])} to labels: {counted}")
-    if dropped := facts["tokens"] - facts["packed_tokens"]:
-        left = f"; {LabelCounts(*facts['labels_left'])}" if facts.get("labels_left") else ""
-        said.append(f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{left}")
-    if empty := facts["empty_documents"]:
+        said.append(f"applies {' and '.join(masks)} to labels: {counted}")
+    if dropped := facts.get("tokens", 0) - facts.get("packed_tokens", 0):
+        labels = ""
+        if facts.get("labels_left"):
+            labels = f"; {LabelCounts(*facts['labels_left'])}"
+        elif lost := facts.get("lost_labels"):
+            labels = f"; {lost:,} labels are lost"
+        said.append(
+            f"drops {dropped:,} of {facts['tokens']:,} tokens{of}, as configured by {facts['strategy']}{labels}"
+        )
+    if empty := facts.get("empty_documents"):
         said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
-    if splits := facts["splits"]:
+    if splits := facts.get("splits"):
         places, names = sum(splits.values()), " or ".join(splits)
         said.append(f"shares fewer tokens at {places:,} places{of}, where tokens agree but {names} differ")
     if left_out:

@@ -4,8 +4,7 @@ A dataset of `pack(..., lazy=True)` stores the number of a pack in every cell, a
 Reading a row takes about as long as building it for `pack`: 0.2 ms for 2,048 tokens.
 """
 
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows
+from hf_packing.rows.packed_rows import Rows, arrays_of_rows
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, token_columns_of
+from hf_packing.rows.token_columns import TokenColumns, row_numbers, token_columns_of
 
 _PACK = "pack"
 _CELL = pa.struct([(_PACK, pa.int64())])
@@ -35,27 +34,19 @@ class DocumentRows:
         documents: the documents, without a transform.
         packing: how documents become rows.
         plan: the plan of the documents, or the folder in which it is saved.
-        names: names of the columns to read; None for all token columns.
-        columns: the token columns of the documents, if they are at hand.
+        columns: the token columns of the documents to read.
 
     Raises:
         PackingError: the plan is gone, or is one of other documents.
     """
 
     def __init__(
-        self,
-        documents: datasets.Dataset,
-        packing: Packing,
-        plan: PackingPlan | Path,
-        names: Collection[str] | None = None,
-        columns: TokenColumns | None = None,
+        self, documents: datasets.Dataset, packing: Packing, plan: PackingPlan | Path, columns: TokenColumns
     ) -> None:
-        self._made_from = documents, packing, plan, names
-        self.documents, self.packing = documents, packing
+        self.documents, self.packing, self.columns = documents, packing, columns
+        self._stored_plan = plan
         self.plan = PackingPlan.load(plan) if isinstance(plan, Path) else plan
-        found = token_columns_of(documents) if columns is None else columns
-        self.columns = {name: column for name, column in found.items() if names is None or name in names}
-        if not np.array_equal(self.columns[INPUT_IDS].length, self.plan.document_length):
+        if not np.array_equal(columns[INPUT_IDS].length, self.plan.document_length):
             raise PackingError(
                 f"dataset: expected the {self.plan.num_documents:,} documents that were packed, got documents of other "
                 "lengths; pack the documents again, with load_from_cache_file=False"
@@ -65,7 +56,7 @@ class DocumentRows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the rows are made from, since columns that are mapped from files would be pickled as copies."""
-        return type(self), self._made_from
+        return _open_rows, (self.documents, self.packing, self._stored_plan, list(self.columns))
 
     def __deepcopy__(self, memo: Any) -> "DocumentRows":
         return self
@@ -77,7 +68,7 @@ class DocumentRows:
     def read(self, packs: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the rows of some packs, as dicts of NumPy arrays."""
         table = self.build(packs).table
-        columns = {name: _values_of_rows(table.column(name).combine_chunks()) for name in table.column_names}
+        columns = {name: arrays_of_rows(table.column(name).combine_chunks()) for name in table.column_names}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
@@ -86,19 +77,17 @@ class DocumentRows:
         Raises:
             PackingError: a column of cells was renamed.
         """
-        packs = {name: [cell[_PACK] for cell in cells] for name, cells in batch.items() if _are_cells(cells)}
-        made: dict[str, Any] = {}
-        for name in packs:
-            if name not in made:
-                same = [other for other in packs if packs[other] == packs[name]]
-                table = self.build(np.array(packs[name])).table
-                if unknown := [other for other in same if other not in table.column_names]:
-                    raise PackingError(
-                        f"column {unknown[0]!r}: expected one of the columns {', '.join(table.column_names)}, since "
-                        "columns of lazy packs cannot be renamed; rename those of the documents, and pack them again"
-                    )
-                made |= self._format.format_batch(table.select(same))
-        return batch | made
+        names = [name for name, values in batch.items() if _are_cells(values)]
+        if not names:
+            return batch
+        table = self.build(np.array([cell[_PACK] for cell in batch[names[0]]])).table
+        if unknown := [name for name in names if name not in table.column_names]:
+            raise PackingError(
+                f"column {unknown[0]!r}: expected one of the columns {', '.join(table.column_names)}, since "
+                "columns of lazy packs cannot be renamed; rename those of the documents, and pack them again"
+            )
+        rows: dict[str, Any] = self._format.format_batch(table.select(names))
+        return batch | rows
 
     def as_dataset(self, info: datasets.DatasetInfo, fingerprint: str) -> datasets.Dataset:
         """Return a dataset whose rows are those of all packs.
@@ -123,6 +112,14 @@ class DocumentRows:
         return rows
 
 
+def _open_rows(
+    documents: datasets.Dataset, packing: Packing, plan: PackingPlan | Path, names: list[str]
+) -> DocumentRows:
+    """Return the rows of documents whose columns have to be read again."""
+    columns = token_columns_of(documents)
+    return DocumentRows(documents, packing, plan, {name: columns[name] for name in names})
+
+
 def lazy_rows(dataset: Any) -> tuple[DocumentRows, IntArray] | None:
     """Return what builds the rows of `pack(..., lazy=True)`, and the number of each row's pack, int64 [rows].
 
@@ -136,7 +133,8 @@ def lazy_rows(dataset: Any) -> tuple[DocumentRows, IntArray] | None:
     if first.type != _CELL or any(not first.equals(other) for other in others):
         return None
     packs: IntArray = first.combine_chunks().field(0).to_numpy()
-    return transform, packs if dataset._indices is None else packs[dataset._indices.column(0).to_numpy()]
+    numbers = row_numbers(dataset)
+    return transform, packs if numbers is None else packs[numbers]
 
 
 def refuse_cells(dataset: Any) -> None:
@@ -153,11 +151,3 @@ def refuse_cells(dataset: Any) -> None:
 
 def _are_cells(values: Sequence[Any]) -> bool:
     return len(values) > 0 and isinstance(values[0], dict) and values[0].keys() == {_PACK}
-
-
-def _values_of_rows(column: pa.Array) -> Any:
-    """Return the lists of a column as arrays that share its memory; the numbers of a column without lists."""
-    if pa.types.is_integer(column.type):
-        return column.to_pylist()
-    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]

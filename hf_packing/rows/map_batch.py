@@ -16,14 +16,13 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import changes_of, describe_changes, labels_left
+from hf_packing.rows.changes import changes_of, describe_changes
+from hf_packing.rows.packed_rows import arrays_of_rows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
-    TRAINING_COLUMNS,
-    TokenColumn,
+    VALUES_OF_TOKENS,
     columns_left_out,
     find_token_columns,
-    is_token_type,
     visible_columns,
     with_typed_empty_lists,
 )
@@ -56,22 +55,26 @@ def pack_batch(batch: Any, strategy: Strategy) -> Any:
     table = _as_table(batch)
     mapped = None if call is None else call.dataset
     if mapped is not None:
-        table = _select_visible(table, mapped)
-        _check_made_columns_are_visible(mapped, table.column_names, strategy.has_buckets)
+        table = _select_visible(table, mapped, strategy)
     table = with_typed_empty_lists(table)
-    packed = _pack_table(table, Packing(strategy))
+    packing = Packing(strategy)
+    packing.check_names(table.column_names)
+    columns = find_token_columns(table)
+    plan, splits = packing.plan(columns)
+    packed = packing.rows(columns, plan, np.arange(plan.num_packs)).table
+    left_out = []
     if call is not None:
         call.check_columns(table.column_names, packed.column_names)
-        if left_out := columns_left_out(table.schema, call.remove_columns):
-            warnings.warn(
-                f"map leaves out columns without one number for each token: {', '.join(left_out)}", stacklevel=2
-            )
+        left_out = columns_left_out(table.schema, call.remove_columns)
+    facts = changes_of(columns, plan, splits, "overflow")
+    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch", left_out=left_out):
+        warnings.warn(f"packing {change}", stacklevel=2)
     if mapped is not None or not isinstance(batch, Mapping) or hasattr(batch, "pa_table"):
         return packed
     first = next(iter(batch[INPUT_IDS]), None)
     if first is None or isinstance(first, list):
         return packed.to_pydict()
-    return {name: _rows_of_arrays(packed.column(name), name) for name in packed.column_names}
+    return {name: arrays_of_rows(packed.column(name).combine_chunks()) for name in packed.column_names}
 
 
 @dataclass(frozen=True)
@@ -135,30 +138,25 @@ def _package_of(frame: FrameType) -> str:
 
 def _is_single_row(batch: Any) -> bool:
     """Return whether a batch is a mapping with a single row's values, such as `map` passes without batched=True."""
-    if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
-        return False
-    if type(batch).__name__ == "LazyRow":
-        return True
+    kind = type(batch).__name__
+    if not isinstance(batch, Mapping) or kind in ("LazyBatch", "LazyRow"):
+        return kind == "LazyRow"
     tokens = batch.get(INPUT_IDS, [])
-    if hasattr(tokens, "ndim") and getattr(getattr(tokens, "dtype", None), "kind", "i") in "iufb":
-        return bool(tokens.ndim < 2)
-    first = next(iter(tokens), None) if hasattr(tokens, "__iter__") else tokens
+    first = next(iter(tokens), None) if hasattr(tokens, "__len__") else tokens
     return isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
 
 
 def _as_table(batch: Any) -> pa.Table:
     """Return a batch as an Arrow table. A column that Arrow cannot convert, such as images, becomes nulls."""
-    if isinstance(batch, pa.Table):
-        return batch
-    if isinstance(batch, Mapping) and _is_untouched(batch):
-        return batch.pa_table  # type: ignore[attr-defined]
-    if hasattr(batch, "__arrow_c_stream__") and hasattr(batch, "columns"):
+    if hasattr(batch, "__arrow_c_stream__") and hasattr(batch, "columns"):  # a Table or a data frame
         return pa.table(batch)
     if not isinstance(batch, Mapping):
         raise PackingError(
             f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if you "
             "pass the strategy to Dataset.map, do not set input_columns"
         )
+    if _is_untouched(batch):
+        return batch.pa_table  # type: ignore[attr-defined]
     return pa.table({name: _as_array(name, batch[name]) for name in batch})
 
 
@@ -172,7 +170,7 @@ def _as_array(name: str, values: Any) -> pa.Array:
     try:
         return pa.array([row if isinstance(row, (list, str, bytes, dict)) else _as_numpy(row) for row in values])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
-        if expected := {INPUT_IDS: "integers", **TRAINING_COLUMNS}.get(name):
+        if expected := VALUES_OF_TOKENS.get(name):
             raise PackingError(f"column {name!r}: expected lists of {expected}, got the error: {error}") from error
         return pa.nulls(len(values))
 
@@ -184,7 +182,7 @@ def _as_numpy(row: Any) -> Any:
     return np.asarray(row) if len(row) else []
 
 
-def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
+def _select_visible(table: pa.Table, dataset: Any, strategy: Strategy) -> pa.Table:
     """Return a table without the columns that the dataset's format hides. `map` passes hidden columns too.
 
     If the dataset has a transform, the function warns and returns the whole table.
@@ -192,56 +190,26 @@ def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
     Args:
         table: the batch that `map` passed.
         dataset: the Dataset whose `map` was called.
+        strategy: the strategy.
+
+    Raises:
+        PackingError: the format, which `map` keeps, would hide `bucket`, or `labels` to which loss masks are applied.
+            Packed rows mean something else without these columns.
     """
-    if dataset.format["type"] != "custom":
-        visible = visible_columns(dataset)
-        return table.select([name for name in table.column_names if name in visible])
-    warnings.warn(
-        "map keeps the transform of a dataset, so the transform would be applied to packed rows too; call "
-        ".with_format(None) on the dataset that map returns",
-        stacklevel=2,
-    )
-    return table
-
-
-def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
-    """Raise PackingError if the dataset's format, which `map` keeps, would hide a column that packing makes.
-
-    The check covers `labels`, if loss masks are applied to them, and `bucket`, since packed rows mean something else
-    without these columns.
-
-    Args:
-        dataset: the Dataset whose `map` was called.
-        visible: names of the batch's columns that the dataset's format shows.
-        bucket: whether packing makes a column `bucket`.
-    """
-    form = dataset.format
-    if form["type"] == "custom" or form["output_all_columns"]:
-        return
-    made = [LABELS] if any(name in visible for name in LOSS_MASKS) else []
-    made += [BUCKET] if bucket else []
-    if hidden := [name for name in made if name in dataset.column_names and name not in form["columns"]]:
+    if dataset.format["type"] == "custom":
+        warnings.warn(
+            "map keeps the transform of a dataset, so the transform would be applied to packed rows too; call "
+            ".with_format(None) on the dataset that map returns",
+            stacklevel=2,
+        )
+        return table
+    visible = visible_columns(dataset)
+    shown = table.select([name for name in table.column_names if name in visible])
+    made = ([BUCKET] if strategy.has_buckets else []) + [LABELS for name in LOSS_MASKS if name in shown.column_names]
+    if hidden := [name for name in made if name in dataset.column_names and name not in visible]:
         raise PackingError(
             f"column {hidden[0]!r}: expected no hidden column of this name, but the dataset's format shows only "
-            f"{form['columns']}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
+            f"{visible}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
             "remove the column, or call pack, which shows all columns of packed rows"
         )
-
-
-def _pack_table(table: pa.Table, packing: Packing) -> pa.Table:
-    packing.check_names(table.column_names)
-    columns = find_token_columns(table)
-    plan, splits = packing.plan(columns)
-    facts = changes_of(columns, plan, labels_left(columns, plan), splits, strategy="overflow")
-    for change in describe_changes(facts | {"empty_documents": 0}, of=" of a batch"):
-        warnings.warn(f"packing {change}", stacklevel=2)
-    return packing.rows(columns, plan, np.arange(plan.num_packs)).table
-
-
-def _rows_of_arrays(column: pa.ChunkedArray, name: str) -> Any:
-    """Return a column of packed rows as a list with one array per row, or the capacities in `bucket` as one array."""
-    if name == BUCKET and not is_token_type(column.type):
-        return column.to_numpy()
-    tokens = TokenColumn(name, column)
-    values = tokens.gather(np.arange(len(tokens.length)), np.zeros_like(tokens.length), tokens.length)
-    return np.split(values, np.cumsum(tokens.length)[:-1]) if len(tokens.length) else []
+    return shown

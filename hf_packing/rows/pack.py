@@ -3,8 +3,6 @@
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,16 +10,18 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
+from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, Origin, StoredRows, fingerprint_of, save_origin, stored_rows
-from hf_packing.rows.changes import changes_of, count_labels, describe_changes, labels_left
+from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for
+from hf_packing.rows.changes import LabelCounts, changes_of, count_labels, describe_changes
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packed_rows import blocks_of_packs
-from hf_packing.rows.packing import Packing, Planned
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.packing_trace import with_trace
 from hf_packing.rows.token_columns import (
     TOKENS_AT_ONCE,
@@ -122,86 +122,66 @@ def pack(
         raise PackingError(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
-    pack_each = partial(pack_split, load_from_cache_file=load_from_cache_file, lazy=lazy)
     if not isinstance(dataset, datasets.DatasetDict):
-        _check_map_style("dataset", dataset)
-        return pack_each(dataset, packing)
-    for name, split in dataset.items():
-        _check_map_style(f"dataset[{name!r}]", split)
+        return _pack_split(dataset, packing, load_from_cache_file, lazy)
     packed: dict[str, datasets.Dataset] = {}
-    name = ""
-    try:
-        for name, split in dataset.items():
-            packed[name] = pack_each(split, packing)
-    except PackingError as error:
-        raise PackingError(f"dataset[{name!r}]: {error}") from error
+    for name, split in dataset.items():
+        try:
+            packed[name] = _pack_split(split, packing, load_from_cache_file, lazy)
+        except PackingError as error:
+            raise PackingError(f"dataset[{name!r}]: {error}") from error
     return datasets.DatasetDict(packed)
 
 
-def pack_split(
-    dataset: datasets.Dataset,
-    packing: Packing,
-    *,
-    load_from_cache_file: bool,
-    planned: Planned | None = None,
-    lazy: bool = False,
+def _pack_split(
+    dataset: datasets.Dataset, packing: Packing, load_from_cache_file: bool, lazy: bool
 ) -> datasets.Dataset:
-    """Pack one split of a dataset and return the packed split, as `pack` does.
-
-    Args:
-        dataset: Dataset with `input_ids`.
-        packing: how documents become rows.
-        load_from_cache_file: whether to reuse rows that were packed before.
-        planned: the plan of the documents; None to compute the plan.
-        lazy: whether to copy no tokens.
-    """
+    """Pack one split of a dataset and return the packed split, as `pack` does."""
+    if not isinstance(dataset, datasets.Dataset):
+        raise PackingError(
+            "dataset: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
+            f"{type(dataset).__name__}"
+        )
     check_no_transform(dataset)
     table = documents_in(dataset)
     packing.check_names(table.column_names)
     fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
-    stored = stored_rows(dataset, fingerprint)
-    columns, origin, rows = None, None, None
+    folder = folder_for(dataset, fingerprint)
+    origin = None
     if load_from_cache_file:
-        with suppress(PackingError):  # not packed yet, or damaged
-            origin = stored.load()
-            rows = None if lazy else stored.rows(origin.plan.num_packs)
-    if origin is None or (rows is None and not lazy):
+        with suppress(PackingError, OSError, pa.ArrowException):  # not packed yet, or damaged
+            stored = Origin.load(folder)
+            if lazy or MemoryMappedTable.from_file(str(folder / ROWS)).num_rows == stored.plan.num_packs:
+                origin = stored
+    if lazy or origin is None:
         columns = find_token_columns(table, row_numbers(dataset))
-        origin = _store(packing, columns, packing.plan(columns) if planned is None else planned, stored, lazy)
-        rows = None if lazy else stored.rows(origin.plan.num_packs)
+    if origin is None:
+        origin = _store(packing, columns, folder, lazy)
     for change in describe_changes(origin.facts, left_out=columns_left_out(table.schema)):
         warnings.warn(f"pack {change}", stacklevel=3)
     info = _info_of_packed(dataset, origin.plan, packing)
-    if rows is None:
-        return DocumentRows(dataset, packing, stored.folder / PLAN, columns=columns).as_dataset(info, fingerprint)
+    if lazy:
+        return DocumentRows(dataset, packing, folder / PLAN, columns).as_dataset(info, fingerprint)
+    rows = MemoryMappedTable.from_file(str(folder / ROWS))
     info.features = _features_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
-def _check_map_style(name: str, dataset: Any) -> None:
-    if not isinstance(dataset, datasets.Dataset):
-        raise PackingError(
-            f"{name}: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
-            f"{type(dataset).__name__}"
-        )
-
-
-def _store(packing: Packing, columns: TokenColumns, planned: Planned, stored: StoredRows, lazy: bool) -> Origin:
-    """Write the plan of documents to disk, with their rows if they are not lazy, and return what was written."""
-    plan = planned.plan
-    labels = labels_left(columns, plan)
-    if labels is not None:
-        labels.check_some_left("strategy", packing.strategy)
-    facts = changes_of(columns, plan, labels, planned.splits, strategy=repr(packing.strategy))
-    with stored.create() as folder:
-        if lazy:
-            trained = count_labels(columns, plan.segments) if facts["loss_masks"] else None
-            origin = Origin(plan, facts | {"trained_tokens": trained})
-        else:
-            trained, first_labels = _write_rows(packing, columns, plan, folder / ROWS)
-            origin = Origin(plan, facts | {"trained_tokens": trained}, first_labels)
-        save_origin(folder, origin)
+def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) -> Origin:
+    """Plan documents, write the plan to disk, with the rows if they are not lazy, and return what was written."""
+    plan, splits = packing.plan(columns)
+    facts = changes_of(columns, plan, splits, repr(packing.strategy))
+    if facts["labels_left"]:
+        LabelCounts(*facts["labels_left"]).check_some_left("strategy", packing.strategy)
+    first_labels = None
+    with new_folder(folder, UNFINISHED) as unfinished:
+        if not lazy:
+            facts["trained_tokens"], first_labels = _write_rows(packing, columns, plan, unfinished / ROWS)
+        elif facts["loss_masks"]:
+            facts["trained_tokens"] = count_labels(columns, plan.segments)
+        origin = Origin(plan, facts, first_labels)
+        origin.save(unfinished)
     return origin
 
 
@@ -254,6 +234,5 @@ def _features_of_packed(dataset: datasets.Dataset, names: list[str], rows: Any) 
     """Return the features of packed rows. Columns of the documents keep theirs, with lists of any length."""
     features = datasets.Features.from_arrow_schema(rows.schema)
     for name in set(names).intersection(features) - {INPUT_IDS, LABELS}:
-        feature = dataset.features[name]
-        features[name] = replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature
+        features[name] = type(features[name])(dataset.features[name].feature)
     return features

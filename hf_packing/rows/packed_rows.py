@@ -1,6 +1,7 @@
 """Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 
@@ -54,14 +55,22 @@ def pack_rows(
     """
     sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
     segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
-    document, start = plan.segment_document[segments], plan.segment_start[segments]
-    length = plan.segment_length[segments]
+    pieces = plan.segments.take(segments)
+    length = pieces.length
     row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
-    packed = {name: _gather(column, document, start, length) for name, column in columns.items()}
-    input_ids = packed.pop(INPUT_IDS)
-    labels, first_labels = _make_labels(packed, input_ids, np.cumsum(length, dtype=np.int64) - length)
+    others = {
+        name: column.gather(pieces.document, pieces.start, length)
+        for name, column in columns.items()
+        if name not in (LABELS, *LOSS_MASKS)
+    }
+    input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
+    given = read_labels(columns, pieces, input_ids)
+    labels = input_ids.copy() if given is None else given
+    begin = np.cumsum(length, dtype=np.int64) - length
+    first_labels = None if given is None else labels[begin]
+    labels[begin] = IGNORED_LABEL
     large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
-    of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **packed}
+    of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
     arrays = {
         name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
     }
@@ -84,15 +93,6 @@ def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
     """
     row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
     return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
-
-
-def check_bucket_is_free(column_names: Collection[str]) -> None:
-    """Raise PackingError if documents have a column `bucket`, since packing is about to add a column of this name."""
-    if BUCKET in column_names:
-        raise PackingError(
-            "column 'bucket': expected no such column in the documents, since packed rows store the capacity of their "
-            "pack in a column of this name; rename or remove the column of the documents"
-        )
 
 
 def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
@@ -145,32 +145,28 @@ def check_num_rows(packed: pa.Table, plan: PackingPlan) -> None:
         )
 
 
-def _make_labels(
-    packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Return labels with -100 at the start of every segment, and the labels that -100 replaced there.
+def read_labels(
+    columns: TokenColumns, pieces: Pieces, input_ids: npt.NDArray[np.int32] | None = None
+) -> npt.NDArray[np.int32] | None:
+    """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
 
-    The second result is None if the documents have neither labels nor loss masks.
+    The label of a piece's first token is included, although no earlier token can predict it.
 
     Args:
-        packed: all token columns except input_ids, by name, [tokens] each. The function removes labels and loss masks
-            from this dict.
-        input_ids: int32 [tokens], used as labels if the documents have no labels.
-        segment_begin: int64 [segments]: index of the first token of every segment.
+        columns: the token columns of the documents.
+        pieces: the pieces of documents to read.
+        input_ids: int32 [tokens]: the tokens of the pieces, if they are at hand.
     """
-    masks = {name: packed.pop(name) for name in LOSS_MASKS if name in packed}
-    given = packed.pop(LABELS, None)
-    labels = input_ids.copy() if given is None else given
-    if masks:
-        labels = apply_loss_masks(labels, masks)
-    first_labels = labels[segment_begin] if given is not None or masks else None
-    labels[segment_begin] = IGNORED_LABEL
-    return labels, first_labels
-
-
-def _gather(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
-    values = column.gather(document, start, length)
-    return as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
+    where = (pieces.document, pieces.start, pieces.length)
+    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
+    if LABELS not in columns and not masks:
+        return None
+    if LABELS in columns or input_ids is None:
+        source = LABELS if LABELS in columns else INPUT_IDS
+        labels = as_int32(source, columns[source].gather(*where))
+    else:
+        labels = input_ids
+    return apply_loss_masks(labels, masks) if masks else labels
 
 
 def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
@@ -211,6 +207,14 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
 
 
+def arrays_of_rows(column: pa.Array) -> Any:
+    """Return the lists of a column as arrays that share its memory; a column of numbers as one array."""
+    if pa.types.is_integer(column.type):
+        return column.to_numpy()
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
+
+
 def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
     if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
         raise PackingError(
@@ -224,10 +228,3 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
             "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
             "seq_lengths in the rows"
         )
-    if POSITION_IDS in packed.column_names:
-        found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
-        if not np.array_equal(found, positions_of(plan.segment_length)):
-            raise PackingError(
-                "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
-                "other positions; remove position_ids or correct seq_lengths"
-            )

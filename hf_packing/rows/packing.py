@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import BUCKET, INPUT_IDS, TREE_COLUMNS
+from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, check_bucket_is_free, pack_rows
+from hf_packing.rows.packed_rows import Rows, pack_rows
 from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy, check_strategy
 from hf_packing.trees.forest import check_fewest_shared
-from hf_packing.trees.rows import check_tree_columns_are_free, plan_trees, tree_rows
+from hf_packing.trees.rows import plan_trees, tree_rows
 
 
 class Planned(NamedTuple):
@@ -47,17 +48,21 @@ class Packing:
             PackingError: `strategy` is no strategy, `share_prefixes` is neither a bool nor an integer of at least 1, or
                 the strategy cannot pack trees.
         """
-        fewest_shared = check_fewest_shared(share_prefixes)
+        strategy, fewest_shared = check_strategy(strategy), check_fewest_shared(share_prefixes)
         if fewest_shared is not None:
-            check_strategy(strategy).tree_limits()
-        return cls(check_strategy(strategy), position_ids, fewest_shared)
+            strategy.tree_limits()
+        return cls(strategy, position_ids, fewest_shared)
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise PackingError if documents have a column whose name the rows need for something else."""
-        if self.strategy.has_buckets:
-            check_bucket_is_free(names)
+        made = [BUCKET] if self.strategy.has_buckets else []
         if self.fewest_shared is not None:
-            check_tree_columns_are_free(names)
+            made += TREE_COLUMNS
+        if taken := [name for name in made if name in names]:
+            raise PackingError(
+                f"column {taken[0]!r}: expected no such column in the documents, since packed rows have a column of "
+                "this name; rename or remove the column of the documents"
+            )
 
     def plan(self, columns: TokenColumns) -> Planned:
         """Plan documents, given their token columns."""

@@ -14,7 +14,7 @@ from hf_packing.errors import PackingError
 
 _TRACE = re.compile(r"Packed by hf_packing: (?:(\d+) tokens in (\d+) segments|several documents in a row)\.")
 
-_FORGET = "if the rows are documents again, set dataset.info.description = ''"
+_FORGET = "if the rows are documents again, remove such columns and set dataset.info.description = ''"
 
 
 def with_trace(description: str, tokens: int | None = None, segments: int | None = None) -> str:
@@ -42,18 +42,19 @@ def stored_datasets(dataset: Any) -> list[Any]:
     return [stored for each in inner if each is not None for stored in stored_datasets(each)]
 
 
-def refuse_lost_borders(dataset: Any, names: Iterable[str]) -> None:
-    """Raise PackingError if a dataset was packed, but its rows do not say any more where their documents begin.
+def refuse_lost_borders(dataset: Any, names: Iterable[str], stored: Iterable[str] = ()) -> None:
+    """Raise PackingError if a dataset is packed, but its rows do not say any more where their documents begin.
 
     Args:
         dataset: any dataset.
         names: names of the columns of its rows.
+        stored: names of the columns that the dataset has, of which its format may hide some.
     """
-    names = list(names)
-    if is_packed(dataset) and not set(SEGMENT_COLUMNS).intersection(names):
+    shown, borders = list(names), set(SEGMENT_COLUMNS)
+    if borders.isdisjoint(shown) and (is_packed(dataset) or not borders.isdisjoint(stored)):
         raise PackingError(
             "dataset: expected the column seq_lengths or position_ids in packed rows, which would each train as one "
-            f"document without it, got only {', '.join(names)}. Keep one of these columns in select_columns, "
+            f"document without it, got only {', '.join(shown)}. Keep one of these columns in select_columns, "
             f"remove_columns and with_format; with Trainer, pass remove_unused_columns=False; or, {_FORGET}"
         )
 

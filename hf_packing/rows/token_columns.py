@@ -5,7 +5,7 @@ columns are packed, except `attention_mask` and those that the dataset's format 
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,10 @@ from hf_packing.rows.packing_trace import refuse_lost_borders
 TOKENS_AT_ONCE = 1 << 19
 """Columns are read and rows are written in blocks of about this many tokens, so that memory use stays bounded."""
 
-TRAINING_COLUMNS = {LABELS: "integers", ATTENTION_MASK: "0 and 1"} | dict.fromkeys(LOSS_MASKS, "0 and 1")
-"""Columns that decide which tokens are trained on, with a description of their values."""
+VALUES_OF_TOKENS = {INPUT_IDS: "integers", LABELS: "integers"} | dict.fromkeys((ATTENTION_MASK, *LOSS_MASKS), "0 and 1")
+"""Columns that must have a number for each token, with a description of these numbers."""
+_NO_LIST, _HAS_NULL = -1, -2
+"""What stands for the length of a row that cannot be read: it is null, or one of its values is."""
 
 
 class TokenColumn:
@@ -55,26 +57,20 @@ class TokenColumn:
         self.name = name
         self.type: pa.DataType = column.type
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks]
-        self._values = [chunk.values for chunk in chunks]
         none = np.zeros(0, dtype=np.int64)
-        self._begin = np.concatenate([none, *(chunk.begin for chunk in chunks)])
-        self.length = np.concatenate([none, *(chunk.length for chunk in chunks)])
-        self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk.begin) for chunk in chunks])
-        missing = np.concatenate([none, *(chunk.missing for chunk in chunks)]).astype(bool)
-        nulls = np.concatenate([none, *(chunk.nulls for chunk in chunks)]).astype(bool)
+        self._values = [values for values, _, _ in chunks]
+        self._begin = np.concatenate([none, *(begin for _, begin, _ in chunks)])
+        self.length = np.concatenate([none, *(length for _, _, length in chunks)])
+        self._chunk = np.repeat(np.arange(len(chunks)), [len(begin) for _, begin, _ in chunks])
         if row_numbers is not None:
             self._begin = self._begin[row_numbers]
             self.length = self.length[row_numbers]
             self._chunk = self._chunk[row_numbers]
-            missing, nulls = missing[row_numbers], nulls[row_numbers]
-        if missing.any():
-            raise PackingError(
-                f"column {name!r}: expected a list in every row, but row {int(missing.argmax())} has none"
-            )
-        if nulls.any():
-            raise PackingError(
-                f"column {name!r}: expected a number for every token, but row {int(nulls.argmax())} has a null"
-            )
+        if (unreadable := self.length < 0).any():
+            row = int(unreadable.argmax())
+            if self.length[row] == _NO_LIST:
+                raise PackingError(f"column {name!r}: expected a list in every row, but row {row} has none")
+            raise PackingError(f"column {name!r}: expected a number for every token, but row {row} has a null")
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
         """Return slices of rows, concatenated. Each slice has the values start:start + length of its row.
@@ -142,14 +138,9 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
             "to be packed already; remove the column if the dataset is not packed"
         )
     check_has_tokens(names)
-    if not is_token_type(table.schema.field(INPUT_IDS).type):
-        raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
-    for name, values in TRAINING_COLUMNS.items():
+    for name, values in VALUES_OF_TOKENS.items():
         if name in names and not is_token_type(kind := table.schema.field(name).type):
-            raise PackingError(
-                f"column {name!r}: expected lists of {values}, one for each token, got {kind}; remove the column if "
-                "the column has another purpose"
-            )
+            raise PackingError(f"column {name!r}: expected lists of {values}, one for each token, got {kind}")
     others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
     check_same_lengths(columns)
@@ -175,23 +166,27 @@ def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
     return {name: TokenColumn(name, table.column(name), numbers) for name in names}
 
 
+def read_rows(columns: TokenColumns, rows: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return the values of some rows in each column, as arrays that share the memory of the Arrow columns."""
+    values = [column.read(rows) for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     """Return a table in which token columns with nothing but empty lists are cast to lists of int32.
 
-    Arrow gives such columns the value type null. If input_ids has another value type, only the columns that decide
-    which tokens are trained on (TRAINING_COLUMNS) are cast. If the table has no rows, input_ids and these columns are
-    also cast from the type null.
+    Arrow gives such columns the value type null. If input_ids has another value type, only the columns of
+    VALUES_OF_TOKENS are cast. If the table has no rows, these columns are also cast from the type null.
     """
-    untyped = [field.name for field in table.schema if is_list(field.type) and pa.types.is_null(field.type.value_type)]
+    types = dict(zip(table.column_names, table.schema.types, strict=True))
+    untyped = [name for name, kind in types.items() if is_list(kind) and pa.types.is_null(kind.value_type)]
     if INPUT_IDS not in untyped:
-        untyped = [name for name in untyped if name in TRAINING_COLUMNS]
+        untyped = [name for name in untyped if name in VALUES_OF_TOKENS]
     if not table.num_rows:
-        of_tokens = (INPUT_IDS, *TRAINING_COLUMNS)
-        untyped += [field.name for field in table.schema if pa.types.is_null(field.type) and field.name in of_tokens]
-    for name in untyped:
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, table.column(name).cast(pa.list_(pa.int32())))
-    return table
+        untyped += [name for name in VALUES_OF_TOKENS if pa.types.is_null(types.get(name, pa.int32()))]
+    if not untyped:
+        return table
+    return table.cast(pa.schema(types | dict.fromkeys(untyped, pa.list_(pa.int32()))))
 
 
 def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[str]:
@@ -219,20 +214,12 @@ def visible_columns(dataset: Any) -> list[str]:
             would look like documents.
     """
     form, schema = dataset.format, dataset.data.table.schema
-    refuse_lost_borders(dataset, schema.names)
-    if form["output_all_columns"]:
-        return list(schema.names)
-    hidden = {name for name in schema.names if name not in form["columns"]}
-    segment_columns = [name for name in SEGMENT_COLUMNS if name in schema.names]
-    if segment_columns and hidden.issuperset(segment_columns):
-        raise PackingError(
-            f"column {segment_columns[0]!r}: expected the dataset's format to show this column, got a format that "
-            f"shows only {form['columns']}. If rows are packed, this column says where their documents begin, so add "
-            "the column with set_format; if rows are not packed, remove the column"
-        )
-    if ATTENTION_MASK in hidden and is_token_type(schema.field(ATTENTION_MASK).type):
-        hidden.remove(ATTENTION_MASK)
-    return [name for name in schema.names if name not in hidden]
+    shown = schema.names if form["output_all_columns"] else form["columns"]
+    names = [name for name in schema.names if name in shown]
+    refuse_lost_borders(dataset, names, stored=schema.names)
+    if ATTENTION_MASK in schema.names and is_token_type(schema.field(ATTENTION_MASK).type):
+        shown = [*shown, ATTENTION_MASK]
+    return [name for name in schema.names if name in shown]
 
 
 def check_no_transform(dataset: Any) -> None:
@@ -308,43 +295,27 @@ def check_no_padding(mask: TokenColumn) -> None:
         if (other := values != 1).any():
             token = int(other.argmax())
             row = int(np.repeat(rows, mask.length[rows])[token])
-            hint = "the row seems to be packed already" if values[token] else "tokenize with padding=False"
             raise PackingError(
                 f"column 'attention_mask': expected documents without padding, got a {values[token]} in row {row}; "
-                f"{hint}"
+                "tokenize with padding=False, and pack documents once"
             )
 
 
-class _Chunk(NamedTuple):
-    """One chunk of a list column as NumPy arrays."""
-
-    values: npt.NDArray[Any]
-    """The values of all rows, concatenated, with zeros for nulls."""
-    begin: IntArray
-    """int64 [rows]: the index in `values` at which each row begins."""
-    length: IntArray
-    """int64 [rows]: the number of values in each row."""
-    missing: npt.NDArray[np.bool_]
-    """bool [rows]: True if the row is null."""
-    nulls: npt.NDArray[np.bool_]
-    """bool [rows]: True if the row has a null value."""
-
-
-def _read_chunk(name: str, chunk: pa.Array) -> _Chunk:
+def _read_chunk(name: str, chunk: pa.Array) -> tuple[npt.NDArray[Any], IntArray, IntArray]:
+    """Return the values of a chunk, with zeros for nulls; and where each row begins in them, and its length."""
     if pa.types.is_fixed_size_list(chunk.type):
         chunk = chunk.cast(pa.list_(chunk.type.value_type))
-    missing = nulls = np.zeros(len(chunk), dtype=bool)
-    if chunk.null_count:
-        missing = chunk.is_null().to_numpy(zero_copy_only=False)
     offsets, values = chunk.offsets.to_numpy().astype(np.int64), chunk.values
+    length = np.diff(offsets)
     if values.null_count and not is_list(values.type):
         nulls_before = offsets_of(values.is_null().to_numpy(zero_copy_only=False))
-        nulls = np.diff(nulls_before[offsets]) > 0
+        length[np.diff(nulls_before[offsets]) > 0] = _HAS_NULL
         values = values.fill_null(False if pa.types.is_boolean(values.type) else 0)
+    if chunk.null_count:
+        length[chunk.is_null().to_numpy(zero_copy_only=False)] = _NO_LIST
     if is_list(values.type):
         sizes, values = pc.list_value_length(values), values.flatten()
         if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():
             raise PackingError(f"column {name!r}: expected pairs of integers in lists of lists, got other lists")
     numbers = values.to_numpy(zero_copy_only=False)
-    numbers = numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2)
-    return _Chunk(numbers, offsets[:-1], np.diff(offsets), missing, nulls)
+    return numbers if is_token_type(chunk.type) else numbers.reshape(-1, 2), offsets[:-1], length

@@ -10,7 +10,7 @@ from hf_packing.columns import LABELS, LOSS_MASKS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.cache import PLAN, ROWS, Origin, StoredRows
+from hf_packing.rows.cache import PLAN, ROWS, Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packed_rows import unpack_rows
 from hf_packing.rows.token_columns import row_numbers
@@ -47,21 +47,29 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )
     if (lazy := lazy_rows(packed)) is not None:
-        return _documents_of(*_all_lazy_rows(*lazy), plan, packed.split)
-    if packed.format["type"] == "custom":
+        table, origin = _rebuild(*lazy)
+    elif packed.format["type"] == "custom":
         raise PackingError(
             "packed: expected a dataset as pack() returned it, got one with another transform, or with columns that "
             "were added or replaced"
         )
-    refuse_cells(packed)
-    files = [Path(file["filename"]) for file in packed.cache_files]
-    stored = len(files) == 1 and files[0].name == ROWS and (files[0].parent / PLAN).exists()
-    origin = StoredRows(files[0].parent).load() if stored else None
-    return _documents_of(packed.data.table, origin, plan, packed.split)
+    else:
+        refuse_cells(packed)
+        table, origin = packed.data.table, _stored_origin(packed, plan)
+    if plan is not None and plan != origin.plan:
+        raise PackingError(
+            "plan: expected the plan that these rows were packed with, which has the fingerprint "
+            f"{origin.plan.fingerprint}, got {plan!r}; leave plan out to use the stored plan"
+        )
+    restore = unpack_tree_rows if TREE_INPUT_IDS in table.column_names else unpack_rows
+    documents = restore(table, origin.plan, origin.first_labels)
+    if origin.facts["labels_made"] and LABELS in documents.column_names:
+        documents = documents.drop_columns([LABELS])
+    return datasets.Dataset(documents, split=packed.split)
 
 
-def _all_lazy_rows(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:
-    """Build all rows of a lazy dataset."""
+def _rebuild(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:
+    """Build all rows of a lazy dataset, and return what they are made from."""
     if not np.array_equal(packs, np.arange(rows.plan.num_packs)):
         raise PackingError(
             f"packed: expected all {rows.plan.num_packs} rows that were packed, in their order, got {len(packs)} rows, "
@@ -72,33 +80,17 @@ def _all_lazy_rows(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origi
     return built.table, Origin(rows.plan, {"labels_made": labels_made}, built.first_labels)
 
 
-def _documents_of(
-    table: pa.Table, origin: Origin | None, plan: PackingPlan | None, split: datasets.NamedSplit | None
-) -> datasets.Dataset:
-    """Return the documents of packed rows.
-
-    Args:
-        table: all rows.
-        origin: what the rows were made from, if it is known.
-        plan: the plan that the user has given.
-        split: the split of the rows.
-    """
-    restore = unpack_tree_rows if TREE_INPUT_IDS in table.column_names else unpack_rows
-    if origin is None:
-        if not isinstance(plan, PackingPlan):
-            raise PackingError(
-                "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside the rows, got "
-                f"{plan!r}"
-            )
-        return datasets.Dataset(restore(table, plan, None), split=split)
-    if plan is not None and plan != origin.plan:
+def _stored_origin(packed: datasets.Dataset, plan: PackingPlan | None) -> Origin:
+    """Return what `pack` has stored beside the rows; if it has stored nothing, the plan that the user has given."""
+    files = [Path(file["filename"]) for file in packed.cache_files]
+    if len(files) == 1 and files[0].name == ROWS and (files[0].parent / PLAN).exists():
+        origin = Origin.load(files[0].parent)
+        if len(packed) != origin.plan.num_packs:
+            raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
+        return origin
+    if not isinstance(plan, PackingPlan):
         raise PackingError(
-            "plan: expected the plan that these rows were packed with, which has the fingerprint "
-            f"{origin.plan.fingerprint}, got {plan!r}; leave plan out to use the stored plan"
+            "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside the rows, got "
+            f"{plan!r}"
         )
-    if len(table) != origin.plan.num_packs:
-        raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(table)}")
-    documents = restore(table, origin.plan, origin.first_labels)
-    if origin.facts["labels_made"] and LABELS in documents.column_names:
-        documents = documents.drop_columns([LABELS])
-    return datasets.Dataset(documents, split=split)
+    return Origin(plan, {"labels_made": False})

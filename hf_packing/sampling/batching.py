@@ -165,12 +165,11 @@ class Batching(ABC):
         """Return the rows to make micro-batches of. Rows that are too long are cut, left out or refused."""
 
     @abstractmethod
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches of each rank. It is the same in every epoch, for the same rows."""
-
-    @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        """Return the plan of one epoch for all ranks, from rows that `fit` returned."""
+        """Return the plan of one epoch for all ranks, from rows that `fit` returned.
+
+        Every epoch of the same rows has the same number of micro-batches.
+        """
 
     @property
     def most_tokens(self) -> int | None:
@@ -197,7 +196,7 @@ class Batching(ABC):
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
-                f"segment fills the batch up to {tokens} tokens; got {max_segments}"
+                f"segment is padding, got {max_segments}"
             )
         return replace(self, max_documents=self.max_documents or max_segments - 1)
 
@@ -223,9 +222,9 @@ class Batching(ABC):
         rows = self.fit(sizes)
         needed = ranks if self.needs_row_per_rank else 1
         if len(rows.kept) < needed:
-            without = f", not counting {len(rows.left_out)} empty or dropped rows" if len(rows.left_out) else ""
             raise PackingError(
-                f"dataset: expected at least one row for each of {needed} ranks, got {len(rows.kept)} rows{without}"
+                f"dataset: expected at least one row for each of {needed} ranks, got {len(rows.kept)} rows, not "
+                f"counting {len(rows.left_out)} empty or dropped rows"
             )
         return rows
 

@@ -1,41 +1,41 @@
 """BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hf_packing.checks import check_choice, check_whole_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows
-from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps, sum_rows
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
+from hf_packing.sampling.fill import (
+    MicroBatches,
+    assign_ranks,
+    flatten,
+    group_by_cost,
+    jitter_attention,
+    rounds_of_steps,
+    sum_rows,
+)
 from hf_packing.sampling.sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 
-_Unit = list[SampledRow]
-"""Rows that take the space of one row of a bucket: a row of this bucket, or leftover rows of smaller buckets."""
-_MicroBatch = list[SampledRow]
+_Units = list[list[int]]
+"""The rows of each unit, which take the space of one row of a bucket: a row of this bucket, or leftovers of smaller
+buckets. A copy of a row with masked labels has the number of the row plus the number of rows in the dataset."""
 
 
-class _BucketCounts(NamedTuple):
-    """The numbers of units and optimizer steps of one bucket in an epoch.
-
-    A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row.
-    """
+class _Bucket(NamedTuple):
+    """A bucket that has rows, and how its units make micro-batches."""
 
     capacity: int
     """The most tokens that a row of the bucket may hold."""
     rows_each: int
     """Number of units in each micro-batch."""
-    steps: int
-    """Number of full optimizer steps with micro-batches of this bucket."""
-    left: int
-    """Number of units that are too few for another step of this bucket. They move to the next larger bucket, or form
-    the last step of the epoch."""
     joined: int
     """Number of leftover units that are joined to make one unit of the next larger bucket; 1 in the largest."""
 
@@ -129,135 +129,113 @@ class BucketBatches(Batching):
         assert rows.sizes.bucket is not None
         bucket_of_row, documents = rows.sizes.bucket[rows.kept], rows.sizes.segments[rows.kept]
         most = in_unit = 0
-        for bucket in self._count_buckets(rows, slots=1):
+        for bucket in self._buckets(rows):
             in_row = int(documents[bucket_of_row == bucket.capacity].max())
             in_unit = max(in_row, in_unit)
             most = max(most, bucket.rows_each * in_unit)
             in_unit *= bucket.joined
         return most
 
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        buckets = self._count_buckets(rows, epoch.slots)
-        _, last_rounds = _last_step(buckets, epoch)
-        return sum(bucket.steps for bucket in buckets) * epoch.accumulation + last_rounds
-
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        buckets = self._count_buckets(rows, epoch.slots)
-        capacity = np.array([bucket.capacity for bucket in buckets])
-        bucket_of_step = np.repeat(np.arange(len(buckets)), [bucket.steps for bucket in buckets])
-        steps, last_step = _fill_buckets(rows, buckets, epoch, seed)
-        order = self._order_of_steps(bucket_of_step, seed)
-        micro_batches = [*chain.from_iterable(steps[number] for number in order.tolist()), *last_step]
-        sampled = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64).reshape(-1, 2)
+        buckets = self._buckets(rows)
+        steps, capacities, last_step = _fill_buckets(rows, buckets, epoch, seed)
+        capacity = np.array(capacities, dtype=np.int64)
+        order = self._order_of_steps(capacity, seed)
+        planned, offsets = flatten([*chain.from_iterable(steps[number] for number in order.tolist()), *last_step])
+        in_last_step = [buckets[-1].capacity] * (len(last_step) // epoch.world_size)
         return EpochPlan(
             epoch.world_size,
-            rows=sampled[:, 0].copy(),
-            is_copy=sampled[:, 1].astype(bool),
-            offsets=offsets_of([*map(len, micro_batches)]),
+            rows=planned % len(rows.sizes),
+            is_copy=planned >= len(rows.sizes),
+            offsets=offsets,
             left_out=rows.left_out,
-            bucket=np.append(
-                np.repeat(capacity[bucket_of_step[order]], epoch.accumulation),
-                np.repeat(capacity[-1:], len(last_step) // epoch.world_size),
-            ),
+            bucket=np.append(np.repeat(capacity[order], epoch.accumulation), in_last_step).astype(np.int64),
         )
 
-    def _count_buckets(self, rows: FittedRows, slots: int) -> list[_BucketCounts]:
-        """Return the numbers of units and optimizer steps of every bucket, smallest bucket first."""
+    def _buckets(self, rows: FittedRows) -> list[_Bucket]:
+        """Return the buckets that have rows, smallest bucket first."""
         assert rows.sizes.bucket is not None
-        capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
-        buckets: list[_BucketCounts] = []
-        taken_over = 0
-        for number, (capacity, own) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
-            rows_each = self.tokens_per_batch // capacity
-            steps, left = divmod(own + taken_over, rows_each * slots)
-            joined = 1 if number == len(capacities) - 1 else int(capacities[number + 1]) // capacity
-            buckets.append(_BucketCounts(capacity, rows_each, steps, left, joined))
-            taken_over = -(-left // joined)
-        return buckets
+        capacities = np.unique(rows.sizes.bucket[rows.kept]).tolist()
+        return [
+            _Bucket(capacity, self.tokens_per_batch // capacity, larger // capacity)
+            for capacity, larger in pairwise([*capacities, *capacities[-1:]])
+        ]
 
-    def _order_of_steps(self, bucket_of_step: IntArray, seed: int) -> IntArray:
+    def _order_of_steps(self, capacity: IntArray, seed: int) -> IntArray:
         """Return the indices of all full optimizer steps in the order in which they run, int64 [steps].
 
         Args:
-            bucket_of_step: int64 [steps], ascending: the index of every step's bucket; 0 is the smallest bucket.
+            capacity: int64 [steps], ascending: the capacity of every step's bucket.
             seed: seed of the random order.
         """
         if self.order == "random":
-            return random_order(len(bucket_of_step), seed, "order of steps")
-        steps = np.bincount(bucket_of_step)
-        number = indices_in_ranges(0, steps)
-        return np.lexsort((bucket_of_step, number * self.cycles // steps[bucket_of_step]))
-
-
-def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> tuple[int, int]:
-    """Return the units of each micro-batch of the last step, which is not full, and the micro-batches of each rank."""
-    rows_each, left = buckets[-1].rows_each, buckets[-1].left
-    if not any(bucket.steps for bucket in buckets):
-        rows_each = min(rows_each, -(-left // epoch.world_size))
-    return rows_each, -(-left // (rows_each * epoch.world_size))
+            return random_order(len(capacity), seed, "order of steps")
+        _, steps = np.unique(capacity, return_counts=True)
+        return np.lexsort((capacity, indices_in_ranges(0, steps) * self.cycles // np.repeat(steps, steps)))
 
 
 def _fill_buckets(
-    rows: FittedRows, buckets: list[_BucketCounts], epoch: Epoch, seed: int
-) -> tuple[list[list[_MicroBatch]], list[_MicroBatch]]:
-    """Return the micro-batches of every full optimizer step, smallest bucket first, and those of the last step.
+    rows: FittedRows, buckets: list[_Bucket], epoch: Epoch, seed: int
+) -> tuple[list[MicroBatches], list[int], MicroBatches]:
+    """Return the micro-batches of full optimizer steps, smallest bucket first, their buckets, and the last step.
 
     The micro-batches of a step are ordered by round, then by rank.
     """
-    bucket_of_row = rows.sizes.bucket
-    assert bucket_of_row is not None
-    steps: list[list[_MicroBatch]] = []
-    units: list[_Unit] = []
-    left: list[_Unit] = []
+    assert rows.sizes.bucket is not None
+    bucket_of_row, squared_lengths = rows.sizes.bucket[rows.kept], np.tile(rows.sizes.squared_lengths, 2)
+    steps: list[MicroBatches] = []
+    capacities: list[int] = []
+    units: _Units = []
+    left: _Units = []
     for bucket in buckets:
-        own = rows.kept[bucket_of_row[rows.kept] == bucket.capacity]
+        own = rows.kept[bucket_of_row == bucket.capacity]
         own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
-        units = left + [[(row, False)] for row in own.tolist()]
-        full = len(units) - bucket.left
+        units = left + own[:, None].tolist()
+        full = len(units) - len(units) % (bucket.rows_each * epoch.slots)
         if full:
-            balanced = _balance(units[:full], bucket.rows_each, epoch.slots, rows.sizes, seed)
-            steps += _in_rounds(balanced, epoch, rows.sizes, seed)
+            balanced = _balance(units[:full], bucket.rows_each, epoch.slots, squared_lengths, seed)
+            steps += _in_rounds(balanced, epoch, squared_lengths, seed)
+            capacities += [bucket.capacity] * (len(steps) - len(capacities))
         joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
-        left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
-    rows_each, rounds = _last_step(buckets, epoch)
+        left = [list(chain.from_iterable(_complete(each, bucket.joined, units, rows))) for each in joined]
     if not left:
-        return steps, []
-    filled_up = _complete(left, rounds * rows_each * epoch.world_size, units)
-    return steps, _balance(filled_up, rows_each, epoch.world_size, rows.sizes, seed)
+        return steps, capacities, []
+    rows_each = buckets[-1].rows_each
+    if not steps:
+        rows_each = min(rows_each, -(-len(left) // epoch.world_size))
+    in_round = rows_each * epoch.world_size
+    filled_up = _complete(left, -(-len(left) // in_round) * in_round, units, rows)
+    return steps, capacities, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed)
 
 
-def _in_rounds(micro_batches: list[_MicroBatch], epoch: Epoch, sizes: RowSizes, seed: int) -> list[list[_MicroBatch]]:
+def _in_rounds(micro_batches: MicroBatches, epoch: Epoch, squared_lengths: IntArray, seed: int) -> list[MicroBatches]:
     """Return the micro-batches of full optimizer steps for each step, ordered by round, then by rank."""
-    cost = sum_rows([[row for row, _ in each] for each in micro_batches], sizes.squared_lengths).astype(np.float64)
+    cost = sum_rows(micro_batches, squared_lengths).astype(np.float64)
     steps = np.arange(len(micro_batches)).reshape(-1, epoch.slots)
     rounds = rounds_of_steps(steps, cost, len(micro_batches), epoch.world_size)
     assigned = assign_ranks(cost, rounds, epoch.accumulation, seed).reshape(-1, epoch.slots)
     return [[micro_batches[number] for number in of_step] for of_step in assigned.tolist()]
 
 
-def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
+def _complete(units: _Units, number: int, others: _Units, rows: FittedRows) -> _Units:
     """Return `number` units: the given units first, and then copies of units in `others`, with masked labels."""
     copied = (others[place % len(others)] for place in range(number - len(units)))
-    return units + [[(row, True) for row, _ in unit] for unit in copied]
+    return units + [[row % len(rows.sizes) + len(rows.sizes) for row in unit] for unit in copied]
 
 
-def _balance(units: list[_Unit], rows_each: int, group: int, sizes: RowSizes, seed: int) -> list[_MicroBatch]:
+def _balance(units: _Units, rows_each: int, group: int, squared_lengths: IntArray, seed: int) -> MicroBatches:
     """Put the units of one bucket into micro-batches; each `group` successive ones have about equal attention cost.
 
     Args:
         units: the units; their number is a multiple of rows_each * group.
         rows_each: number of units in each micro-batch.
         group: number of micro-batches in a step, or of those that run at the same time.
-        sizes: the sizes of all rows.
+        squared_lengths: int64 [rows and copies]: the attention cost of each row, and again of its copy.
         seed: seed of the order, and of the choice among units of equal cost.
     """
-    squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
-    cost = jitter_attention(squared_lengths, seed)
+    cost = jitter_attention(sum_rows(units, squared_lengths), seed)
     # units stand in place of micro-batches here, and the units of one micro-batch in place of an optimizer step
     places = assign_ranks(cost, group_by_cost(cost, group, seed), rows_each, seed).reshape(-1, rows_each, group)
-    return [
-        list(chain.from_iterable(units[place] for place in of_micro_batch))
-        for together in places.transpose(0, 2, 1).tolist()
-        for of_micro_batch in together
-    ]
+    of_micro_batch = places.transpose(0, 2, 1).reshape(-1, rows_each).tolist()
+    return [list(chain.from_iterable(units[place] for place in each)) for each in of_micro_batch]

@@ -61,9 +61,6 @@ class InOrder(Batching):
                 raise PackingError(f"{name}: expected at most {most} {unit} in each row, but row {row} has {has[row]}")
         return keep_rows(sizes, sizes.tokens > 0)
 
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        return -(-len(self._begins(rows)) // epoch.world_size)
-
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         begins = self._begins(rows)
         copies = -len(begins) % epoch.world_size

@@ -148,12 +148,10 @@ def group_by_cost(cost: npt.NDArray[np.float64], group: int, seed: int) -> IntAr
     full, in_last = divmod(len(cost), group)
     begin = int(random_order(full + 1, seed, "last step")[0]) * group
     full_groups = np.delete(ascending, slice(begin, begin + in_last)).reshape(full, group)
-    shuffled: IntArray = full_groups[random_order(full, seed, "order of steps")]
-    if not in_last:
-        return shuffled
-    last = np.arange(len(cost) - in_last, len(cost) - in_last + group)
-    last[:in_last] = ascending[begin : begin + in_last]
-    return np.concatenate([shuffled, last[None]])
+    shuffled = full_groups[random_order(full, seed, "order of steps")]
+    missing = -len(cost) % group
+    last = np.append(ascending[begin : begin + in_last], np.arange(len(cost), len(cost) + missing))
+    return np.concatenate([shuffled, last.reshape(-1, group)])
 
 
 def rounds_of_steps(steps: IntArray, cost: npt.NDArray[np.float64], filled: int, world_size: int) -> IntArray:
@@ -212,22 +210,20 @@ def redistribute_rows(
         cost: float64 [rows]: the cost of each row.
         limits: the most that a micro-batch may have, and what each row has.
     """
-    if (slots := steps.shape[1]) > _MOST_REDISTRIBUTED:
-        for neighbors in np.array_split(steps, -(-slots // _MOST_REDISTRIBUTED), axis=1):
-            micro_batches = redistribute_rows(micro_batches, neighbors, cost, limits)
-        return micro_batches
     evened = list(micro_batches)
-    costs = sum_rows(micro_batches, cost)[steps]
-    for number in np.flatnonzero(costs.mean(axis=1) < _EVEN * costs.max(axis=1)).tolist():
-        places, largest = steps[number].tolist(), costs[number].max()
-        rows, _ = flatten([micro_batches[place] for place in places])
-        if len(rows) == len(places) or cost[rows].max() >= largest:
-            continue
-        costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
-        dealt = _deal(costliest_first, cost, _pairs(limits), len(places))
-        if dealt is not None and max(cost[of_slot].sum() for of_slot in dealt) < largest:
-            for place, of_slot in zip(places, dealt, strict=True):
-                evened[place] = of_slot
+    before = sum_rows(micro_batches, cost)
+    for neighbors in np.array_split(steps, -(-steps.shape[1] // _MOST_REDISTRIBUTED), axis=1):
+        costs = before[neighbors]
+        for number in np.flatnonzero(costs.mean(axis=1) < _EVEN * costs.max(axis=1)).tolist():
+            places, largest = neighbors[number].tolist(), costs[number].max()
+            rows, _ = flatten([micro_batches[place] for place in places])
+            if len(rows) == len(places) or cost[rows].max() >= largest:
+                continue
+            costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
+            dealt = _deal(costliest_first, cost, _pairs(limits), len(places))
+            if dealt is not None and max(cost[of_slot].sum() for of_slot in dealt) < largest:
+                for place, of_slot in zip(places, dealt, strict=True):
+                    evened[place] = of_slot
     return evened
 
 
@@ -317,18 +313,18 @@ def _split_fullest(micro_batches: MicroBatches, limits: Limits, more: int) -> Mi
     The micro-batch to split is always the one with the most tokens among all micro-batches with two or more rows.
     """
     split = list(micro_batches)
-    total = sum_rows(micro_batches, limits.tokens).tolist()
-    fullest = [(-total[number], number) for number, rows in enumerate(micro_batches) if len(rows) > 1]
+    totals = enumerate(sum_rows(micro_batches, limits.tokens).tolist())
+    fullest = [(-total, number) for number, total in totals if len(split[number]) > 1]
     heapq.heapify(fullest)
     for _ in range(more):
         _, number = heapq.heappop(fullest)
         halves = _deal(_longest_first(np.array(split[number]), limits), limits.tokens, [], 2)
         assert halves is not None
-        split[number], other = halves
-        split.append(other)
-        for place, half in ((number, split[number]), (len(split) - 1, other)):
-            if len(half) > 1:
-                heapq.heappush(fullest, (-int(limits.tokens[half].sum()), place))
+        split[number] = halves[0]
+        split.append(halves[1])
+        for place in (number, len(split) - 1):
+            if len(split[place]) > 1:
+                heapq.heappush(fullest, (-int(limits.tokens[split[place]].sum()), place))
     return split
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
-from hf_packing.planning.lengths import Pieces
+from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
+from hf_packing.planning.lengths import Pieces, offsets_of
 from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.token_columns import check_same_lengths, column_of_values, columns_of, visible_columns
 from hf_packing.sampling.evaluation import InOrder
@@ -39,7 +39,9 @@ def kept_labels(
     """
     rows, sizes = sampler.rows, sampler.sizes
     if isinstance(dataset, TreesOfDocuments):
-        return dataset.labels
+        documents = Pieces.whole(dataset.plan.document_length)
+        counts = (count_labels(dataset.columns, pieces) for pieces in (dataset.plan.segments, documents))
+        return LabelCounts(*counts)
     in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
@@ -48,8 +50,7 @@ def kept_labels(
     if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
         lengths = segments.gather(whole.document, whole.start, sizes.segments).astype(np.int64)
         row = np.repeat(whole.document, sizes.segments)
-        first_of_row = np.cumsum(sizes.tokens) - sizes.tokens
-        whole = Pieces(row, np.cumsum(lengths) - lengths - first_of_row[row], lengths)
+        whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)
     if rows.pieces is not None:
         left = rows.pieces.take(rows.kept)
@@ -66,18 +67,18 @@ def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: boo
     deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
     columns = columns_of(dataset, [INPUT_IDS, *deciding])
     check_same_lengths(columns)
-    return columns | columns_of(dataset, [name for name in (SEQ_LENGTHS,) if name in names])
+    return columns | columns_of(dataset, [SEQ_LENGTHS] if SEQ_LENGTHS in names else [])
 
 
 def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
     """Return the same columns of a dataset whose rows are computed when they are read."""
     rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)
-    labels, lengths = [np.zeros(0, np.int8)], [np.zeros(0, np.int64)]
-    for number in np.flatnonzero(sizes.tokens).tolist():
+    trained, lengths = [], []
+    for number in range(len(sizes)):
         row = rows[number]
-        labels.append((np.asarray(row[LABELS]) == IGNORED_LABEL) * np.int8(IGNORED_LABEL))
-        lengths.append(np.asarray(row.get(SEQ_LENGTHS, [])))
-    columns = {LABELS: column_of_values(LABELS, np.concatenate(labels), sizes.tokens)}
+        trained.append(np.asarray(row[LABELS]) != IGNORED_LABEL)
+        lengths.append(np.asarray(row.get(SEQ_LENGTHS, []), np.int64))
+    columns = {COMPLETION_MASK: column_of_values(COMPLETION_MASK, np.concatenate(trained), sizes.tokens)}
     if sizes.packed:
         columns[SEQ_LENGTHS] = column_of_values(SEQ_LENGTHS, np.concatenate(lengths), sizes.segments)
     return columns

@@ -30,7 +30,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.rows.lazy import lazy_rows
-from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, visible_columns
+from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, read_rows, visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -89,14 +89,6 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)
 
-    def plan_inputs(self) -> dict[str, str | int]:
-        """Return all values that determine the batches, except the epoch. Checkpoints store these values."""
-        return self.sampler.plan_inputs()
-
-    def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        """Raise PackingError if a checkpoint was saved with different optimizer steps; `saved` is its `plan_inputs`."""
-        self.sampler.check_can_resume(saved)
-
     def set_epoch(self, epoch: int) -> None:
         self.check_num_rows()
         self.sampler.set_epoch(epoch)
@@ -115,30 +107,27 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 f"dataset: expected one row for each of {len(numbers)} row numbers, got {len(rows)} rows; a transform "
                 "must return exactly one row for each input row"
             )
-        self._check_lengths(numbers, rows)
-        if pieces is not None:
-            starts, lengths = pieces.start[sampled].tolist(), pieces.length[sampled].tolist()
-            rows = [
-                {name: values[start : start + length] for name, values in row.items()}
-                for row, start, length in zip(rows, starts, lengths, strict=True)
-            ]
-        return [
-            _with_masked_labels(row) if is_copy else self._with_labels(row)
-            for row, (_, is_copy) in zip(rows, micro_batch, strict=True)
-        ]
+        made = []
+        for (number, is_copy), stored, row in zip(micro_batch, numbers, rows, strict=True):
+            self._check_lengths(stored, row)
+            if pieces is not None:
+                begin, end = pieces.start[number], pieces.start[number] + pieces.length[number]
+                row = {name: values[begin:end] for name, values in row.items()}
+            made.append(_with_masked_labels(row) if is_copy else self._with_labels(row))
+        return made
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
         if self._stored is not None:
             return self._stored.read(numbers)
-        names: Iterable[str] | None = None
         if self._lazy is not None:
-            (lazy, packs), names = self._lazy, self.dataset.format["columns"]
-            rows = lazy.read(packs[numbers])
+            lazy, packs = self._lazy
+            rows = [{name: row[name] for name in self.dataset.format["columns"]} for row in lazy.read(packs[numbers])]
+        elif hasattr(self.dataset, "__getitems__"):
+            rows = list(self.dataset.__getitems__(numbers))
         else:
-            read = getattr(self.dataset, "__getitems__", None)
-            rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
-        return [{name: row[name] for name in _columns_to_read(names or row, self.unread, self.more)} for row in rows]
+            rows = [self.dataset[number] for number in numbers]
+        return [{name: row[name] for name in _columns_to_read(row, self.unread, self.more)} for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -161,22 +150,22 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             labels = apply_loss_masks(np.asarray(labels), {name: np.asarray(row.pop(name)) for name in masks})
         return {**row, LABELS: labels}
 
-    def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+    def _check_lengths(self, number: int, row: Row) -> None:
         """Raise PackingError if a row does not have its planned length, or a per-token column has another length."""
-        for number, row, planned in zip(numbers, rows, self.sampler.sizes.tokens[numbers].tolist(), strict=True):
-            tokens_in = TREE_INPUT_IDS if TREE_INPUT_IDS in row else INPUT_IDS
-            if (tokens := len(row[tokens_in])) != planned:
+        tokens_in = TREE_INPUT_IDS if TREE_INPUT_IDS in row else INPUT_IDS
+        tokens, planned = len(row[tokens_in]), self.sampler.sizes.tokens[number]
+        if tokens != planned:
+            raise PackingError(
+                f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got {tokens}; rows "
+                "must not change from one reading to the next"
+            )
+        for name in (*_PER_TOKEN, *self.more):
+            expected = (tokens, 2) if name == OFFSET_MAPPING else (tokens,)
+            if name in row and (shape := _shape_of(row[name])) != expected:
                 raise PackingError(
-                    f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
-                    f"{tokens}; rows must not change from one reading to the next"
+                    f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got shape "
+                    f"{shape}"
                 )
-            for name in (*_PER_TOKEN, *self.more):
-                expected = (tokens, 2) if name == OFFSET_MAPPING else (tokens,)
-                if name in row and (shape := _shape_of(row[name])) != expected:
-                    raise PackingError(
-                        f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got shape "
-                        f"{shape}"
-                    )
 
 
 def _columns_to_read(names: Iterable[str], unread: Iterable[str], more: Iterable[str]) -> list[str]:
@@ -216,8 +205,7 @@ class _TableRows:
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return the rows with these numbers. The values are read-only, in the column's dtype."""
-        columns = [column.read(np.array(numbers, np.int64)) for column in self._columns.values()]
-        return [dict(zip(self._columns, values, strict=True)) for values in zip(*columns, strict=True)]
+        return read_rows(self._columns, np.array(numbers, np.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the dataset and the names, since views of memory-mapped files would be pickled as copies."""

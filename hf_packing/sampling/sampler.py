@@ -139,32 +139,33 @@ class RankBatchSampler:
         self.rows: FittedRows = batching.fit_enough(sizes, self.world_size)
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         self.sizes = sizes
+        self.more_inputs: dict[str, str] = {}
+        """What else decides the rows, such as how tokens are masked; part of `plan_inputs`."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
-        self._num_micro_batches = batching.num_micro_batches(self.rows, self.epoch)
-        self._planned: tuple[Epoch, EpochPlan] | None = None
+        self._plan: EpochPlan | None = None
 
     def __len__(self) -> int:
-        return self._num_micro_batches
+        return self.plan.num_micro_batches
 
     @property
     def optimizer_steps(self) -> int:
         """Number of optimizer steps in an epoch."""
-        return -(-self._num_micro_batches // self.accumulation)
+        return -(-len(self) // self.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
         number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
             self.first_micro_batch = 0
-            self.epoch = Epoch(number, self.world_size, self.accumulation)
+            self.epoch, self._plan = Epoch(number, self.world_size, self.accumulation), None
 
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, for all ranks."""
-        if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, self.batching.plan_fitted(self.rows, self.epoch)
-        return self._planned[1]
+        if self._plan is None:
+            self._plan = self.batching.plan_fitted(self.rows, self.epoch)
+        return self._plan
 
     def __iter__(self) -> Iterator[list[SampledRow]]:
         return self.plan.micro_batches(self.rank, self.first_micro_batch)
@@ -179,7 +180,8 @@ class RankBatchSampler:
             isolation: an object whose text says what was proven about isolation so far.
             labels: the labels that are left.
         """
-        plan, fitted, trees, steps = self.plan, self.rows, self.sizes.trees, self.optimizer_steps
+        plan, fitted, steps = self.plan, self.rows, self.optimizer_steps
+        trees = self.sizes.trees or TreeCounts(0, 0, 0)
         tokens = int(fitted.sizes.tokens[fitted.kept].sum())
         documents = int(fitted.sizes.segments[fitted.kept].sum())
         return EpochSummary(
@@ -194,13 +196,13 @@ class RankBatchSampler:
             token_utilization=plan.utilization(fitted.sizes.tokens),
             attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
             copies=plan.num_copies,
-            left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
-            lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
+            left_out=len(plan.left_out) + trees.left_out,
+            lost_tokens=fitted.lost_tokens + trees.lost_tokens,
             labels=labels,
             unpacked_documents_per_step=unpacked if unpacked is not None and self._can_match(unpacked) else None,
             split=0 if fitted.pieces is None else int((np.bincount(fitted.pieces.document) > 1).sum()),
-            packed_rows=len(fitted.kept) if fitted.sizes.packed and trees is None else None,
-            trees=trees,
+            packed_rows=len(fitted.kept) if fitted.sizes.packed and self.sizes.trees is None else None,
+            trees=self.sizes.trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
         )
@@ -213,8 +215,7 @@ class RankBatchSampler:
         if not isinstance(self.batching, TokenBudget) or self.batching.match_documents_per_step is not None:
             return False
         try:
-            matched = replace(self.batching, match_documents_per_step=documents)
-            matched.num_micro_batches(self.rows, self.epoch)
+            replace(self.batching, match_documents_per_step=documents).num_filled(self.rows, self.epoch)
         except PackingError:
             return False
         return True
@@ -226,6 +227,7 @@ class RankBatchSampler:
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
             SLOTS: self.epoch.slots,
+            **self.more_inputs,
         }
 
     def check_can_resume(self, saved: dict[str, Any]) -> None:
@@ -238,5 +240,5 @@ class RankBatchSampler:
             if saved.get(name) != value:
                 raise PackingError(
                     f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; resuming "
-                    "would train on some rows twice and on other rows not at all"
+                    "would go on with other batches, with some rows twice and others not at all"
                 )

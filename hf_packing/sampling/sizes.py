@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -40,11 +40,12 @@ from hf_packing.rows.token_columns import (
     TokenColumn,
     is_list,
     is_token_type,
+    read_rows,
     row_numbers,
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.trees.segments import attention_costs
+from hf_packing.trees.segments import TreeSegments, attention_costs
 
 _SAMPLED = (INPUT_IDS, LABELS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 """The columns of which a sample is taken."""
@@ -52,7 +53,6 @@ _SAMPLED = (INPUT_IDS, LABELS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 _IN_ALL_ROWS = (SEQ_LENGTHS, TREE_INPUT_IDS, LABELS, *LOSS_MASKS)
 """The columns that all rows have, or none."""
 
-_SAMPLED_ROWS = 256
 _SAMPLED_TOKENS = 64
 """The largest number of tokens to take from the beginning of each sampled row."""
 
@@ -182,77 +182,53 @@ def sizes_of(dataset: Any) -> RowSizes:
     return sizes
 
 
-class _Lists(NamedTuple):
-    """A column with a list of integers in each row."""
-
-    values: IntArray
-    """int64 [values of all rows], row by row."""
-    per_row: IntArray
-    """int64 [rows]: number of values in each row."""
-
-    def with_any(self, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return which rows have a wrong value, bool [rows]; `wrong` is bool [values of all rows]."""
-        return sums_of(wrong, offsets_of(self.per_row)) > 0
-
-    def check(self, name: str, wrong: npt.NDArray[np.bool_], expected: str, of_row: IntArray) -> None:
-        """Raise PackingError if a row is wrong.
-
-        Args:
-            name: name of the column.
-            wrong: bool [rows].
-            expected: what is expected, with a place for a number.
-            of_row: integers [rows]: this number.
-        """
-        if wrong.any():
-            row = int(wrong.argmax())
-            got = np.split(self.values, np.cumsum(self.per_row)[:-1])[row].tolist()
-            raise PackingError(f"column {name!r}: expected {expected.format(of_row[row])} of row {row}, got {got}")
-
-
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
     names, numbers = visible_columns(dataset), row_numbers(dataset)
     _check_columns(names)
     table = with_typed_empty_lists(dataset.data.table.select(names))
-    lists, tokens_in = _columns_of_sizes(names), _tokens_in(names)
+    tokens_in, of_sizes = _columns_of_sizes(names)
     columns: dict[str, TokenColumn] = {}
-    for name in (*lists, *(name for name in _SAMPLED if name in names)):
+    for name in (*of_sizes, *(name for name in _SAMPLED if name in names)):
         kind = table.schema.field(name).type
-        if name in (*lists, tokens_in) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+        if name in (*of_sizes, tokens_in) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
         if is_token_type(kind):
             columns[name] = TokenColumn(name, table.column(name), numbers)
-    rows = rows_to_sample(len(dataset))
-    sample = (_sample_of(values) for name in _SAMPLED if name in columns for values in columns[name].read(rows))
-    bucket = _buckets_in_table(table, numbers) if lists and BUCKET in names else None
-    sizes = _sizes({name: _lists_in(columns[name]) for name in lists}, columns[tokens_in].length, bucket)
-    return replace(sizes, sample=b"".join(sample))
+    bucket = None
+    if of_sizes and BUCKET in names:
+        bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
+        bucket = bucket if numbers is None else bucket[numbers]
+    lists = {name: columns[name].read(np.arange(len(dataset))) for name in of_sizes}
+    sampled = {name: columns[name] for name in _SAMPLED if name in columns}
+    sample = _sample_of_rows(read_rows(sampled, rows_to_sample(len(dataset))))
+    return replace(_sizes(lists, columns[tokens_in].length, bucket), sample=sample)
 
 
-def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str] | None = None) -> RowSizes:
+def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) -> RowSizes:
     """Return the sizes of rows that are built when they are read, from their plan.
 
     Args:
         rows: builds the rows.
         packs: integers [rows]: the number of each row's pack.
-        names: the columns to read, of which a few rows are sampled; None for no sample.
+        names: the columns to read, of which a few rows are sampled.
     """
     plan = rows.plan
     segments = np.diff(plan.pack_offsets)[packs]
     chosen, offsets = indices_in_ranges(plan.pack_offsets[packs], segments), offsets_of(segments)
     lengths = plan.segment_length[chosen].astype(np.int64)
-    if plan.segment_shared is None:
-        bucket = plan.pack_capacity[packs] if names is not None and BUCKET in names else None
-        sizes = sizes_of_packs(lengths, offsets, bucket)
-    else:
-        shared = plan.segment_shared[chosen].astype(np.int64)
-        tokens, work = (sums_of(v, offsets) for v in (lengths - shared, attention_costs(lengths - shared, shared)))
-        counts = TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum()))
-        sizes = RowSizes(tokens, segments, work, packed=True, trees=counts)
-    if names is None:
-        return sizes
-    sampled = [{name: row[name] for name in names} for row in rows.read(packs[rows_to_sample(len(packs))])]
-    return replace(sizes, sample=_sample_of_rows(sampled))
+    shared = np.zeros_like(lengths) if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
+    tokens, work = (sums_of(v, offsets) for v in (lengths - shared, attention_costs(lengths - shared, shared)))
+    sampled = rows.read(packs[rows_to_sample(len(packs))])
+    return RowSizes(
+        tokens,
+        segments,
+        work,
+        bucket=plan.pack_capacity[packs].astype(np.int64) if BUCKET in names else None,
+        packed=True,
+        sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]),
+        trees=None if plan.segment_shared is None else TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum())),
+    )
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
@@ -270,92 +246,71 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
                 f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
                 "row 0"
             )
-        for name in _columns_of_sizes(row):
+        column, of_sizes = _columns_of_sizes(row)
+        for name in of_sizes:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if lists and BUCKET in first:
             buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
-        column = _tokens_in(row)
         few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
         check_whole_numbers(f"column {column!r}, row {number}", few)
         tokens.append(len(row[column]))
-    joined = {
-        name: _Lists(np.concatenate([np.zeros(0, np.int64), *values], dtype=np.int64), np.array([*map(len, values)]))
-        for name, values in lists.items()
-    }
-    sizes = _sizes(joined, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
+    sizes = _sizes(lists, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
     return replace(sizes, sample=_sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
 
 
-def _tokens_in(names: Any) -> str:
-    return TREE_INPUT_IDS if TREE_INPUT_IDS in names else INPUT_IDS
-
-
-def _columns_of_sizes(names: Any) -> tuple[str, ...]:
-    """Return the columns with the sizes of segments; a document has none."""
+def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the column with the tokens, and those with the sizes of segments, of which a document has none."""
     if TREE_INPUT_IDS in names:
-        return SEGMENT_LENGTHS, PARENTS, ENDS
-    return (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
+        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
+    return INPUT_IDS, (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
 
 
-def _sizes(lists: Mapping[str, _Lists], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
+def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
     """Return the sizes of rows, from the columns with the sizes of segments and the number of tokens of each row."""
     if SEGMENT_LENGTHS in lists:
         return _sizes_of_trees(tokens, lists[SEGMENT_LENGTHS], lists[PARENTS], lists[ENDS], bucket)
     if SEQ_LENGTHS not in lists:
         return sizes_of_documents(tokens)
-    segments = lists[SEQ_LENGTHS]
-    sizes = sizes_of_packs(segments.values, offsets_of(segments.per_row), bucket)
-    wrong = (sizes.tokens != tokens) | segments.with_any(segments.values < 1)
-    segments.check(SEQ_LENGTHS, wrong, "positive lengths that add up to the {} tokens", tokens)
+    lengths, offsets = _joined(lists[SEQ_LENGTHS])
+    sizes = sizes_of_packs(lengths, offsets, bucket)
+    wrong = (sizes.tokens != tokens) | (sums_of(lengths < 1, offsets) > 0)
+    _refuse_rows(wrong, SEQ_LENGTHS, lists[SEQ_LENGTHS], "positive lengths that add up to the tokens")
     return sizes
 
 
 def _sizes_of_trees(
-    tokens: IntArray, segments: _Lists, parents: _Lists, ends: _Lists, bucket: IntArray | None
+    tokens: IntArray,
+    segments: Sequence[IntArray],
+    parents: Sequence[IntArray],
+    ends: Sequence[IntArray],
+    bucket: IntArray | None,
 ) -> RowSizes:
-    """Return the sizes of rows of trees, whose parents come before them, and whose documents end in segments."""
-    parents.check(PARENTS, parents.per_row != segments.per_row, "one parent for each of the {} segments", segments[1])
-    offsets = offsets_of(segments.per_row)
-    begin, most = np.repeat(offsets[:-1], segments.per_row), np.repeat(segments.per_row, ends.per_row)
-    late = parents.with_any(parents.values >= np.arange(len(begin)) - begin)
-    parents.check(PARENTS, late, "the parent of each of the {} segments before it", segments.per_row)
-    outside = ends.with_any((ends.values < 0) | (ends.values >= most))
-    ends.check(ENDS, outside, "numbers of the {} segments", segments.per_row)
-    depths = _depths(segments.values, np.where(parents.values < 0, -1, parents.values + begin))
-    found, work = (sums_of(v, offsets) for v in (segments.values, attention_costs(segments.values, depths)))
-    segments.check(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the {} tokens", tokens)
-    raw = int((depths + segments.values)[ends.values + np.repeat(offsets[:-1], ends.per_row)].sum())
-    counts = TreeCounts(len(ends.values), raw, int(found.sum()))
-    return RowSizes(found, ends.per_row, work, bucket, packed=True, trees=counts)
+    """Return the sizes of rows of trees, from their number of tokens and the other columns of each row."""
+    (lengths, offsets), (end, end_offsets) = _joined(segments), _joined(ends)
+    of_row, documents = np.diff(offsets), np.diff(end_offsets)
+    _refuse_rows(of_row != [*map(len, parents)], PARENTS, parents, "one parent for each of the segments")
+    outside = (end < 0) | (end >= np.repeat(of_row, documents))
+    _refuse_rows(sums_of(outside, end_offsets) > 0, ENDS, ends, "numbers of the segments")
+    depths = TreeSegments.of_rows(segments, parents).depths
+    found, work = (sums_of(values, offsets) for values in (lengths, attention_costs(lengths, depths)))
+    _refuse_rows(found != tokens, SEGMENT_LENGTHS, segments, "lengths that add up to the tokens")
+    raw = int((depths + lengths)[end + np.repeat(offsets[:-1], documents)].sum())
+    return RowSizes(found, documents, work, bucket, True, trees=TreeCounts(len(end), raw, int(found.sum())))
 
 
-def _depths(lengths: IntArray, parents: IntArray) -> IntArray:
-    """Return the number of tokens above each segment, int64 [segments].
-
-    Args:
-        lengths: int64 [segments]: number of tokens in each segment.
-        parents: int64 [segments]: index of each segment's parent among the segments of all rows; -1 for a root.
-    """
-    depths = np.zeros(len(lengths), dtype=np.int64)
-    known = parents < 0
-    while not known.all():
-        ready = np.flatnonzero(~known & known[parents])
-        depths[ready] = depths[parents[ready]] + lengths[parents[ready]]
-        known[ready] = True
-    return depths
+def _joined(rows: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """Return the values of all rows, int64 [values], and where those of each row begin, int64 [rows + 1]."""
+    values = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
+    return values, offsets_of([*map(len, rows)])
 
 
-def _lists_in(column: TokenColumn) -> _Lists:
-    every = np.arange(len(column.length))
-    values = column.gather(every, np.zeros_like(every), column.length)
-    return _Lists(values.astype(np.int64), column.length.astype(np.int64))
-
-
-def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray:
-    bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
-    return bucket if numbers is None else bucket[numbers]
+def _refuse_rows(wrong: npt.NDArray[np.bool_], name: str, rows: Sequence[IntArray], expected: str) -> None:
+    """Raise PackingError if the values of a row in a column are wrong; `wrong` is bool [rows]."""
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise PackingError(f"column {name!r}: expected {expected} of row {row}, got {rows[row].tolist()}")
 
 
 def _check_columns(names: Any) -> None:
@@ -390,9 +345,9 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
         )
 
 
-def rows_to_sample(num_rows: int) -> IntArray:
+def rows_to_sample(num_rows: int, most: int = 256) -> IntArray:
     """Return the numbers of the rows to sample, int64 [sampled rows]. These rows are spread evenly over a dataset."""
-    return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
+    return np.unique(np.linspace(0, max(num_rows - 1, 0), most).astype(np.int64))[:num_rows]
 
 
 def _sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -447,8 +402,7 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
 
 def _content_of(dataset: Any, rows: int) -> bytes:
     """Return a few rows as bytes: those that a Dataset stores, before any transform; or nothing, if rows change."""
-    sampled = rows_to_sample(rows)
-    numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
+    numbers = rows_to_sample(rows, _READ_TWICE).tolist()
     if isinstance(dataset, datasets.Dataset):
         return repr(dataset.with_format("arrow")[numbers].to_pydict()).encode()
     once, twice = (_sample_of_rows([dataset[number] for number in numbers]) for _ in range(2))

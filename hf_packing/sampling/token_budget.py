@@ -162,11 +162,12 @@ class TokenBudget(Batching):
         fitted = _cut_rows(sizes, self.max_tokens, self.overflow) if cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
 
-    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        return -(-self._num_filled(rows, epoch) // epoch.world_size)
+    def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
+        """Return the number of micro-batches over all ranks, without those that only have copies of rows.
 
-    def _num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches over all ranks, without those that only have copies of rows."""
+        Raises:
+            PackingError: match_documents_per_step does not fit.
+        """
         assert rows.fewest_micro_batches is not None
         optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
         if self.match_documents_per_step is not None:
@@ -193,17 +194,15 @@ class TokenBudget(Batching):
         largest = (documents - 1) // (least - 1) if least > 1 else documents
         raise PackingError(
             f"match_documents_per_step: expected {f'from {fewest} to {largest}' if fewest <= largest else 'None'}, got "
-            f"{self.match_documents_per_step} of {documents} documents; each of the {epoch.accumulation} x "
-            f"{epoch.world_size} micro-batches of a step (gradient_accumulation_steps x ranks) has at least one row, "
-            f"and at most the {' and '.join(self._limited(rows.sizes))} that the batching allows, so that other values "
-            "fit with more or fewer micro-batches, or with a larger max_tokens"
+            f"{self.match_documents_per_step} of {documents} documents. Other values fit with more or fewer than the "
+            f"{epoch.slots} micro-batches of a step (gradient_accumulation_steps x ranks), or with a larger max_tokens"
         )
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         limits = self._limits(rows)
-        filled = fill(limits, self._num_filled(rows, epoch), epoch.slots, seed)
+        filled = fill(limits, self.num_filled(rows, epoch), epoch.slots, seed)
 
         jittered = jitter_attention(sum_rows(filled, squared_lengths), seed)
         steps = group_by_cost(self._cost(sum_rows(filled, tokens), jittered), epoch.slots, seed)
@@ -311,22 +310,19 @@ def linear_cost_of(config: Any) -> float:
         balance between ranks.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden = _first_of(config, "hidden_size", "n_embd", "d_model")
-    layers = _first_of(config, "num_hidden_layers", "n_layer")
+
+    def size(name: str, default: int) -> int:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value else default
+
+    hidden, layers, heads = size("hidden_size", 0), size("num_hidden_layers", 0), size("num_attention_heads", 1)
     if not hidden or not layers:
         return float(LINEAR_COST)
-    heads = _first_of(config, "num_attention_heads", "n_head") or 1
-    head_size = _first_of(config, "head_dim") or hidden // heads
-    queries, keys = heads * head_size, (_first_of(config, "num_key_value_heads") or heads) * head_size
-    inner = _first_of(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
-    experts = _first_of(config, "num_experts_per_tok") or 1
+    head_size = size("head_dim", hidden // heads)
+    queries, keys = heads * head_size, size("num_key_value_heads", heads) * head_size
+    inner = size("moe_intermediate_size", size("intermediate_size", 4 * hidden))
+    experts = size("num_experts_per_tok", 1)
     weights = 2 * hidden * (queries + keys) + 3 * hidden * inner * experts
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     attending = sum(kind == "full_attention" for kind in kinds) or 1
     return weights * layers / (2 * queries * attending)
-
-
-def _first_of(config: Any, *names: str) -> int:
-    """Return the value of the first named field that is a nonzero integer, or 0 if there is no such field."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value), 0)

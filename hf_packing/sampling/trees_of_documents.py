@@ -7,17 +7,15 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS, TREE_INPUT_IDS, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.changes import LabelCounts, count_labels
 from hf_packing.rows.lazy import DocumentRows
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import token_columns_of
-from hf_packing.sampling.sizes import RowSizes, sizes_of, sizes_of_planned
+from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import cut_large_trees
@@ -25,20 +23,12 @@ from hf_packing.trees.forest import cut_large_trees
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
 """The columns that are read, beside those that are passed on."""
 
-Row = dict[str, npt.NDArray[Any]]
 
-
-class TreesOfDocuments(torch.utils.data.Dataset[Row]):
+class TreesOfDocuments(DocumentRows):
     """A map-style dataset with one row for each tree of documents that begin with the same tokens.
 
     A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
-
-    Args:
-        rows: the rows of a plan in which each pack is a tree.
     """
-
-    def __init__(self, rows: DocumentRows) -> None:
-        self.dataset, self.plan, self._rows = rows.documents, rows.plan, rows
 
     @classmethod
     def find(
@@ -82,39 +72,27 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        packing = Packing(BestFit(max_tokens), fewest_shared=fewest_shared)
-        return cls(DocumentRows(dataset, packing, plan, names, columns))
+        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, columns)
 
     @property
     def sizes(self) -> RowSizes:
         """The sizes of all trees: unique tokens, documents, and twice the pairs of tokens that attention computes."""
-        plan, sizes = self.plan, sizes_of_planned(self._rows, np.arange(self.plan.num_packs))
+        plan = self.plan
+        sizes = sizes_of_planned(self, np.arange(plan.num_packs), (TREE_INPUT_IDS, TREE_LABELS))
         assert sizes.trees is not None
         counts = replace(
             sizes.trees,
             left_out=plan.num_documents - len(np.unique(plan.segment_document)),
             lost_tokens=int(plan.document_length.sum(dtype=np.int64)) - sizes.trees.raw_tokens,
         )
-        return replace(sizes, sample=sizes_of(self.dataset).sample + plan.fingerprint.encode(), trees=counts)
-
-    @property
-    def labels(self) -> LabelCounts:
-        """The labels that are left in the trees, and those of the documents."""
-        plan, columns = self.plan, self._rows.columns
-        documents = Pieces.whole(plan.document_length)
-        return LabelCounts(count_labels(columns, plan.segments), count_labels(columns, documents))
-
-    def are_of(self, dataset: Any) -> bool:
-        """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""
-        return dataset is self.dataset and len(dataset) == self.plan.num_documents
+        return replace(sizes, sample=sizes.sample + plan.fingerprint.encode(), trees=counts)
 
     def __len__(self) -> int:
-        """Return the number of trees; 0 if documents were added to or removed from the dataset in the meantime."""
-        return self.plan.num_packs if len(self.dataset) == self.plan.num_documents else 0
+        return self.plan.num_packs
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
         return self.__getitems__([number])[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
         """Return rows of trees by their numbers, as dicts of NumPy arrays."""
-        return self._rows.read(np.array(numbers, dtype=np.int64))
+        return self.read(np.array(numbers, dtype=np.int64))

@@ -4,7 +4,10 @@ import importlib
 import pkgutil
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -45,6 +48,28 @@ def _package_version() -> str:
     return hf_packing.__version__
 
 
+def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
+    """Return the bucket lengths as a tuple of ints, if they are ascending."""
+    if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
+        raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
+    lengths = tuple(check_whole_number("bucket_lengths", length) for length in bucket_lengths)
+    if not lengths or any(shorter >= longer for shorter, longer in pairwise(lengths)):
+        raise PackingError(
+            f"bucket_lengths: expected at least one length, ascending without repeats, got {bucket_lengths!r}"
+        )
+    return lengths
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "max_length": partial(check_whole_number, "max_length"),
+    "bucket_lengths": _check_bucket_lengths,
+    "overflow": partial(check_choice, "overflow", choices=Overflow),
+    "max_documents": partial(check_optional_number, "max_documents"),
+    "seed": check_optional_seed,
+}
+"""The arguments that several strategies have, and how they are checked."""
+
+
 class TreeLimits(NamedTuple):
     """Limits of a strategy for the trees that it can pack."""
 
@@ -79,6 +104,11 @@ class Strategy(ABC):
     """True if documents that fit in a pack are never cut. Trees of documents need this."""
     fills_one_pack_at_a_time: ClassVar[bool] = False
     """True if documents go into packs in their order. In a stream, the last pack then waits until it is full."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            if hasattr(self, name):
+                set_fields(self, **{name: check(getattr(self, name))})
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
@@ -186,15 +216,6 @@ class OneCapacity(CountingStrategy):
     overflow: Overflow = field(default="split", kw_only=True)
     max_documents: int | None = field(default=None, kw_only=True)
     seed: int | None = field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_choice("overflow", self.overflow, Overflow)
-        set_fields(
-            self,
-            max_length=check_whole_number("max_length", self.max_length),
-            max_documents=check_optional_number("max_documents", self.max_documents),
-            seed=check_optional_seed(self.seed),
-        )
 
     @abstractmethod
     def solve(self, counts: IntArray) -> Solution:

@@ -2,18 +2,18 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, ClassVar
+from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
-from hf_packing.checks import check_optional_seed, check_real, check_whole_number, set_fields
+from hf_packing.checks import check_real, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.best_fit import Remaining
-from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces
-from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
+from hf_packing.planning.lengths import IntArray, LengthCounts, check_num_pieces, offsets_of
+from hf_packing.planning.patterns import Cuts, Patterns, Run, patterns_from_runs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import PatternTable
 from hf_packing.strategies.base import CountingStrategy, Strategy, TreeLimits, register_strategy
@@ -61,12 +61,9 @@ class Bucket(CountingStrategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        set_fields(
-            self,
-            bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
-            padding_threshold=check_real("padding_threshold", self.padding_threshold, 0, 1, "a number from 0 to 1"),
-            seed=check_optional_seed(self.seed),
-        )
+        super().__post_init__()
+        threshold = check_real("padding_threshold", self.padding_threshold, 0, 1, "a number from 0 to 1")
+        set_fields(self, padding_threshold=threshold)
 
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         patterns, cuts = _bucket_packs(counts, self.bucket_lengths, self.padding_threshold)
@@ -111,27 +108,8 @@ class BucketByLength(Strategy):
     bucket_lengths: Sequence[int] = _BUCKET_LENGTHS
     seed: int | None = field(default=0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        set_fields(
-            self,
-            bucket_lengths=_check_bucket_lengths(self.bucket_lengths),
-            seed=check_optional_seed(self.seed),
-        )
-
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, tuple(self.bucket_lengths), self.seed)
-
-
-def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
-    """Return the bucket lengths as a tuple of ints, if they are ascending."""
-    if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
-        raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
-    lengths = tuple(check_whole_number("bucket_lengths", length) for length in bucket_lengths)
-    if not lengths or any(shorter >= longer for shorter, longer in pairwise(lengths)):
-        raise PackingError(
-            f"bucket_lengths: expected at least one length, ascending without repeats, got {bucket_lengths!r}"
-        )
-    return lengths
 
 
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:
@@ -151,14 +129,24 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
     largest = capacities[-1]
     long = counts.length > largest
     check_num_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)
-    patterns: list[Pattern] = []
+    runs: list[Run] = []
+    num_packs = 0
+    capacity_of_pattern: list[int] = []
+
+    def make_packs(packs: int, capacity: int, copies: Iterable[tuple[int, int]]) -> None:
+        """Make packs of a capacity, given (length, number of segments) for each length of segments in a pack."""
+        nonlocal num_packs
+        runs.extend((length, num_packs, packs, number) for length, number in copies)
+        capacity_of_pattern.append(capacity)
+        num_packs += packs
+
     ways: Counter[tuple[int, tuple[int, ...]]] = Counter()  # documents by length and pieces
     # by length, what is left of documents: number, length of the whole document, pieces that were cut off before
     left: defaultdict[int, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
     for length, documents in zip(counts.length.tolist(), counts.documents.tolist(), strict=True):
         full, rest = divmod(length, largest) if length > largest else (0, length)
         if full:
-            patterns.append(Pattern(documents * full, largest, [(largest, 1)]))
+            make_packs(documents * full, largest, [(largest, 1)])
         if rest:
             left[rest].append((documents, length, (largest,) * full))
         else:
@@ -182,10 +170,15 @@ def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thres
             with_piece = Counter(dict(copies))
             with_piece[room] += 1
             copies = list(with_piece.items())
-        patterns.append(Pattern(packs, capacity, copies))
+        make_packs(packs, capacity, copies)
     for length, some in left.items():
         for documents, document_length, before in some:
             ways[document_length, (*before, length)] += documents
-    groups = [(length, documents, pieces) for (length, pieces), documents in ways.items()]
-    groups.sort(key=lambda group: (group[0], len(group[2]), group[2]))
-    return patterns_from_list(patterns), cuts_from_list(groups)
+    groups = sorted(ways, key=lambda way: (way[0], len(way[1]), way[1]))
+    cuts = Cuts(
+        document_length=np.array([length for length, _ in groups], dtype=np.int64),
+        documents=np.array([ways[group] for group in groups], dtype=np.int64),
+        piece_offsets=offsets_of([len(pieces) for _, pieces in groups]),
+        piece_length=np.fromiter(chain.from_iterable(pieces for _, pieces in groups), dtype=np.int32),
+    )
+    return patterns_from_runs(runs, num_packs, capacity_of_pattern), cuts

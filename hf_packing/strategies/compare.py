@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from hf_packing.errors import PackingError
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.strategies.base import Strategy, check_strategy, plan_packing, read_lengths
+from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 
 if TYPE_CHECKING:
     from hf_packing.trees.measure import SharedPrefixes
@@ -60,14 +60,10 @@ def name_of(strategy: Strategy) -> str:
 
     The first argument is always included. Other arguments are included if their value is not the default.
     """
-    changed = []
-    for number, field in enumerate(field for field in fields(strategy) if field.init):
-        value = getattr(strategy, field.name)
-        if number == 0:
-            changed.append(repr(value))
-        elif value != field.default:
-            changed.append(f"{field.name}={value!r}")
-    return f"{type(strategy).__name__}({', '.join(changed)})"
+    first, *others = (field for field in fields(strategy) if field.init)
+    values = [(field, getattr(strategy, field.name)) for field in others]
+    changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+    return f"{type(strategy).__name__}({', '.join([repr(getattr(strategy, first.name)), *changed])})"
 
 
 class Comparison(tuple[ComparedStrategy, ...]):
@@ -142,47 +138,39 @@ def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
-            plan = plan_packing(lengths, strategy)
+            plan = strategy.plan_lengths(lengths)
             seconds = time.perf_counter() - began
             yield ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), plan
 
 
-def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> list[ComparedStrategy]:
+def workload_of(plan: PackingPlan, strategy: Strategy) -> tuple[tuple[int, bytes], float]:
+    """Return the packing problem that a strategy had to solve, given the strategy's plan.
+
+    Returns:
+        The largest capacity of a pack and the counts of segment lengths, which are equal for equal problems; and the
+        maximum number of segments in a pack, infinity for no limit.
+    """
+    counts = np.bincount(plan.segment_length)
+    return (int(plan.pack_capacity.max(initial=0)), counts.tobytes()), strategy.most_documents or np.inf
+
+
+def with_best_bounds(
+    found: Sequence[tuple[ComparedStrategy, tuple[tuple[int, bytes], float]]],
+) -> list[ComparedStrategy]:
     """Return the compared strategies, each with the highest lower bound that is known to be valid for it.
 
-    The lower bound of one strategy is also valid for every strategy whose workload is at least as hard, as defined by
-    `_Workload.is_as_hard_as`.
+    The lower bound of one strategy is also valid for every strategy that packs the same segments into packs of the same
+    capacity, with the same limit on segments in a pack or a lower one.
 
     Args:
-        found: pairs of a compared strategy and the strategy's workload. `metrics.lower_bound` of each compared strategy
-            comes from the strategy's own plan.
+        found: pairs of a compared strategy and its `workload_of`. `metrics.lower_bound` of each compared strategy comes
+            from the strategy's own plan.
     """
     rows = []
-    for row, workload in found:
-        bound = max(row.metrics.lower_bound for row, other in found if workload.is_as_hard_as(other))
+    for row, (problem, limit) in found:
+        bound = max(row.metrics.lower_bound for row, (other, loose) in found if other == problem and limit <= loose)
         rows.append(replace(row, metrics=replace(row.metrics, lower_bound=bound)))
     return rows
-
-
-class _Workload(NamedTuple):
-    """The packing problem that a strategy had to solve: the segments, and the limits on each pack."""
-
-    capacity: int
-    """The largest capacity of a pack, in tokens."""
-    segments: bytes
-    """The number of segments of each length, as an integer array that is converted to bytes for comparison."""
-    limit: float
-    """The maximum number of segments in a pack; infinity for no limit."""
-
-    def is_as_hard_as(self, other: _Workload) -> bool:
-        """Return True if this workload surely needs at least as many packs: the segments are the same, limits lower."""
-        return self[:2] == other[:2] and self.limit <= other.limit
-
-
-def workload_of(plan: PackingPlan, strategy: Strategy) -> _Workload:
-    """Return the workload of a strategy, given the strategy's plan."""
-    counts = np.bincount(plan.segment_length)
-    return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), strategy.most_documents or np.inf)
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")

@@ -8,10 +8,7 @@ import numpy as np
 
 from hf_packing.planning.best_fit import Interval, OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.planning.patterns import Patterns, patterns_from_runs
-
-_Run = tuple[int, int, int, int]
-"""(length, first pack, packs, copies), as for `patterns_from_runs`."""
+from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 
 def fill_columns(
@@ -38,7 +35,7 @@ def fill_columns(
     first = np.cumsum(packs[used]) - packs[used]
     num_packs = int(packs[used].sum())
     left = counts.copy()
-    runs: list[_Run] = []
+    runs: list[Run] = []
 
     def give(intervals: list[tuple[int, int, int]], lengths: IntArray) -> None:
         """Put documents into free slots, the longest first. Intervals are (first pack, packs, free slots in each)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hf_packing.checks import check_whole_number, set_fields
+from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.strategies.base import OneCapacity, Solution, TreeLimits, load_scipy_optimize, register_strategy
@@ -66,7 +66,7 @@ class NonNegativeLeastSquares(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_fields(self, max_documents=check_whole_number("max_documents", self.max_documents))
+        check_whole_number("max_documents", self.max_documents)
 
     def solve(self, counts: IntArray) -> Solution:
         capacity, max_documents = self.max_length, self.max_documents

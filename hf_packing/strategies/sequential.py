@@ -6,14 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hf_packing.checks import (
-    check_choice,
-    check_optional_number,
-    check_optional_seed,
-    check_seed,
-    check_whole_number,
-    set_fields,
-)
+from hf_packing.checks import check_choice, check_seed, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.best_fit import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.lengths import (
@@ -64,11 +57,6 @@ class FixedLength(Strategy):
     max_length: int
     seed: int | None = field(default=0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        set_fields(
-            self, max_length=check_whole_number("max_length", self.max_length), seed=check_optional_seed(self.seed)
-        )
-
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, (self.max_length,), self.seed)
 
@@ -86,15 +74,26 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
             packs are sorted by capacity, and documents keep their order.
     """
     bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
-    segments, pack_capacity = [], []
-    for number, capacity in enumerate(capacities):
-        documents = np.flatnonzero(bucket == number)
-        document, start, length, sizes = _cut_every(lengths[documents], capacity)
-        segments.append((documents[document], start, length, sizes))
-        pack_capacity.append(np.full(len(sizes), capacity))
-    document, start, length, sizes = map(np.concatenate, zip(*segments, strict=True))
-    pieces = Pieces(document, start, length)
-    return _plan_pieces(lengths, pieces, offsets_of(sizes), np.concatenate(pack_capacity), seed)[0]
+    order = np.argsort(bucket, kind="stable")
+    bucket, length = bucket[order], lengths[order]
+    capacity = np.array(capacities)[bucket]
+    # tokens and packs are counted from the first document of the bucket on
+    offsets = offsets_of(length)
+    before = offsets[np.searchsorted(bucket, np.arange(len(capacities)))]
+    start = offsets[:-1] - before[bucket]
+    end = start + length
+    first_pack = start // capacity
+    packs_touched = np.where(length > 0, (end - 1) // capacity - first_pack + 1, 0)
+    check_num_pieces(float(packs_touched.sum()), capacities[-1])
+    number = np.repeat(np.arange(len(order)), packs_touched)
+    pack = indices_in_ranges(first_pack, packs_touched)
+    capacity = capacity[number]
+    segment_begin = np.maximum(start[number], pack * capacity)
+    segment_end = np.minimum(end[number], (pack + 1) * capacity)
+    opens_pack = np.append(True, (np.diff(pack) != 0) | (np.diff(bucket[number]) != 0))[: len(pack)]
+    first = np.flatnonzero(opens_pack)
+    pieces = Pieces(order[number], segment_begin - start[number], segment_end - segment_begin)
+    return _plan_pieces(lengths, pieces, np.append(first, len(pack)), capacity[first], seed)[0]
 
 
 def _plan_pieces(
@@ -127,24 +126,6 @@ def _plan_pieces(
         proven_lower_bound=lower_bound,
     )
     return plan, packs
-
-
-def _cut_every(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Concatenate documents and cut the result every `capacity` tokens.
-
-    Returns:
-        int64 [segments]: document, start and length of each segment; int64 [packs]: number of segments in each pack.
-    """
-    end = np.cumsum(lengths, dtype=np.int64)
-    start = end - lengths
-    first_pack = start // capacity
-    packs_touched = np.where(lengths > 0, (end - 1) // capacity - first_pack + 1, 0)
-    check_num_pieces(float(packs_touched.sum()), capacity)
-    document = np.repeat(np.arange(len(lengths)), packs_touched)
-    pack = indices_in_ranges(first_pack, packs_touched)
-    segment_begin = np.maximum(start[document], pack * capacity)
-    segment_end = np.minimum(end[document], (pack + 1) * capacity)
-    return document, segment_begin - start[document], segment_end - segment_begin, np.bincount(pack)
 
 
 @register_strategy
@@ -186,16 +167,10 @@ class FirstCome(Strategy):
     seed: int | None = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choice("overflow", self.overflow, Overflow)
+        super().__post_init__()
         check_choice("order", self.order, _Order)
         if self.seed is None and self.order == "random":
             raise PackingError("seed: expected an integer with order='random', got None")
-        set_fields(
-            self,
-            max_length=check_whole_number("max_length", self.max_length),
-            max_documents=check_optional_number("max_documents", self.max_documents),
-            seed=check_optional_seed(self.seed),
-        )
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return self._plan(lengths)[0]
@@ -289,13 +264,9 @@ class Multipack(Strategy):
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choice("overflow", self.overflow, Overflow)
-        set_fields(
-            self,
-            max_length=check_whole_number("max_length", self.max_length),
-            window=check_whole_number("window", self.window),
-            seed=check_seed(self.seed),
-        )
+        super().__post_init__()
+        check_seed(self.seed)
+        set_fields(self, window=check_whole_number("window", self.window))
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         check_fitting(lengths, self.max_length, self.overflow)

@@ -6,23 +6,21 @@ So a state that was saved on one number of ranks can be loaded on another.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-import datasets
-import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.streams import upstream
-from hf_packing.streams.mixture import is_mixture, mixtures_in, piece_of
+from hf_packing.streams.mix import is_mixture, mixtures_in, piece_of
 from hf_packing.streams.packed import PackedExamples, StreamPacking, made_by, warn_of_losses
-from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import STATE, Counts, MadeFrom, StatefulExamples, load, save
+from hf_packing.streams.shards import Share, equal_shares, fingerprint_of_files, sizes_of_shards
+from hf_packing.streams.state import STATE, Counts, MadeFrom, load, save
 
 
 class Position(NamedTuple):
@@ -53,27 +51,21 @@ class Turn(NamedTuple):
         return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
-class LogicalStreams(StatefulExamples):
+class LogicalStreams(PackedExamples):
     """The packed rows of some of the logical streams of a source, taken from each logical stream in turn.
 
     Args:
         examples: the object that reads the documents.
         packing: how rows are made.
         streams: the number of logical streams of the source.
-        owned: the logical streams to read; None for all.
+
+    Attributes:
+        owned: the logical streams to read.
     """
 
-    def __init__(
-        self, examples: upstream.Examples, packing: StreamPacking, streams: int, owned: tuple[int, ...] | None = None
-    ) -> None:
-        super().__init__()
-        self.ex_iterable = examples
-        self.packing, self.streams = packing, streams
-        self.owned = tuple(range(streams)) if owned is None else owned
-
-    @property
-    def features(self) -> datasets.Features:
-        return self.packing.features
+    def __init__(self, examples: upstream.Examples, packing: StreamPacking, streams: int) -> None:
+        super().__init__(examples, packing)
+        self.streams, self.owned = streams, tuple(range(streams))
 
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
         """Yield the rows of a round of turns together, or one by one."""
@@ -82,17 +74,9 @@ class LogicalStreams(StatefulExamples):
             if found := [turn.row for turn in taken if turn.row is not None]:
                 yield pa.concat_tables(found)
 
-    def shuffle_data_sources(self, generator: np.random.Generator) -> "LogicalStreams":
-        packing = self.packing.for_epoch(generator)
-        return LogicalStreams(upstream.shuffled(self.ex_iterable, generator), packing, self.streams, self.owned)
-
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "LogicalStreams":
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Self:
         chosen = self.split_shard_indices_by_worker(num_shards, index, contiguous)
-        owned = tuple(self.owned[number] for number in chosen)
-        return LogicalStreams(self.ex_iterable, self.packing, self.streams, owned)
-
-    def reshard_data_sources(self) -> "LogicalStreams":
-        return LogicalStreams(self.ex_iterable.reshard_data_sources(), self.packing, self.streams, self.owned)
+        return self.changed(owned=tuple(self.owned[number] for number in chosen))
 
     @property
     def num_shards(self) -> int:
@@ -114,7 +98,10 @@ class LogicalStreams(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         save(state, made_from, positions)
-        parts = self._parts()
+        shares = []
+        if not is_mixture(self.ex_iterable):
+            shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
+        parts = {stream: self._part(stream, shares) for stream in self.owned}
         for stream, part in parts.items():
             part._init_state_dict()[STATE] = positions[stream][1]
         rows = {stream: part.tables(one_row=True) for stream, part in parts.items()}
@@ -134,7 +121,7 @@ class LogicalStreams(StatefulExamples):
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
-        state = LogicalStreams(self.ex_iterable, self.packing, self.streams).state
+        state = self.changed().state
         if positions:  # or else the state is of an epoch that has not begun, which any stream may read
             at = {stream: tuple(positions.get(stream, _START)) for stream in range(self.streams)}
             save(state, self._made_from(), at)
@@ -153,25 +140,24 @@ class LogicalStreams(StatefulExamples):
         made = f"{made_by(self.packing, self.ex_iterable)}, in {self.streams} logical streams"
         return MadeFrom(made, fingerprint_of_files(self.ex_iterable))
 
-    def _parts(self) -> dict[int, PackedExamples]:
-        """Return the packed rows of each owned logical stream."""
-        packings = {stream: replace(self.packing, stream=stream) for stream in self.owned}
-        if is_mixture(self.ex_iterable):
-            pieces = {stream: piece_of(self.ex_iterable, stream, self.streams) for stream in self.owned}
-            return {stream: PackedExamples(pieces[stream], packing) for stream, packing in packings.items()}
-        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
-        return {
-            stream: PackedExamples(self.ex_iterable, packing, shares[stream]) for stream, packing in packings.items()
-        }
+    def _part(self, stream: int, shares: Sequence[Share]) -> PackedExamples:
+        """Return the packed rows of a logical stream, given the shares of a source that is no mixture."""
+        packing = replace(self.packing, stream=stream)
+        if shares:
+            return PackedExamples(self.ex_iterable, packing, shares[stream])
+        return PackedExamples(piece_of(self.ex_iterable, stream, self.streams), packing)
 
 
 def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
     """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
-    read = [("the stream", examples)]
+    sources = {"the stream": examples}
     if mixtures := mixtures_in(examples):
-        named = [zip(each.mixture.shares, each.ex_iterables, strict=True) for each in mixtures]
-        read = [(f"streams[{name!r}] of the mixture", source) for each in named for name, source in each]
-    for name, source in read:
+        sources = {
+            f"streams[{name!r}] of the mixture": source
+            for each in mixtures
+            for name, source in zip(each.mixture.shares, each.ex_iterables, strict=True)
+        }
+    for name, source in sources.items():
         if streams > (shards := upstream.num_shards(source)):
             warnings.warn(
                 f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import datasets
 import numpy as np
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.windows import (
@@ -30,13 +30,13 @@ from hf_packing.planning.windows import (
     order_by_cost,
     packs_with_room,
 )
-from hf_packing.rows.changes import labels_left
+from hf_packing.rows.changes import describe_changes, labels_left
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
-from hf_packing.streams.mixture import mixtures_in
+from hf_packing.streams.mix import mixtures_in
 from hf_packing.streams.reader import DocumentReader, lengths_of
 from hf_packing.streams.shards import Share, fingerprint_of_files
 from hf_packing.streams.state import Counts, MadeFrom, StatefulExamples, WindowStart, load, save
@@ -70,11 +70,6 @@ class StreamPacking:
         """The strategy that plans windows."""
         return self.packing.strategy
 
-    @property
-    def window_size(self) -> WindowSize:
-        """The size of a window."""
-        return WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
-
     @cached_property
     def features(self) -> datasets.Features:
         """Names and types of the columns of packed rows."""
@@ -100,11 +95,10 @@ class StreamPacking:
         """
         if self.linear_cost is None or not len(packs):
             return packs
-        squares = plan.segment_length.astype(np.float64) ** 2
+        squares = plan.segment_length.astype(np.int64) ** 2
         if plan.segment_shared is not None:
-            squares -= plan.segment_shared.astype(np.float64) ** 2
-        squares = np.add.reduceat(squares, plan.pack_offsets[:-1])
-        cost = (self.linear_cost * plan.pack_tokens() + squares)[packs]
+            squares -= plan.segment_shared.astype(np.int64) ** 2
+        cost = (self.linear_cost * plan.pack_tokens() + sums_of(squares, plan.pack_offsets))[packs]
         seed = getattr(self.strategy, "seed", None) or 0
         key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
@@ -141,14 +135,16 @@ class PackedExamples(StatefulExamples):
     def features(self) -> datasets.Features:
         return self.packing.features
 
-    def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
-        return PackedExamples(upstream.shuffled(self.ex_iterable, generator), self.packing.for_epoch(generator))
+    def shuffle_data_sources(self, generator: np.random.Generator) -> Self:
+        return self.changed(
+            ex_iterable=upstream.shuffled(self.ex_iterable, generator), packing=self.packing.for_epoch(generator)
+        )
 
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
-        return PackedExamples(upstream.sharded(self.ex_iterable, num_shards, index, contiguous), self.packing)
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Self:
+        return self.changed(ex_iterable=upstream.sharded(self.ex_iterable, num_shards, index, contiguous))
 
-    def reshard_data_sources(self) -> "PackedExamples":
-        return PackedExamples(self.ex_iterable.reshard_data_sources(), self.packing)
+    def reshard_data_sources(self) -> Self:
+        return self.changed(ex_iterable=self.ex_iterable.reshard_data_sources())
 
     @property
     def num_shards(self) -> int:
@@ -187,7 +183,7 @@ class PackedExamples(StatefulExamples):
             The token columns of its documents, the plan of the packs to make, and the start of the next window.
         """
         schema = self.packing.schema
-        size = self.packing.window_size
+        size = WindowSize.of_packs(self.packing.window_packs, self.packing.strategy.largest_capacity)
         tokens, documents = int(lengths_of(start.waiting).sum()), start.waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         try:
@@ -231,21 +227,17 @@ class PackedExamples(StatefulExamples):
 
 
 def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
-    """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
-    if counts.dropped_tokens:
-        warnings.warn(
-            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, and {counts.lost_labels:,} "
-            f"labels, as configured by {strategy!r}",
-            stacklevel=2,
-        )
-    if counts.empty_documents:
-        warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
-    if counts.splits:
-        warnings.warn(
-            f"pack shares fewer tokens at about {counts.splits:,} places of a stream, where tokens agree but other "
-            "columns differ",
-            stacklevel=2,
-        )
+    """Warn of what packing did to the documents of a stream that has ended."""
+    facts = {
+        "strategy": repr(strategy),
+        "tokens": counts.tokens,
+        "packed_tokens": counts.tokens - counts.dropped_tokens,
+        "lost_labels": counts.lost_labels,
+        "empty_documents": counts.empty_documents,
+        "splits": {"other columns": counts.splits} if counts.splits else {},
+    }
+    for change in describe_changes(facts, of=" of a stream"):
+        warnings.warn(f"pack {change}", stacklevel=2)
 
 
 def _waiting_documents(

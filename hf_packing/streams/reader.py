@@ -218,13 +218,13 @@ def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
         columns = {name: TokenColumn(name, table.column(name)) for name in (INPUT_IDS, ATTENTION_MASK)}
         check_same_lengths(columns)
         check_no_padding(columns[ATTENTION_MASK])
-    try:
-        return table.select(schema.names).cast(schema)
-    except pa.ArrowInvalid as error:
-        raise PackingError(
-            f"dataset: expected the columns {', '.join(f'{field.name} ({field.type})' for field in schema)}, got "
-            f"values of other types: {error}"
-        ) from error
+    arrays = []
+    for field in schema:
+        try:
+            arrays.append(table.column(field.name).cast(field.type))
+        except pa.ArrowException as error:
+            raise PackingError(f"column {field.name!r}: expected {field.type}, got the error: {error}") from error
+    return pa.table(arrays, schema=schema)
 
 
 def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -233,22 +233,16 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
         yield from tables
         return
     rows = (row for _, row in examples)
+    names = dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK))
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
-        arrays = {}
-        for name in dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK)):
-            if not any(name in row for row in block):
-                continue
-            kind = schema.field(name).type if name in schema.names else None
-            values = [_as_list(row.get(name)) for row in block]
-            try:
-                array = pa.array(values)  # with the type, pyarrow would cut fractions off in silence
-                arrays[name] = array if kind is None else array.cast(kind)
-            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-                expected = "lists of numbers" if kind is None else str(kind)
-                raise PackingError(f"column {name!r}: expected {expected}, got the error: {error}") from error
-        yield pa.table(arrays)
+        found = [name for name in names if any(name in row for row in block)]
+        yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in found})
 
 
-def _as_list(value: Any) -> Any:
-    """Return a row's value as a list or an array; a value of any other kind, such as a tensor, as an array."""
-    return value if value is None or isinstance(value, (list, np.ndarray)) else np.asarray(value)
+def _array(name: str, values: list[Any]) -> pa.Array:
+    """Return the values of a column: None, lists or arrays, or values of other kinds, such as tensors."""
+    known = [value if value is None or isinstance(value, (list, np.ndarray)) else np.asarray(value) for value in values]
+    try:
+        return pa.array(known)  # without a type, since pyarrow would cut fractions off in silence
+    except (pa.ArrowException, OverflowError) as error:
+        raise PackingError(f"column {name!r}: expected lists of numbers, got the error: {error}") from error

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from fsspec.core import url_to_fs
 
+from hf_packing.files import size_and_version
 from hf_packing.streams import upstream
 
 _FINENESS = 16
@@ -85,9 +86,7 @@ def fingerprint_of_files(examples: upstream.Examples) -> str:
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def _name_and_version(file: str) -> tuple[str, int | None, list[str]]:
-    """Return the name of a file without its folder, its size in bytes, and the tags of its version."""
+def _name_and_version(file: str) -> tuple[str, int | None, str]:
+    """Return the name of a file without its folder, its size in bytes, and the tag of its version."""
     system, path = url_to_fs(file)
-    facts = system.info(path)
-    tags = [str(facts.get(name)) for name in ("ETag", "etag", "xet_hash", "blob_id", "version_id")]
-    return path.rsplit("/", 1)[-1], facts["size"], tags
+    return path.rsplit("/", 1)[-1], *size_and_version(system, path, times=False)

@@ -5,8 +5,9 @@ stream has a single key, whose value is a tuple, which is replaced as a whole. I
 """
 
 from collections.abc import Iterator
+from copy import copy
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from hf_packing.streams.reader import START, Place
 STATE = "packed"
 """The key of the tuple in the state of a packed stream."""
 
-_FORMAT = 3
+_FORMAT = 4
 """The version of the layout of saved states. A state of another version is refused."""
 
 
@@ -57,6 +58,12 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     def _init_state_dict(self) -> dict[str, Any]:
         self._state_dict: dict[str, Any] = {STATE: None, "type": type(self).__name__}
         return self._state_dict
+
+    def changed(self, **attributes: Any) -> Self:
+        """Return a new object with other values of some attributes, and with a state of its own."""
+        new = copy(self)
+        new.__dict__.update(attributes, _state_dict=None)
+        return new
 
     @property
     def state(self) -> dict[str, Any]:

@@ -73,17 +73,15 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset | None = None) -> Any:
-    """Return an IterableDataset that reads `examples`.
+def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset) -> Any:
+    """Return an IterableDataset of packed rows.
 
     Args:
-        examples: the object that reads the examples.
+        examples: the object that reads the rows.
         features: names and types of their columns.
-        like: the stream whose description, with the trace of packing, split, format, and share of a node the result
-            gets; None for none.
+        like: the stream of the documents, whose description, with the trace of packing, split, format, and share of a
+            node the result gets.
     """
-    if like is None:
-        return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=features))
     known = like.info
     info = datasets.DatasetInfo(
         description=with_trace(known.description) if SEQ_LENGTHS in features else known.description,

@@ -2,12 +2,11 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.render import BadRowError, Message, Settings, messages_of, settings_of, texts_of
+from hf_packing.text.render import BadRowError, Message, Settings, lacks_text, messages_of, settings_of
 from hf_packing.text.tokenize import TextTokenizer, num_shared, text_tokenizer
 
 _PROMPT, _COMPLETION, _ASSISTANT = "prompt", "completion", "assistant"
@@ -83,85 +82,93 @@ def branches(
         )
     texts = text_tokenizer(tokenizer)
     rows = _rows_of(conversations, column)
-    documents: list[tuple[list[int], list[int], _Turn]] = []
+    turns: list[_Turn] = []
     bad, num_empty, num_opening = [], 0, 0
     for number, row in enumerate(rows):
         try:
             prompt = messages_of(row.get(_PROMPT, []))
             messages = [*prompt, *messages_of(row[_COMPLETION])]
             later = range(max(1, len(prompt)), len(messages))
-            turns = [each for each in later if messages[each]["role"] == _ASSISTANT]
-            found = _documents_of(texts, messages, turns, {**(chat_template_kwargs or {}), **settings_of(row)})
+            numbers = [each for each in later if messages[each]["role"] == _ASSISTANT]
+            found = _turns_of(texts, messages, numbers, {**(chat_template_kwargs or {}), **settings_of(row)})
         except BadRowError as error:
             bad.append(f"row {number} of the batch, {error}" if isinstance(conversations, Mapping) else str(error))
             if not skip_bad:
                 raise BadRowError(bad[0]) from None
             continue
-        documents += found
+        turns += found
         num_empty += not found
         num_opening += not prompt and bool(messages) and messages[0]["role"] == _ASSISTANT
-    of_rows, of_turns = f"of {len(rows):,} conversations", f"of {len(documents):,} assistant turns"
+    of_rows, of_turns = f"of {len(rows):,} conversations", f"of {len(turns):,} assistant turns"
     for number, text in (
         (len(bad), f"{of_rows} cannot be used and are left out, the first because of {''.join(bad[:1])}"),
         (num_empty, f"{of_rows} have no assistant turn after another message, and make no documents"),
         (num_opening, f"{of_rows} open with an assistant turn, which is not trained on"),
         (
-            sum(not turn.has_end for *_, turn in documents),
+            sum(not turn.has_end for turn in turns),
             f"{of_turns} do not end with a special token, so the model does not learn where to stop",
         ),
         (
-            sum(not turn.has_message for *_, turn in documents),
+            sum(turn.lacks_text for turn in turns),
             f"{of_turns} lack content, thinking or tool calls, which the chat template leaves out",
         ),
     ):
         if number:
             warnings.warn(f"branches: {number:,} {text}", stacklevel=2)
     return {
-        INPUT_IDS: [prompt + generated for prompt, generated, _ in documents],
-        LABELS: [[IGNORED_LABEL] * len(prompt) + generated for prompt, generated, _ in documents],
+        INPUT_IDS: [turn.prompt + turn.generated for turn in turns],
+        LABELS: [[IGNORED_LABEL] * len(turn.prompt) + turn.generated for turn in turns],
     }
 
 
 class _Turn(NamedTuple):
-    """An assistant turn of a conversation, as text."""
+    """An assistant turn of a conversation."""
 
-    prompt: str
-    """The earlier messages, and the generation prompt."""
-    generated: str
-    """The text that the model generates."""
+    prompt: list[int]
+    """The tokens of the earlier messages and of the generation prompt."""
+    generated: list[int]
+    """The tokens that the model generates."""
     has_end: bool
     """True if the generated text ends with a special token."""
-    has_message: bool
-    """True if the generated text has all texts of the message."""
+    lacks_text: bool
+    """True if the generated text lacks some text of the message."""
 
 
-def _documents_of(
+def _turns_of(
     texts: TextTokenizer, messages: Sequence[Message], numbers: Sequence[int], settings: Settings
-) -> list[tuple[list[int], list[int], _Turn]]:
-    """Return the tokens before each of the given messages of a conversation, those of the message, and its text."""
-    turns = [_turn_of(texts, messages, number, settings) for number in numbers]
-    prompts = _encode(texts, [turn.prompt for turn in turns])
-    wholes = _encode(texts, [turn.prompt + turn.generated for turn in turns])
-    decode = partial(texts.template.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    found = []
-    for number, turn, prompt, whole in zip(numbers, turns, prompts, wholes, strict=True):
+) -> list[_Turn]:
+    """Return the given messages of a conversation as turns."""
+    written = [_write_turn(texts, messages, number, settings) for number in numbers]
+    prompts = _encode(texts, [prompt for prompt, _ in written])
+    wholes = _encode(texts, [prompt + generated for prompt, generated in written])
+    turns = []
+    for number, (before, text), prompt, whole in zip(numbers, written, prompts, wholes, strict=True):
         generated = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
-            (generated,) = _encode(texts, [turn.generated])
-            if decode(prompt + generated) != decode(whole):
+            (generated,) = _encode(texts, [text])
+            apart, together = (
+                texts.template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for ids in (prompt + generated, whole)
+            )
+            if apart != together:
                 raise BadRowError(
                     f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
-                    f"{turn.prompt[-_SHOWN:]!r} and {turn.generated[:_SHOWN]!r} become other text"
+                    f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
                 )
-        found.append((prompt, generated, turn))
-    return found
+        has_end = text.endswith(texts.template.special_tokens)
+        turns.append(_Turn(prompt, generated, has_end, lacks_text(messages[number], text)))
+    return turns
 
 
-def _turn_of(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> _Turn:
-    """Return an assistant turn as text; raise BadRowError if the turn does not begin with its generation prompt."""
+def _write_turn(texts: TextTokenizer, messages: Sequence[Message], number: int, settings: Settings) -> tuple[str, str]:
+    """Return the text before an assistant turn, with the generation prompt, and the text that the model generates.
+
+    Raises:
+        BadRowError: the turn does not begin with its generation prompt.
+    """
     try:
-        prompt = texts.template.write(messages[:number], True, settings)
-        whole = texts.template.write(messages[: number + 1], False, settings)
+        prompt, _ = texts.template.write(messages[:number], settings, ask=True)
+        whole, _ = texts.template.write(messages[: number + 1], settings)
     except BadRowError as error:
         raise BadRowError(f"message {number}: {error}") from None
     if not whole.startswith(prompt):
@@ -177,10 +184,8 @@ def _turn_of(texts: TextTokenizer, messages: Sequence[Message], number: int, set
     if not generated:
         raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
     stripped = generated.rstrip()
-    has_end = stripped.endswith(texts.template.special_tokens)
-    has_message = all(text.strip() in generated for text in texts_of(messages[number]))
     # the model stops at the end token; a line break after it is the template's
-    return _Turn(prompt, stripped if has_end else generated, has_end, has_message)
+    return prompt, stripped if stripped.endswith(texts.template.special_tokens) else generated
 
 
 def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:
@@ -195,15 +200,14 @@ def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
         raise PackingError(
             f"conversations: expected a list of messages, or a batch, got {type(conversations).__name__}"
         )
-    columns = {name: conversations[name] for name in (_PROMPT, _COMPLETION, *_SETTINGS) if name in conversations}
-    if column in conversations:
-        columns.pop(_PROMPT, None)
-        columns[_COMPLETION] = conversations[column]
-    elif not {_PROMPT, _COMPLETION} <= columns.keys():
+    names = {column: _COMPLETION} if column in conversations else {_PROMPT: _PROMPT, _COMPLETION: _COMPLETION}
+    if not names.keys() <= conversations.keys():
         raise PackingError(
             f"conversations: expected the column {column!r}, or the columns 'prompt' and 'completion', got the columns "
             f"{', '.join(conversations)}"
         )
+    names |= {name: name for name in _SETTINGS if name in conversations}
+    columns = {name: conversations[source] for source, name in names.items()}
     first = next(iter(columns[_COMPLETION]), None)
     if isinstance(columns[_COMPLETION], str) or isinstance(first, Mapping):
         raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")

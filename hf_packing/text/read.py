@@ -8,7 +8,6 @@ is read with `datasets`. The tokens of texts and chats take 8 bytes on disk for 
 
 import json
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,9 +33,11 @@ _KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"
 )
 """Kinds of files by suffix. Files with another suffix are text."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_SEPARATORS = {"csv": ",", "tsv": "\t"}
-_ON_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-"""The pattern of names of datasets on the hub."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "csv": {"keep_default_na": False},
+    "tsv": {"keep_default_na": False, "sep": "\t"},
+}
+"""How `datasets` reads tables; text such as NA stays text."""
 _TRAIN = "train"
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
@@ -170,9 +171,8 @@ class Documents:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
             if self.kind is not None:
-                builder, options = self.kind.lower(), {}
-                if self.kind in _SEPARATORS:  # text such as NA stays text
-                    builder, options = "csv", {"sep": _SEPARATORS[self.kind], "keep_default_na": False}
+                builder = "csv" if self.kind in _OPTIONS else self.kind.lower()
+                options = _OPTIONS.get(self.kind, {})
                 found = datasets.load_dataset(builder, data_files=self.files, split=_TRAIN, **options)
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
@@ -211,7 +211,7 @@ def find_files(data: str, glob: str | None = None) -> list[str]:
         raise PackingError(f"glob: expected a folder as data, got {data!r}")
     if path.is_file() or "://" in data:
         return [data]
-    if not path.exists() and (kind_of(data) != _TEXT or not _ON_HUB.fullmatch(data)):
+    if not path.exists() and (path.is_absolute() or kind_of(data) != _TEXT):
         raise PackingError(f"data: expected a file, a folder or a dataset's name, but {data!r} does not exist")
     return []
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from textwrap import shorten
@@ -47,11 +47,11 @@ class BadRowError(PackingError):
 
 
 class Rendered(NamedTuple):
-    """The text of a row, and the parts of the text that are not trained on."""
+    """The text of a row, and the parts of the text that are trained on."""
 
     text: str
-    masked: tuple[Span, ...] = ()
-    """The parts of the text that are not trained on, in order."""
+    trained: Sequence[Span] | None = None
+    """The parts of the text that are trained on, in order; None for all of the text."""
     complete: bool = False
     """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
     lacks_text: bool = False
@@ -65,11 +65,6 @@ class ChatTemplate:
     tokenizer: Any
     source: Any
     """The template's text; or several, by name."""
-
-    @property
-    def has_marks(self) -> bool:
-        """True if the template marks the assistant's parts with `{% generation %}`."""
-        return isinstance(self.source, str) and _MARKS.search(self.source) is not None
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -85,37 +80,30 @@ class ChatTemplate:
         try:
             from trl import get_training_chat_template
 
-            version = get_training_chat_template(self.tokenizer)
+            return ChatTemplate(self.tokenizer, get_training_chat_template(self.tokenizer) or self.source)
         except (ImportError, ValueError):  # no TRL, or a template that it does not know
             return self
-        return ChatTemplate(self.tokenizer, version) if version else self
 
-    def write(self, messages: Sequence[Message], ask: bool, settings: Settings) -> str:
-        """Return a chat as text, if `ask` with the generation prompt."""
-        options = {**settings, "chat_template": self._source_for(settings), "tokenize": False}
-        try:
-            return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, **options))
-        except Exception as error:  # templates may raise anything
-            raise _refused(error) from None
-
-    def mark(self, messages: Sequence[Message], settings: Settings) -> tuple[str, list[Span]]:
-        """Return a chat as text, and the assistant's parts."""
+    def write(
+        self, messages: Sequence[Message], settings: Settings, ask: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Return a chat as text, if `ask` with the generation prompt; and the assistant's parts if they are marked."""
         from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template calls it
 
-        options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": self._source_for(settings)}
-        try:
-            (text,), (spans,) = render_jinja_template([list(messages)], return_assistant_tokens_mask=True, **options)
-        except Exception as error:  # templates may raise anything
-            raise _refused(error) from None
-        return text, spans
-
-    def _source_for(self, settings: Settings) -> str:
-        """Return the template's text; raise BadRowError if the template does not write the tools in `settings`."""
         given = self.source if isinstance(self.source, str) else None
-        text: str = self.tokenizer.get_chat_template(given, settings.get("tools"))
-        if settings.get("tools") and "tools" not in text:
+        source = self.tokenizer.get_chat_template(given, settings.get("tools"))
+        if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
-        return text
+        marked = _MARKS.search(source) is not None
+        options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
+        options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
+        try:
+            (text,), spans = render_jinja_template([messages], **options)
+        except Exception as error:  # templates may raise anything
+            raise BadRowError(
+                f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
+            ) from None
+        return text, spans[0] if marked else None
 
 
 def render(
@@ -125,7 +113,7 @@ def render(
     separator: str | None = None,
     train_on: str | None = None,
 ) -> Rendered:
-    """Return the text of a row, and the parts of the text that are not trained on.
+    """Return the text of a row, and the parts of the text that are trained on.
 
     Args:
         row: a row of the documents.
@@ -153,7 +141,7 @@ def render(
         _choose(train_on, "text", "all")
         if not isinstance(row[kind], str):
             raise BadRowError(f"expected text in the field {kind!r}, got {type(row[kind]).__name__}")
-        return Rendered(_unicode(row[kind]))
+        return Rendered(row[kind])
     prompt, completion = row["prompt"], row["completion"]
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         train_on = _choose(train_on, "a chat", "completion", "assistant", "all")
@@ -162,8 +150,9 @@ def render(
             raise BadRowError("expected at least one message in the completion, got an empty list")
         return _render_chat(before, after, row, template, train_on)
     prompt += separator or ""
+    text = prompt + completion
     train_on = _choose(train_on, "a prompt and a completion that are text", "completion", "all")
-    return Rendered(_unicode(prompt + completion), () if train_on == "all" else ((0, len(prompt)),))
+    return Rendered(text, None if train_on == "all" else [(len(prompt), len(text))])
 
 
 def _choose(train_on: str | None, of: str, *fitting: str) -> str:
@@ -181,66 +170,48 @@ def _render_chat(
     template: ChatTemplate,
     train_on: str,
 ) -> Rendered:
-    """Return the text of a chat, and its parts that are not trained on."""
+    """Return the text of a chat, and its parts that are trained on."""
     messages, settings = [*prompt, *completion], settings_of(row)
     if train_on == "assistant":
         template = template.for_training
-        text, trained = _find_turns(messages, template, settings)
-    else:
-        text = template.write(messages, False, settings)
-        trained = [(0, len(text))]
-    begin = len(_prefix(text, prompt, True, template, settings)) if prompt and train_on != "all" else 0
-    kept = [(max(start, begin), stop) for start, stop in trained if stop > begin]
-    edges = [0, *(edge for span in kept for edge in span), len(text)]
-    masked = tuple(span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1])
-    turns = [message for message in messages if message["role"] == "assistant"]
-    lacks_text = any(part.strip() not in text for message in turns for part in texts_of(message))
-    return Rendered(_unicode(text), masked, complete=True, lacks_text=lacks_text)
+    text, marked = template.write(messages, settings)
 
-
-def _find_turns(messages: Sequence[Message], template: ChatTemplate, settings: Settings) -> tuple[str, list[Span]]:
-    """Return a chat as text, and the parts that the assistant wrote.
-
-    Without marks in the template, the text before a turn, written alone, shows where the turn begins, and so does the
-    text up to its end.
-    """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if template.has_marks:
-        text, spans = template.mark(messages, settings)
-        if turns and not spans:
-            raise BadRowError(
-                "expected a chat template that marks the assistant's turns, but it marks none of this chat"
-            )
-        return text, spans
-    text = template.write(messages, False, settings)
-    spans = []
-    for turn in turns:
-        start = len(_prefix(text, messages[:turn], True, template, settings)) if turn else 0
-        spans.append((start, len(_prefix(text, messages[: turn + 1], False, template, settings))))
-    return text, spans
-
-
-def _prefix(text: str, messages: Sequence[Message], ask: bool, template: ChatTemplate, settings: Settings) -> str:
-    """Return the text of the first messages of a chat; raise BadRowError if the chat does not begin with that text."""
-    prefix = template.write(messages, ask, settings)
-    if not text.startswith(prefix):
+    def prefix(number: int, ask: bool) -> int:
+        """Return the length of the text of the first messages, if `ask` with the generation prompt."""
+        before, _ = template.write(messages[:number], settings, ask)
+        if text.startswith(before):
+            return len(before)
         raise BadRowError(
             f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
-            f"{len(messages)} messages when others follow, so the tokens to train on cannot be found. Install trl, "
+            f"{number} messages when others follow, so the tokens to train on cannot be found. Install trl, "
             "which has training versions of many templates; take a template with {% generation %} marks; or make a "
             "document of each turn with hf_packing.branches"
         )
-    return prefix
+
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    begin = prefix(len(prompt), True) if prompt and train_on != "all" else 0
+    trained: list[Span] | None = None
+    if train_on == "completion":
+        trained = [(begin, len(text))]
+    elif train_on == "assistant":
+        if marked is None:
+            marked = [(prefix(turn, True) if turn else 0, prefix(turn + 1, False)) for turn in turns]
+        elif turns and not marked:
+            raise BadRowError("expected a chat template that marks the assistant's turns, but it marks none")
+        trained = [(max(start, begin), stop) for start, stop in marked if stop > begin]
+    lacking = any(lacks_text(messages[turn], text) for turn in turns)
+    return Rendered(text, trained, complete=True, lacks_text=lacking)
 
 
-def texts_of(message: Message) -> Iterator[str]:
-    """Yield the texts of a message that a chat template should write: content, thinking, and names of called tools."""
+def lacks_text(message: Message, text: str) -> bool:
+    """Return whether a text, as a chat template writes it, lacks content, thinking, or names of called tools."""
     content = message.get("content")
-    if isinstance(content, str):
-        yield content.rpartition(_END_OF_THINKING)[2]
-    yield from (part["text"] for part in (content if isinstance(content, list) else []))
-    yield from (str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or [])
-    yield from (message[name] for name in _THINKING if isinstance(message.get(name), str))
+    expected = [str(content or "").rpartition(_END_OF_THINKING)[2]]
+    if isinstance(content, list):
+        expected = [part["text"] for part in content]
+    expected += [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or []]
+    expected += [message[name] for name in _THINKING if isinstance(message.get(name), str)]
+    return any(part.strip() not in text for part in expected)
 
 
 def messages_of(value: Any) -> Sequence[Message]:
@@ -273,19 +244,6 @@ def settings_of(row: Mapping[str, Any]) -> Settings:
 def reason_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
     return shorten(str(error), _MOST_OF_A_REASON, placeholder="...") or type(error).__name__
-
-
-def _refused(error: Exception) -> BadRowError:
-    return BadRowError(f"expected messages that the chat template accepts, got the error: {reason_of(error)}")
-
-
-def _unicode(text: str) -> str:
-    """Return the text unchanged; raise BadRowError if the text cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
-    return text
 
 
 def _without_nulls(value: Any) -> Any:

@@ -52,36 +52,41 @@ class TextTokenizer:
 
     def render(self, row: Mapping[str, Any]) -> Rendered:
         """Return the text of a row; raise BadRowError if the row cannot be used."""
-        return render(row, self.template, self.text_field, self.separator, self.train_on)
+        rendered = render(row, self.template, self.text_field, self.separator, self.train_on)
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
+        return rendered
 
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
         input_ids, labels = [], []
         for each, encoding in zip(rendered, self._encode(rendered), strict=True):
             ids = encoding.ids
-            trained = np.array(ids, dtype=np.int64)
-            for masked in self._masked(each, encoding):
-                trained[masked] = IGNORED_LABEL
+            trained = [IGNORED_LABEL] * len(ids)
+            for part in self._trained(each, encoding):
+                trained[part] = ids[part]
             end = [] if each.complete or self.end is None or ids[-1:] == [self.end] else [self.end]
             input_ids.append([*ids, *end])
-            labels.append([*trained.tolist(), *end])
+            labels.append([*trained, *end])
         return input_ids, labels
 
-    def _masked(self, document: Rendered, encoding: Any) -> Iterator[slice]:
-        """Yield the tokens of each masked part of a document."""
-        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        if (
-            document.complete
-            and document.masked
-            and [each[1] for each in encoding.offsets[-1:]] == [len(document.text)]
-        ):
-            starts, stops = np.array(encoding.offsets, dtype=np.int64).T
-            for first, stop in document.masked:
-                yield slice(int(np.searchsorted(starts, first)), int(np.searchsorted(stops, stop, "right")))
+    def _trained(self, document: Rendered, encoding: Any) -> Iterator[slice]:
+        """Yield the tokens of each part that is trained on."""
+        if document.trained is None:
+            yield slice(None)
             return
-        for first, stop in document.masked:
-            begin = self._tokens_before(first, document, encoding) if first else 0
-            yield slice(begin, self._tokens_before(stop, document, encoding))
+        size = len(document.text)
+        # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
+        exact = document.complete and [each[1] for each in encoding.offsets[-1:]] == [size]
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).T if exact else ((), ())
+        for first, stop in document.trained:
+            if exact:
+                begin, end = int(np.searchsorted(stops, first, "right")), int(np.searchsorted(starts, stop))
+            else:
+                begin, end = (self._tokens_before(edge, document, encoding) for edge in (first, stop))
+            yield slice(begin, None if stop == size else end)
 
     def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
         """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
@@ -95,19 +100,22 @@ class TextTokenizer:
         encodings: list[Any] = []
         for complete, group in groupby(rendered, attrgetter("complete")):
             documents = list(group)
-            # the characters of each token, which cost time, are asked for only where masks depend on them
-            exact = complete and any(each.masked for each in documents)
+            # the characters of each token, which cost time, are asked for only where labels depend on them
+            exact = complete and any(each.trained is not None for each in documents)
             encode = self.backend.encode_batch if exact else self.backend.encode_batch_fast
             encodings += encode([each.text for each in documents], add_special_tokens=not complete)
         return encodings
 
 
-def text_tokenizer(tokenizer: Any, chat_template: str | None = None, **options: Any) -> TextTokenizer:
+def text_tokenizer(
+    tokenizer: Any, chat_template: str | None = None, end_documents: bool = True, **options: Any
+) -> TextTokenizer:
     """Return a `TextTokenizer` that wraps a tokenizer of transformers.
 
     Args:
         tokenizer: a PreTrainedTokenizerBase. Its padding and truncation, which would change lengths, are switched off.
         chat_template: the chat template; None for that of the tokenizer, or ChatML if it has none.
+        end_documents: whether to append the end-of-sequence token to texts.
         options: `text_field`, `separator` and `train_on` of TextTokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -117,7 +125,7 @@ def text_tokenizer(tokenizer: Any, chat_template: str | None = None, **options: 
         backend.no_padding()
         backend.no_truncation()
     template = ChatTemplate(tokenizer, chat_template or tokenizer.chat_template or CHATML)
-    return TextTokenizer(backend, template, tokenizer.eos_token_id, **options)
+    return TextTokenizer(backend, template, tokenizer.eos_token_id if end_documents else None, **options)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:

@@ -26,9 +26,6 @@ _SAMPLED = 64
 _SEVERAL = 8
 """Rows with at least this number of tokens are expected to have several words."""
 
-_MASKING = "masking"
-"""The checkpoint entry that tells how tokens were masked."""
-
 
 class MaskedRows(SampledRows):
     """The rows that a sampler selects, masked anew in every epoch. The rows have no labels in the dataset.
@@ -61,6 +58,7 @@ class MaskedRows(SampledRows):
         more = [*more, SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
         super().__init__(dataset, sampler, unread, apply_masks, more)
         self.masking = masking
+        sampler.more_inputs = {"data_collator": str(masking)}
         self._same_masks = isinstance(sampler.batching, InOrder)
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             self._check_columns(visible_columns(dataset))
@@ -70,17 +68,6 @@ class MaskedRows(SampledRows):
     @property
     def batches(self) -> Iterable[list[Any]]:
         return _WithEpoch(self.sampler)
-
-    def plan_inputs(self) -> dict[str, str | int]:
-        return {**super().plan_inputs(), _MASKING: str(self.masking)}
-
-    def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        super().check_can_resume(saved)
-        if (before := saved.get(_MASKING)) != (now := str(self.masking)):
-            raise PackingError(
-                f"data_collator: expected {before}, as when the checkpoint was saved, got {now}; the rest of the epoch "
-                "would have different masks"
-            )
 
     def __getitems__(self, micro_batch: Sequence[tuple[Any, ...]]) -> list[Row]:
         """Return the rows of a micro-batch: a list of (row number, True if the row is a copy, epoch)."""
@@ -103,10 +90,9 @@ class MaskedRows(SampledRows):
     def _with_labels(self, row: Row) -> Row:
         return row
 
-    def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        super()._check_lengths(numbers, rows)
-        for row in rows:
-            self._check_columns(row)
+    def _check_lengths(self, number: int, row: Row) -> None:
+        super()._check_lengths(number, row)
+        self._check_columns(row)
 
     def _check_words(self) -> None:
         """Raise PackingError if no gaps divide words in a sample of rows, so that a row is masked as a whole or not."""

@@ -43,7 +43,7 @@ def passed_on(dataset: Any, takes: Takes) -> list[str]:
     Raises:
         PackingError: such a column does not have one number for each token.
     """
-    dataset = dataset.dataset if isinstance(dataset, TreesOfDocuments) else dataset
+    dataset = dataset.documents if isinstance(dataset, TreesOfDocuments) else dataset
     names = [name for name in _columns_of_numbers(dataset) if takes(name)]
     if names and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         table, numbers = dataset.data.table, row_numbers(dataset)

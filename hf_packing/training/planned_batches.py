@@ -274,7 +274,7 @@ class PlannedBatches:
         dataset, batching = trainer.train_dataset, self.decided.batching
         if batching.fewest_shared is None:
             return dataset
-        if self._trees is None or not self._trees.are_of(dataset):
+        if self._trees is None or self._trees.documents is not dataset:
             more = passed_on(dataset, taken_by_trainer(trainer))
             self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model, more)
         return self._trees

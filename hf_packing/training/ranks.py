@@ -237,7 +237,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "resume_from_checkpoint: expected a checkpoint of an attached trainer, got a checkpoint "
                     "without a record of its batches; to begin a new epoch instead, set ignore_data_skip=True"
                 )
-            rows.check_can_resume(saved)
+            rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
             if saved.get(STEPS_AHEAD):
                 raise PackingError(
@@ -246,7 +246,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "epoch. So global_step does not give the position in the epoch: the resumed run would train on "
                     "some rows twice and on other rows not at all"
                 )
-        self.batches = {**rows.plan_inputs(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
+        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
 
 

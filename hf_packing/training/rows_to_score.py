@@ -10,7 +10,7 @@ import torch
 
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges
+from hf_packing.planning.lengths import IntArray, Pieces
 from hf_packing.rows.token_columns import column_of_values
 from hf_packing.strategies.base import plan_packing
 from hf_packing.strategies.greedy import BestFit
@@ -47,11 +47,8 @@ class RowToScore(NamedTuple):
 
     def places(self) -> Iterator[Tokens]:
         """Yield, for each sequence, the indices of its tokens in the row, int64 [tokens]."""
-        number = len(self.sequences)
-        ranges = self.paths.find(np.arange(number), np.zeros(number, np.int64), self.paths.length).in_order()
-        tokens = indices_in_ranges(ranges.begin, ranges.length)
         for first, end in pairwise([0, *np.cumsum(self.paths.length).tolist()]):
-            yield tokens[first:end]
+            yield self.paths.tokens[first:end]
 
 
 def rows_to_score(sequences: Sequence[Tokens], max_tokens: int, fewest_shared: int | None) -> list[RowToScore]:
@@ -77,14 +74,13 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
     """Return the sequences that share nothing, and rows of the others. Packed rows are faster for those alone."""
     sizes, longest = np.diff(forest.offsets), _longest(forest)
     rows: list[RowToScore] = []
-    fitting = [forest.select((sizes > 1) & (longest <= max_tokens))]
+    fitting = [forest.select(np.flatnonzero((sizes > 1) & (longest <= max_tokens)))]
     for tree in np.flatnonzero((sizes > 1) & (longest > max_tokens)):
-        chosen = forest.select(np.arange(len(sizes)) == tree)
-        parts = cut_large_trees(chosen, int(longest[tree]) + max_tokens)
+        parts = cut_large_trees(forest.select(np.array([tree])), int(longest[tree]) + max_tokens)
         fits = _longest(parts) <= max_tokens
-        long = parts.select(~fits)
+        long = parts.select(np.flatnonzero(~fits))
         rows += _rows(long.order, long.length, long.shared, long.offsets)
-        fitting.append(parts.select(fits))
+        fitting.append(parts.select(np.flatnonzero(fits)))
     trees = Forest(
         *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
     )

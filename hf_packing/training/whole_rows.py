@@ -51,14 +51,6 @@ class WholeRows(torch.utils.data.Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
-    def plan_inputs(self) -> dict[str, str | int]:
-        """Return all values that determine the batches, except the epoch. Checkpoints store these values."""
-        return self.sampler.plan_inputs()
-
-    def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        """Raise PackingError if a checkpoint was saved with different optimizer steps; `saved` is its `plan_inputs`."""
-        self.sampler.check_can_resume(saved)
-
     def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
         if len(self.dataset) != len(self):
             raise PackingError(

@@ -6,5 +6,4 @@ forest.py    cut trees that are larger than a pack, and plan trees with any stra
 rows.py      plan a dataset, and build its rows of trees
 restore.py   restore documents from rows of trees
 measure.py   measure how much smaller documents would become
-trained_tokens.py  the tokens of a row that each document trains on
 """

@@ -18,25 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, apply_loss_masks
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, sums_of
-from hf_packing.rows.packed_rows import as_int32
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, sums_of
+from hf_packing.rows.packed_rows import as_int32, read_labels
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, column_of_values
 from hf_packing.trees.forest import Forest
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
 
-_HASHED_AT_ONCE = 1 << 22
 _TOKENS_OF_BLOCK = 1 << 21
-_SORTED_AT_ONCE = 1 << 21
-"""Pieces are sorted as a whole if they have at most this many tokens together. More are sorted by a few tokens first,
-to use little memory even if all documents begin alike."""
-_FEWEST_AT_ONCE, _MOST_AT_ONCE = 64, 1024
-"""The fewest and the most tokens by which pieces are then sorted at a time."""
-_COMPARED_AT_ONCE = 1 << 20
-_LONG = 512
-"""Pairs of pieces of at least this many tokens are compared one by one, and shorter ones many at a time."""
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
+"""Pieces are hashed and sorted in blocks of about this many tokens. All pieces that begin alike are in one block; if it
+is larger, it is sorted by a few tokens of each piece at a time, to use little memory."""
+_FEWEST_AT_ONCE = 64
+"""The fewest tokens of each piece that are sorted at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,19 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
     Returns:
         The forest, with trees in the order of their first pieces, and the number of splits by column.
     """
-    length = pieces.length.astype(np.int64)
     splits: dict[str, int] = {}
     order, shared = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for block in _blocks_of_candidates(columns, pieces, min_shared):
         by_content, common = _sort_pieces(columns, pieces, block, splits)
         order.append(by_content)
         shared.append(_move_up(common, min_shared))
-    return FoundTrees(_in_order(np.concatenate(order), np.concatenate(shared), length), splits)
+    alone = np.ones(len(pieces.length), dtype=bool)
+    alone[np.concatenate(order)] = False
+    order.append(np.flatnonzero(alone))
+    shared.append(np.zeros_like(order[-1]))
+    places = np.concatenate(order)
+    forest = Forest(places, pieces.length[places].astype(np.int64), np.concatenate(shared))
+    return FoundTrees(forest.select(np.argsort(np.minimum.reduceat(places, forest.offsets[:-1]))), splits)
 
 
 def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int) -> list[IntArray]:
@@ -81,12 +79,12 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     """
     long_enough = np.flatnonzero(pieces.length >= min_shared)
     hashes = np.empty(len(long_enough), dtype=np.uint64)
-    step = max(1, _HASHED_AT_ONCE // min_shared)
+    step = max(1, _TOKENS_OF_BLOCK // min_shared)
     for begin in range(0, len(long_enough), step):
         some = pieces.take(long_enough[begin : begin + step])
         lengths = np.full(len(some.document), min_shared)
         beginnings = columns[INPUT_IDS].gather(some.document, some.start, lengths)
-        hashes[begin : begin + step] = _hash(beginnings.astype(np.int64).reshape(-1, min_shared))
+        hashes[begin : begin + step] = _hash(beginnings.reshape(-1, min_shared))
     _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     several = np.flatnonzero(sizes[group] > 1)
     several = several[np.argsort(first[group[several]], kind="stable")]  # group by group, in the order of first pieces
@@ -96,13 +94,10 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     return [candidates[offsets[begin] : offsets[end]] for begin, end in blocks_of_rows(tokens, _TOKENS_OF_BLOCK)]
 
 
-def _hash(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each row of integers, uint64 [rows]. The hash is the same in every process."""
-    hashes = np.full(len(rows), len(rows[0]) if len(rows) else 0, dtype=np.uint64)
-    for column in rows.T.astype(np.uint64):
-        hashes = (hashes ^ column) * _GAMMA
-        hashes ^= hashes >> _HALF
-    return hashes
+def _hash(rows: IntArray) -> npt.NDArray[np.uint64]:
+    """Return a hash of each row of integers, uint64 [rows]: the sum of its values, each times a random number."""
+    factors = np.random.default_rng(0).integers(2**64, size=rows.shape[1], dtype=np.uint64)
+    return rows.astype(np.uint64) @ factors
 
 
 def _move_up(common: IntArray, min_shared: int) -> IntArray:
@@ -129,37 +124,10 @@ def _move_up(common: IntArray, min_shared: int) -> IntArray:
     return np.array(moved[:-1], dtype=np.int64)
 
 
-def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
-    """Return the forest of all pieces, with trees in the order of their first pieces.
-
-    Args:
-        order: int64 [candidates]: pieces in depth-first order; other pieces share nothing.
-        shared: int64 [candidates]: tokens that each of them shares with the one before it.
-        length: int64 [pieces]: length of all pieces.
-    """
-    alone = np.ones(len(length), dtype=bool)
-    alone[order] = False
-    order = np.concatenate([order, np.flatnonzero(alone)])
-    shared = np.concatenate([shared, np.zeros(len(order) - len(shared), dtype=np.int64)])
-    offsets = np.append(np.flatnonzero(shared == 0), len(shared))
-    trees = np.argsort(np.minimum.reduceat(order, offsets[:-1]))
-    places = indices_in_ranges(offsets[trees], np.diff(offsets)[trees])
-    return Forest(order[places], length[order[places]], shared[places])
-
-
-class TokenKeys(NamedTuple):
-    """The values to compare, as 32-bit words."""
-
-    words: npt.NDArray[np.int32]
-    """int32 [tokens, words]: the token, followed by the words of the other columns."""
-    columns: tuple[str, ...]
-    """For each word, the name of its column."""
-
-
 def _sort_pieces(
     columns: TokenColumns, pieces: Pieces, some: IntArray, splits: dict[str, int]
 ) -> tuple[IntArray, IntArray]:
-    """Sort some pieces by their tokens and by the other values of their tokens.
+    """Sort some pieces by their tokens and by the other values of their tokens, a part of each piece at a time.
 
     Args:
         columns: the token columns of the documents.
@@ -177,87 +145,53 @@ def _sort_pieces(
     while waiting:
         begin, end, depth = waiting.pop()
         group = order[begin:end]
-        left = pieces.length[group] - depth
-        tokens = int(left.max()) + 1
-        if end - begin > 1 and left.sum(dtype=np.int64) > _SORTED_AT_ONCE:
-            tokens = min(max(_SORTED_AT_ONCE // len(group), _FEWEST_AT_ONCE), _MOST_AT_ONCE)
-        following = Pieces(pieces.document[group], pieces.start[group] + depth, np.minimum(left, tokens))
-        keys = read_keys(columns, following, are_beginnings=depth == 0)
-        ends = np.cumsum(following.length, dtype=np.int64)
-        by_content = _sort(keys.words, ends)
-        length = following.length[by_content].astype(np.int64)
-        same = _common_prefixes(keys.words, ends[by_content] - length, length)
-        _count_splits(keys, ends[by_content] - length, length, same, splits)
+        tokens = max(2 * _TOKENS_OF_BLOCK // len(group), _FEWEST_AT_ONCE)  # mostly twice the mean length of a piece
+        length = np.minimum(pieces.length[group] - depth, tokens)
+        following = Pieces(pieces.document[group], pieces.start[group] + depth, length)
+        values, names = _read_values(columns, following, are_beginnings=depth == 0)
+        by_content = sorted(range(len(group)), key=values.__getitem__)
+        same = _compare_neighbors([values[place] for place in by_content], length[by_content], names, splits)
         order[begin:end] = group[by_content]
-        common[begin + 1 : end] = same[1:] + depth
-        firsts = np.flatnonzero(same < tokens)
+        common[begin + 1 : end] = same + depth
+        firsts = np.append(0, np.flatnonzero(same < tokens) + 1)
         sizes = np.diff(firsts, append=end - begin)
         for first, size in zip(firsts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
             waiting.append((begin + first, begin + first + size, depth + tokens))
     return order, common
 
 
-def _sort(words: npt.NDArray[np.int32], ends: IntArray) -> IntArray:
-    """Return the order in which pieces that begin with the same words are neighbors, int64 [pieces].
+def _compare_neighbors(
+    values: list[bytes], length: IntArray, names: tuple[str, ...], splits: dict[str, int]
+) -> IntArray:
+    """Return the number of tokens that each piece but the first has in common with the one before it.
 
     Args:
-        words: int32 [tokens, words].
-        ends: int64 [pieces]: index of each piece's last token, plus 1.
+        values: the values of each piece, as `_read_values` returns them.
+        length: integers [pieces]: number of tokens in each piece.
+        names: for each number that a token has in `values`, the name of its column.
+        splits: to this, neighbors are added whose other values differ where their common prefix ends, not their tokens.
     """
-    data = np.ascontiguousarray(words).tobytes()
-    borders = [0, *(ends * 4 * words.shape[1]).tolist()]
-    texts = [data[begin:end] for begin, end in pairwise(borders)]
-    return np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
-
-
-def _common_prefixes(words: npt.NDArray[np.int32], begin: IntArray, length: IntArray) -> IntArray:
-    """Return the number of tokens that each piece has in common with the one before it, int64 [pieces]; first 0.
-
-    Args:
-        words: int32 [tokens, words].
-        begin: int64 [pieces]: index of each piece's first token.
-        length: int64 [pieces]: number of tokens in each piece.
-    """
-    common = np.zeros(len(begin), dtype=np.int64)
     most = np.minimum(length[:-1], length[1:])
-    for right in (np.flatnonzero(most >= _LONG) + 1).tolist():
-        a, b, n = begin[right - 1], begin[right], most[right - 1]
-        differ = words[a : a + n] != words[b : b + n]
-        differ = differ[:, 0] if differ.shape[1] == 1 else differ.any(axis=1)
-        first = int(differ.argmax())
-        common[right] = first if differ[first] else n
-    short = np.flatnonzero(most < _LONG)
-    for first, end in blocks_of_rows(most[short], _COMPARED_AT_ONCE):
-        left = short[first:end]
-        n = most[left]
-        offset = np.cumsum(n) - n
-        ramp = np.arange(int(n.sum()), dtype=np.int64)
-        to_left = np.repeat(begin[left] - offset, n)
-        to_left += ramp
-        differ = words[to_left]
-        to_left += np.repeat(begin[left + 1] - begin[left], n)
-        unequal = (differ != words[to_left]).any(axis=1)
-        places = np.append(np.flatnonzero(unequal), len(ramp))
-        common[left + 1] = np.minimum(places[np.searchsorted(places, offset)] - offset, n)
-    return common
-
-
-def _count_splits(keys: TokenKeys, begin: IntArray, length: IntArray, common: IntArray, splits: dict[str, int]) -> None:
-    """Add to `splits` the neighbors whose tokens are equal after their common prefix, while other values differ."""
-    if len(keys.columns) == 1 or len(begin) < 2:
-        return
-    place = common[1:]
-    both = np.flatnonzero(place < np.minimum(length[:-1], length[1:]))
-    unequal = keys.words[begin[:-1][both] + place[both]] != keys.words[begin[1:][both] + place[both]]
-    unequal = unequal[~unequal[:, 0]]
-    for name in dict.fromkeys(keys.columns[1:]):
-        mine = [number for number, of in enumerate(keys.columns) if of == name]
-        if number := int(unequal[:, mine].any(axis=1).sum()):
+    offsets = offsets_of(most)
+    sizes = (4 * len(names) * most).tolist()
+    left, right = (
+        np.frombuffer(b"".join([each[:size] for each, size in zip(some, sizes, strict=True)]), np.int32)
+        for some in (values[:-1], values[1:])
+    )
+    differing = np.append(np.flatnonzero(left != right), len(left))
+    first = differing[np.searchsorted(differing, offsets[:-1] * len(names))] // len(names)
+    split = first[first < offsets[1:]]
+    columns_differ = left.reshape(-1, len(names))[split] != right.reshape(-1, len(names))[split]
+    columns_differ = columns_differ[~columns_differ[:, 0]]
+    for name in dict.fromkeys(names[1:]):
+        if number := int(columns_differ[:, [each == name for each in names]].any(axis=1).sum()):
             splits[name] = splits.get(name, 0) + number
+    shared: IntArray = np.minimum(first - offsets[:-1], most)
+    return shared
 
 
-def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> TokenKeys:
-    """Return the values by which pieces are compared, piece by piece.
+def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> tuple[list[bytes], tuple[str, ...]]:
+    """Return the values by which pieces are compared, as 32-bit integers, token by token.
 
     Args:
         columns: the token columns of the documents.
@@ -265,49 +199,37 @@ def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) -> To
         are_beginnings: whether the first token of each piece is one that it would have in a row, so that it is not
             trained on.
 
+    Returns:
+        The values of each piece as bytes, and for each number that a token has there, the name of its column.
+
     Raises:
         PackingError: a loss mask has a value other than 0 and 1, or input_ids or labels do not fit in 32 bits.
     """
     where = (pieces.document, pieces.start, pieces.length)
+    offsets = offsets_of(pieces.length)
     input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(*where))
-    words, names = [input_ids[:, None]], [INPUT_IDS]
+    found, names = [input_ids[:, None]], [INPUT_IDS]
     labels = read_labels(columns, pieces)
     if labels is not None:
-        labels[(labels == input_ids)] = IGNORED_LABEL
+        labels[labels == input_ids] = IGNORED_LABEL
         if are_beginnings:
-            labels[np.cumsum(pieces.length, dtype=np.int64) - pieces.length] = IGNORED_LABEL
+            labels[offsets[:-1]] = IGNORED_LABEL
         if (labels != IGNORED_LABEL).any():
-            words.append(labels[:, None])
+            found.append(labels[:, None])
             names.append(LABELS)
     for name, column in columns.items():
         if name not in (INPUT_IDS, LABELS, *LOSS_MASKS):
-            words.append(_as_words(column.gather(*where)))
-            names += [name] * words[-1].shape[1]
-    return TokenKeys(np.concatenate(words, axis=1) if len(words) > 1 else words[0], tuple(names))
+            found.append(_as_integers(column.gather(*where)))
+            names += [name] * found[-1].shape[1]
+    joined = (np.concatenate(found, axis=1) if len(found) > 1 else input_ids).tobytes()
+    borders = (offsets * 4 * len(names)).tolist()
+    return [joined[begin:end] for begin, end in pairwise(borders)], tuple(names)
 
 
-def read_labels(columns: TokenColumns, pieces: Pieces) -> npt.NDArray[np.int32] | None:
-    """Return the labels of pieces with loss masks applied, int32 [tokens]; None without labels and loss masks.
-
-    The label of a piece's first token is included, although no earlier token can predict it.
-
-    Args:
-        columns: the token columns of the documents.
-        pieces: the pieces of documents to read.
-    """
-    where = (pieces.document, pieces.start, pieces.length)
-    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
-    if LABELS not in columns and not masks:
-        return None
-    source = LABELS if LABELS in columns else INPUT_IDS
-    labels = as_int32(source, columns[source].gather(*where))
-    return apply_loss_masks(labels, masks) if masks else labels
-
-
-def _as_words(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Return the bits of numbers as int32 [values, words]; numbers of at most 32 bits have one word."""
+def _as_integers(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the bits of numbers as int32 [values, integers]; numbers of at most 32 bits have one integer."""
     if values.dtype.itemsize < 4:
-        values = values.view(f"i{values.dtype.itemsize}").astype(np.int32)
+        values = values.astype(np.float32)
     return values.view(np.int32).reshape(len(values), values.dtype.itemsize // 4)
 
 
@@ -346,9 +268,7 @@ def find_in_batch(
     paths = TreePaths(forest.length, forest.shared)
     segments = segments_of(paths, np.array([0, len(length)]))
     trees = TreeSegments.from_arrays(segments.lengths, segments.parents)
-    first = begin[forest.order] + forest.shared
-    taken = np.repeat(first - paths.begin, paths.own) + np.arange(trees.tokens)
+    taken = indices_in_ranges(begin[forest.order] + forest.shared, paths.own)
     given = np.empty(len(input_ids), dtype=np.int64)
-    for document, end in zip(forest.order.tolist(), segments.ends.tolist(), strict=True):
-        given[begin[document] : begin[document] + length[document]] = trees.path_of(end)
+    given[indices_in_ranges(begin[forest.order], forest.length)] = paths.tokens
     return BatchTrees(trees, taken, given)

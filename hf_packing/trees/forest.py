@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
@@ -44,9 +43,10 @@ class Forest:
         """int64 [trees]: the number of tokens of each tree; tokens that its pieces share are counted once."""
         return sums_of(self.length - self.shared, self.offsets)
 
-    def select(self, trees: npt.NDArray[np.bool_]) -> "Forest":
-        """Return the forest of some of the trees; `trees` is bool [trees]."""
-        chosen = np.repeat(trees, np.diff(self.offsets))
+    def select(self, trees: IntArray) -> "Forest":
+        """Return the forest of some of the trees, in the order of their indices `trees`."""
+        offsets = self.offsets
+        chosen = indices_in_ranges(offsets[trees], np.diff(offsets)[trees])
         return Forest(self.order[chosen], self.length[chosen], self.shared[chosen])
 
 
@@ -175,18 +175,16 @@ def plan_forest(
     sizes = check_lengths(forest.sizes)
     plan = plan_lengths(sizes)
     assert plan.num_segments == len(sizes)  # none was cut or dropped
-    trees = plan.segment_document
-    number = np.diff(forest.offsets)[trees]
-    places = indices_in_ranges(forest.offsets[trees], number)
-    segments = pieces.take(forest.order[places])
+    planned = forest.select(plan.segment_document)
+    segments = pieces.take(planned.order)
     return PackingPlan(
         document_length=lengths,
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=offsets_of(number)[plan.pack_offsets],
+        pack_offsets=planned.offsets[plan.pack_offsets],
         pack_capacity=plan.pack_capacity,
-        segment_shared=forest.shared[places],
+        segment_shared=planned.shared,
         proven_lower_bound=plan.proven_lower_bound,
         note=plan.note,
     )

@@ -1,7 +1,6 @@
 """Measure how much smaller documents would become if they shared their prefixes, without packing them."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +68,10 @@ def _columns_of(documents: Any) -> TokenColumns:
     if known is not None and isinstance(documents, known.Dataset):
         names = [INPUT_IDS] if INPUT_IDS in documents.column_names else documents.column_names
         return find_token_columns(documents.data.table.select(names), row_numbers(documents))
-    if not isinstance(documents, Sequence) or isinstance(documents, str):
-        raise PackingError(
-            "documents: expected a Dataset with input_ids, or a list of lists of tokens, got "
-            f"{type(documents).__name__}"
-        )
     try:
-        lists = [np.asarray(document, dtype=np.int32) for document in documents]
-        column = pa.array(lists, type=pa.list_(pa.int32()))
-    except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
-        raise PackingError(f"documents: expected lists of tokens, got the error: {error}") from error
+        column = pa.array([np.asarray(document) for document in documents], pa.list_(pa.int32()))
+    except (ValueError, TypeError) as error:
+        raise PackingError(
+            f"documents: expected a Dataset with input_ids, or a list of lists of tokens, got the error: {error}"
+        ) from error
     return {INPUT_IDS: TokenColumn(INPUT_IDS, pa.chunked_array([column]))}

@@ -5,8 +5,7 @@ one. Only the rest, its own tokens, is added to the row. So the tokens of a docu
 for each of these documents.
 """
 
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,9 @@ from hf_packing.columns import (
     PARENTS,
     SEGMENT_LENGTHS,
     TRAINED,
-    TREE_COLUMNS,
     TREE_INPUT_IDS,
     TREE_LABELS,
 )
-from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import (
     IntArray,
     Pieces,
@@ -38,10 +35,10 @@ from hf_packing.planning.lengths import (
     sums_of,
 )
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, as_int32, list_array
+from hf_packing.rows.packed_rows import Rows, as_int32, list_array, read_labels
 from hf_packing.rows.token_columns import TokenColumns
 from hf_packing.strategies.base import Strategy
-from hf_packing.trees.find import find_trees, read_labels
+from hf_packing.trees.find import find_trees
 from hf_packing.trees.forest import plan_forest
 from hf_packing.trees.segments import TreePaths, segments_of
 
@@ -62,26 +59,6 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
     return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
-
-
-class _Runs(NamedTuple):
-    """Runs of tokens that documents train on."""
-
-    document: IntArray
-    """int64 [runs]: index of the document."""
-    start: IntArray
-    """int64 [runs]: place of the first token in the document."""
-    length: IntArray
-    """int64 [runs]: number of tokens."""
-
-
-def check_tree_columns_are_free(column_names: Collection[str]) -> None:
-    """Raise PackingError if documents have a column that rows of trees need for something else."""
-    if taken := [name for name in TREE_COLUMNS if name in column_names]:
-        raise PackingError(
-            f"column {taken[0]!r}: expected no such column in the documents, since rows of documents that share "
-            "prefixes have a column of this name; rename or remove the column of the documents"
-        )
 
 
 def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> Rows:
@@ -110,19 +87,20 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     }
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
-    begin = np.cumsum(paths.length, dtype=np.int64) - paths.length
-    trains = np.ones(int(paths.length.sum(dtype=np.int64)), dtype=bool) if labels is None else labels != IGNORED_LABEL
-    trains[begin] = False
-    runs = _runs_of(trains, begin)
+    begin = offsets_of(paths.length)[:-1]
     first_labels = None
-    if labels is not None:
+    if labels is None:
+        longer = np.flatnonzero(paths.length > 1)
+        runs = Pieces(longer, np.ones_like(longer), paths.length[longer] - 1)
+    else:
         first_labels = labels[begin]
         labels[begin] = IGNORED_LABEL
+        runs = _runs_of(labels != IGNORED_LABEL, begin)
     tree_labels = _merge_labels(paths, runs, labels, input_ids)
     segments = segments_of(paths, offsets)
     row_tokens = sums_of(paths.own, offsets)
-    run_offsets = np.searchsorted(runs.document, offsets)
-    in_row = runs.document - np.repeat(offsets[:-1], np.diff(run_offsets))
+    row_runs = np.diff(np.searchsorted(runs.document, offsets))
+    in_row = runs.document - np.repeat(offsets[:-1], row_runs)
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
     large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
     arrays = {
@@ -132,14 +110,14 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
         PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
         ENDS: list_array(segments.ends.astype(np.int32), np.diff(offsets)),
-        TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * np.diff(run_offsets)),
+        TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
 
 
-def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> _Runs:
+def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> Pieces:
     """Return the runs of tokens that documents train on.
 
     Args:
@@ -150,11 +128,11 @@ def _runs_of(trains: npt.NDArray[np.bool_], begin: IntArray) -> _Runs:
     edges = np.flatnonzero(np.diff(trains, prepend=False, append=False))
     start, end = edges[::2], edges[1::2]
     document = np.searchsorted(begin, start, side="right") - 1
-    return _Runs(document, start - begin[document], end - start)
+    return Pieces(document, start - begin[document], end - start)
 
 
 def _merge_labels(
-    paths: TreePaths, runs: _Runs, labels: npt.NDArray[np.int32] | None, input_ids: npt.NDArray[np.int32]
+    paths: TreePaths, runs: Pieces, labels: npt.NDArray[np.int32] | None, input_ids: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
     """Return the label of each token of the rows: that of any document that trains on it, otherwise -100.
 
@@ -165,13 +143,10 @@ def _merge_labels(
         input_ids: int32 [tokens of all rows].
     """
     merged: npt.NDArray[Any] = input_ids.copy()
-    if labels is None:
-        merged[paths.begin[paths.shared == 0]] = IGNORED_LABEL
-        return merged
-    # a label other than the token is compared with the tokens, so it is the label of the document that adds the token
-    place = indices_in_ranges(0, paths.length)
-    of_adding = labels[place >= np.repeat(paths.shared, paths.length)]
-    merged = np.where(of_adding == IGNORED_LABEL, merged, of_adding)
+    if labels is not None:
+        # a label other than the token is compared with the tokens, so it is that of the document that adds the token
+        of_adding = labels[indices_in_ranges(offsets_of(paths.length)[:-1] + paths.shared, paths.own)]
+        merged = np.where(of_adding == IGNORED_LABEL, merged, of_adding)
     ranges = paths.find(runs.document, runs.start, runs.start + runs.length)
     merged[count_ranges(ranges.begin, ranges.length, len(input_ids)) == 0] = IGNORED_LABEL
     return merged

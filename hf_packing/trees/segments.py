@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -51,6 +51,29 @@ class TreeSegments:
     def from_arrays(cls, lengths: Any, parents: Any) -> "TreeSegments":
         """Return the TreeSegments of two lists or arrays of integers."""
         return cls(tuple(np.asarray(lengths).tolist()), tuple(np.asarray(parents).tolist()))
+
+    @classmethod
+    def of_rows(cls, lengths: Sequence[IntArray], parents: Sequence[IntArray]) -> "TreeSegments":
+        """Return the segments of several rows, laid end to end, from the two columns of each row.
+
+        Raises:
+            PackingError: the segments of a row are not trees; the error names the row.
+        """
+        segments = [*map(len, lengths)]
+        joined, above = (
+            np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
+            for rows in (lengths, parents)
+        )
+        above[above >= 0] += np.repeat(offsets_of(segments)[:-1], segments)[above >= 0]
+        try:
+            return cls.from_arrays(joined, above)
+        except PackingError:
+            for number, row in enumerate(zip(lengths, parents, strict=True)):
+                try:
+                    cls.from_arrays(*row)
+                except PackingError as error:
+                    raise PackingError(f"{error} of row {number}") from None
+            raise
 
     @property
     def tokens(self) -> int:
@@ -122,6 +145,24 @@ class TreeSegments:
         parts = [np.arange(self.begins[each], self.begins[each + 1]) for each in self.segments_of(segment)]
         return np.concatenate(parts)
 
+    def find_runs(self, ends: IntArray, runs: IntArray) -> "Ranges":
+        """Return where runs of tokens of documents stand.
+
+        Args:
+            ends: integers [documents]: the segment in which each document ends.
+            runs: integers [runs, 3]: the document, the place in the document at which the run begins, and the number of
+                tokens. Every run lies within its document.
+
+        Example:
+            >>> trees = TreeSegments((3, 2, 1), (-1, 0, 0))
+            >>> found = trees.find_runs(np.array([1, 2]), np.array([[0, 2, 3], [1, 1, 3]]))
+            >>> found.part.tolist(), found.begin.tolist(), found.length.tolist()
+            ([0, 1, 0, 1], [3, 5, 2, 1], [2, 1, 1, 2])
+        """
+        document, first, length = runs.T
+        parents = np.array(self.parents, dtype=np.int64)
+        return _find_ranges(ends[document], first, first + length, self.begins, self.depths, parents)
+
 
 def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return twice the pairs of a token of each segment and a token that it attends to, int64 [segments].
@@ -174,6 +215,31 @@ class Ranges(NamedTuple):
         return Ranges(*(array[order] for array in self))
 
 
+def _find_ranges(
+    node: IntArray, first: IntArray, end: IntArray, begin: IntArray, depth: IntArray, above: IntArray
+) -> Ranges:
+    """Return where parts of paths stand. A path is a node, the node above it, and so on up to a root.
+
+    Args:
+        node: integers [parts]: the last node of the path of each part.
+        first: integers [parts]: place of the first token in the path.
+        end: integers [parts]: place of the last token in the path, plus 1.
+        begin: int64 [nodes]: index of the first token of each node.
+        depth: integers [nodes]: the number of tokens of its path that are above each node.
+        above: int64 [nodes]: the node above each node.
+    """
+    found: list[tuple[IntArray, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
+    part = np.arange(len(node))
+    while len(part):  # one node further up in each round, for all parts that are not complete
+        top = np.maximum(first, depth[node])
+        ranges = (part, begin[node] + top - depth[node], end - top, top)
+        found.append(tuple(array[end > top] for array in ranges))
+        left = first < depth[node]
+        end = np.minimum(end, depth[node])[left]
+        part, first, node = part[left], first[left], above[node[left]]
+    return Ranges(*(np.concatenate(arrays, dtype=np.int64) for arrays in zip(*found, strict=True)))
+
+
 @dataclass(frozen=True, eq=False)
 class TreePaths:
     """Documents of trees, laid end to end in depth-first order.
@@ -221,6 +287,12 @@ class TreePaths:
         branch = self.begin[above] + self.shared - self.shared[above]
         return np.where(above < 0, 0, branch) if len(above) else above
 
+    @cached_property
+    def tokens(self) -> Places:
+        """int64 [tokens of all documents]: where the tokens of one document after the other stand."""
+        ranges = self.find(np.arange(len(self.length)), np.zeros(len(self.length), np.int64), self.length).in_order()
+        return indices_in_ranges(ranges.begin, ranges.length)
+
     def find(self, document: IntArray, first: IntArray, end: IntArray) -> Ranges:
         """Return where the tokens first:end of documents stand.
 
@@ -229,18 +301,7 @@ class TreePaths:
             first: integers [parts]: place of the first token in the document.
             end: integers [parts]: place of the last token in the document, plus 1.
         """
-        shared = self.shared.astype(np.int64)
-        found: list[tuple[IntArray, ...]] = [(np.zeros(0, dtype=np.int64),) * 4]
-        part = np.flatnonzero(end > first)
-        owner, first, end = document[part], first[part].astype(np.int64), end[part].astype(np.int64)
-        while len(part):
-            depth = np.maximum(first, shared[owner])
-            has = np.flatnonzero(end > depth)
-            found.append((part[has], (self.begin[owner] + depth - shared[owner])[has], (end - depth)[has], depth[has]))
-            end = np.minimum(end, shared[owner])
-            left = np.flatnonzero(end > first)
-            part, owner, first, end = part[left], self.above[owner[left]], first[left], end[left]
-        return Ranges(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+        return _find_ranges(document, first, end, self.begin, self.shared, self.above)
 
 
 class Segments(NamedTuple):

@@ -17,7 +17,7 @@ from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.batch_runs import BatchRuns, sampled_documents
 
 LENGTHS = (200, 40, 200, 7, 40, 120, 210, 33)
-SHORT = (60, 33, 60, 7, 40, 60, 110, 90, 12, 64, 33, 33)
+SHORT = (30, 17, 30, 7, 20, 30, 55, 45, 12, 32, 17, 17)
 
 
 def batch_with(lengths=LENGTHS, seed=0):
@@ -74,14 +74,13 @@ STOCK += ["gpt2", "falcon", "bloom", "olmo2", "phi3", "granitemoehybrid", "lfm2"
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", fast_only(STOCK, "llama", "mixtral", "mamba2"))
+@pytest.mark.parametrize("architecture", fast_only(STOCK, "mixtral", "mamba2"))
 def test_stock_models_are_proven(architecture, dtype, training):
     model = patched_tiny(architecture, "masked" if "bert" in architecture else "causal").to(dtype)
-    for seed in range(3):
-        proof = prove_on_batch(model, batch_with(SHORT, seed), training)
-        assert proof.problem == ""
-        assert proof.alone >= 2
-        assert proof.gradients == training
+    proof = prove_on_batch(model, batch_with(SHORT), training)
+    assert proof.problem == ""
+    assert proof.alone >= 2
+    assert proof.gradients == training
 
 
 def test_nothing_is_left_behind():

@@ -1,11 +1,14 @@
 """Attention by segment against attention over the whole row with a dense mask, in float64, outputs and gradients."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 
 
@@ -52,20 +55,24 @@ def cases(draw):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes], lengths, how
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(cases())
 def test_by_segment_is_dense_with_a_mask(case):
+    """Compiled, too, where the backward pass is written out by hand."""
     tensors, lengths, how = case
     inputs = [*tensors, *([how["sinks"]] if "sinks" in how else [])]
-    ours, theirs = attend_by_segment(*tensors, lengths, **how), dense(*tensors, lengths, **how)
-    assert torch.allclose(ours, theirs, atol=1e-12)
-    weight = torch.randn_like(ours)
-    for ours_grad, theirs_grad in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs),
-        torch.autograd.grad((theirs * weight).sum(), inputs),
-        strict=True,
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    theirs, sinks = dense(*tensors, lengths, **how), how.get("sinks")
+    rest = {name: value for name, value in how.items() if name != "sinks"}
+    weight = torch.randn_like(theirs)
+    gradients = torch.autograd.grad((theirs * weight).sum(), inputs)
+    for ours in (
+        attend_by_segment(*tensors, lengths, **how),
+        attend_by_segment_compiled(*tensors, borders, sinks, dropout=0.0, **rest),
     ):
-        assert torch.allclose(ours_grad, theirs_grad, atol=1e-11)
+        assert torch.allclose(ours, theirs, atol=1e-12)
+        for one, other in zip(torch.autograd.grad((ours * weight).sum(), inputs), gradients, strict=True):
+            assert torch.allclose(one, other, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
-from hf_packing.attention.packed_row import PackedRow, current_row, use_row
+from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.patched_forward import PatchedForward
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import _cut_into_chunks
@@ -48,16 +48,27 @@ def check_that_padding_changes_nothing(model, collator, padding, rows=ROWS, atol
     return found
 
 
-@pytest.mark.parametrize("padding", [0, 1, 300])
-def test_attention(padding):
-    collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
-    check_that_padding_changes_nothing(patched("Llama", torch.float64), collator, padding)
+def jamba():
+    model = tiny_model("jamba", "causal", torch.float64)
+    model.set_experts_implementation("eager")  # the grouped one has no float64
+    return hfp.patch_model(model)
 
 
-def test_more_padding_than_the_model_has_positions():
-    model = patched("GPT2", torch.float64)
-    assert model.config.n_positions == 256
-    check_that_padding_changes_nothing(model, hfp.PackingCollator(tokens=TOKENS + 300, max_segments=5), 300)
+MODELS = {
+    "attention": lambda: patched("Llama", torch.float64),
+    "256 positions": lambda: patched("GPT2", torch.float64),
+    "a state": lambda: patched_tiny("mamba", "causal", torch.float64),
+    "attention and a state": jamba,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_documents_notice_nothing_of_padding(kind):
+    model = MODELS[kind]()
+    assert bool(model._hf_packing_patch.route.by_segment) == ("state" in kind)
+    for padding in (0, 1, 300) if kind == "attention" else (300,):
+        collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
+        check_that_padding_changes_nothing(model, collator, padding, atol=1e-9 if "state" in kind else 1e-12)
 
 
 def test_a_rotary_embedding_that_changes_with_the_largest_position():
@@ -70,17 +81,6 @@ def test_a_rotary_embedding_that_changes_with_the_largest_position():
             model(**longer, position_ids=torch.arange(TOKENS)[None] % 20).logits,
             model(**longer, position_ids=torch.cat([torch.arange(20), 80 + torch.arange(TOKENS - 20)])[None]).logits,
         )
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
-def test_modules_that_run_by_segment(architecture):
-    model = patched_tiny(architecture, "causal", torch.float64) if architecture == "mamba" else None
-    if model is None:
-        model = tiny_model(architecture, "causal", torch.float64)
-        model.set_experts_implementation("eager")  # the grouped one has no float64
-        model = hfp.patch_model(model)
-    assert model._hf_packing_patch.route.by_segment
-    check_that_padding_changes_nothing(model, hfp.PackingCollator(tokens=TOKENS + 17, max_segments=9), 17, atol=1e-9)
 
 
 def test_a_masked_language_model():
@@ -153,11 +153,3 @@ def test_chunks(lengths, empty, chunk):
     assert len(cut) == len(borders) + tokens // chunk
     assert cut.tolist() == expected + [tokens] * (len(cut) - len(expected))
     assert cut[-1] == tokens
-
-
-def test_no_row_is_left_after_an_error():
-    model = patched("Llama")
-    with use_row(None), pytest.raises(IndexError):
-        model(**hfp.PackingCollator(tokens=TOKENS, max_segments=9)([{"input_ids": [10**6] * 3}]))
-    assert current_row.get() is None
-    assert not model._hf_packing_patch.is_running

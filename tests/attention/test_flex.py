@@ -1,4 +1,4 @@
-"""FlexAttention with masks from borders, against torch's own masks and exact attention.
+"""FlexAttention with masks from borders or trees, against literal masks, torch's own and exact attention.
 
 The kernels of FlexAttention need CUDA. On a CPU, torch computes it without kernels and without looking at blocks, so
 attention and blocks are tested separately; and in one slow test together, where torch compiles it for the CPU.
@@ -6,72 +6,151 @@ attention and blocks are tested separately; and in one slow test together, where
 
 import gc
 from itertools import accumulate
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
+from forests import forests
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_stand_ins import half
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.flex import BLOCK, attend_with_flex, block_mask
+from hf_packing.attention.flex_trees import attend_in_trees_with_flex, tree_block_mask
+from hf_packing.attention.kernel_trials import fails_trial
+from hf_packing.attention.kernels import FlexKernel
+from hf_packing.attention.tree_row import TreeRow
+from hf_packing.trees.segments import TreeSegments
 
 
 def borders_of(lengths):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-rows = st.lists(st.one_of(st.integers(1, 9), st.integers(100, 400)), min_size=1, max_size=4)
+class Row(NamedTuple):
+    """The segments of a row of trees, or, without parents, of a packed row."""
 
-windows = st.sampled_from([None, 1, 3, 40, BLOCK, BLOCK + 1, 300])
+    lengths: tuple
+    parents: tuple = ()
+
+    @property
+    def trees(self):
+        return TreeSegments(self.lengths, self.parents or (-1,) * len(self.lengths))
+
+    def mask(self, is_causal, window, chunk):
+        if self.parents:
+            return tree_block_mask(self.trees, window, chunk, torch.device("cpu"))
+        return block_mask(borders_of(self.lengths), sum(self.lengths), is_causal, window)
+
+    def with_flex(self, *tensors, **how):
+        if self.parents:
+            return attend_in_trees_with_flex(*tensors, TreeRow.of(self.trees), **how)
+        return attend_with_flex(*tensors, borders_of(self.lengths), **how)
+
+    def exactly(self, *tensors, **how):
+        if self.parents:
+            return attend_along_paths(*tensors, TreeRow.of(self.trees), **how)
+        return attend_by_segment(*tensors, list(self.lengths), **how)
 
 
-@settings(max_examples=30)
-@given(rows, st.booleans(), windows)
-@example([300, 1, 99], True, None)
-@example([BLOCK] * 3, False, None)
-@example([1], True, None)
-@example([700], False, 300)
-@example([5] * 60, True, 3)
-def test_blocks_are_those_of_create_block_mask(lengths, is_causal, window):
-    tokens = sum(lengths)
-    ours = block_mask(borders_of(lengths), tokens, is_causal, window)
-    theirs = of_torch.create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu")
-    assert ours.shape == theirs.shape == (1, 1, tokens, tokens)
-    assert theirs.BLOCK_SIZE == ours.BLOCK_SIZE
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, expected = (getattr(mask, f"{name}_num_blocks") for mask in (ours, theirs))
-        assert (counts.dtype, counts.tolist()) == (expected.dtype, expected.tolist())
-        indices, expected = (getattr(mask, f"{name}_indices") for mask in (ours, theirs))
-        assert (indices.dtype, indices.shape) == (expected.dtype, expected.shape)
-        assert indices.is_contiguous()
-        assert 0 <= int(indices.min()) <= int(indices.max()) < indices.shape[-1]
-        for count, row, other in zip(counts[0, 0].tolist(), indices[0, 0], expected[0, 0], strict=True):
-            assert row[:count].tolist() == sorted(other[:count].tolist())
+def literal_mask(row, is_causal, window, chunk):
+    """What the tokens of each path see of it."""
+    mask = torch.zeros(row.trees.tokens, row.trees.tokens, dtype=torch.bool)
+    for segment in range(len(row.lengths)):
+        path = torch.from_numpy(row.trees.path_of(segment))
+        at = torch.arange(len(path))
+        back = at[:, None] - at
+        sees = (back >= 0) | torch.tensor(not is_causal)
+        sees &= back.abs() < (window or len(path))
+        sees &= at[:, None] // (chunk or len(path)) == at // (chunk or len(path))
+        mask[path[:, None], path] = sees
+    return mask
+
+
+@st.composite
+def rows(draw, *factors):
+    """Rows whose segments may be longer by one of these factors, and what masks are made of besides."""
+    window = draw(st.sampled_from([None, 1, 3, 40, BLOCK, BLOCK + 1, 300]))
+    lengths, parents = draw(forests(most=6))
+    lengths = tuple(length * draw(st.sampled_from([1, *factors])) for length in lengths)
+    if draw(st.booleans()):
+        return Row(lengths), (draw(st.booleans()), window, None)
+    return Row(lengths, parents), (True, window, draw(st.sampled_from([None, 7, 100, 256])))
+
+
+WIDE = Row((300, 40, 200, 1, 129, 256), (-1, 0, 0, 2, 0, -1))
+
+
+@settings(max_examples=60)
+@given(rows(60, 130))
+@example((WIDE, (True, None, None)))
+@example((WIDE, (True, 150, None)))
+def test_the_mask_is_the_literal_one(drawn):
+    row, how = drawn
+    place = torch.arange(row.trees.tokens)
+    assert torch.equal(row.mask(*how).mask_mod(0, 0, place[:, None], place), literal_mask(row, *how))
+
+
+def listed(mask, name):
+    """The blocks that a mask lists, as a tensor of booleans."""
+    counts, indices = getattr(mask, f"{name}_num_blocks")[0, 0], getattr(mask, f"{name}_indices")[0, 0]
+    assert counts.dtype == indices.dtype == torch.int32
+    assert 0 <= int(indices.min()) <= int(indices.max()) < indices.shape[-1]
+    dense = torch.zeros(len(counts), indices.shape[-1], dtype=torch.bool)
+    for row, (count, each) in enumerate(zip(counts.tolist(), indices, strict=True)):
+        assert len(set(each[:count].tolist())) == count
+        dense[row, each[:count].long()] = True
+    return dense
 
 
 @settings(max_examples=50)
-@given(rows, st.booleans(), windows)
-def test_the_mask_is_that_of_the_segments(lengths, is_causal, window):
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(len(segment))
-    back = place[:, None] - place
-    expected = segment[:, None] == segment
-    if is_causal:
-        expected &= back >= 0
-    if window is not None:
-        expected &= back.abs() < window
-    mask = block_mask(borders_of(lengths), len(segment), is_causal, window)
-    assert torch.equal(mask.mask_mod(0, 0, place[:, None], place), expected)
+@given(rows(60, 130))
+@example((Row((300, 1, 99)), (True, None, None)))
+@example((Row((BLOCK,) * 3), (False, None, None)))
+@example((Row((1,)), (True, None, None)))
+@example((Row((700,)), (False, 300, None)))
+@example((Row((5,) * 60), (True, 3, None)))
+@example((WIDE, (True, None, None)))
+@example((WIDE, (True, 150, None)))
+@example((Row((BLOCK, BLOCK, BLOCK), (-1, 0, 0)), (True, None, None)))
+def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
+    """Blocks are those of torch's own mask, but in trees with windows or chunks, where there may be more."""
+    row, how = drawn
+    ours, tokens = row.mask(*how), row.trees.tokens
+    theirs = of_torch.create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert ours.shape == theirs.shape == (1, 1, tokens, tokens)
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    # the compiled kernel reads indices one after another, whatever the strides are
+    assert all(getattr(ours, f"{name}_indices").is_contiguous() for name in ("kv", "full_kv", "q", "full_q"))
+    partial, full, expected, expected_full = (
+        listed(mask, name) for mask in (ours, theirs) for name in ("kv", "full_kv")
+    )
+    assert torch.equal(partial.T, listed(ours, "q"))
+    assert torch.equal(full.T, listed(ours, "full_q"))
+    assert not (partial & full).any()
+    assert not (full & ~expected_full).any()
+    assert not ((expected | expected_full) & ~(partial | full)).any()
+    if not row.parents or how == (True, None, None):
+        assert torch.equal(partial, expected)
+        assert torch.equal(full, expected_full)
 
 
 def test_a_row_has_full_blocks_and_others():
-    """A test of the tests above: neither kind of blocks is missing."""
-    mask = block_mask(borders_of([300, 1, 99]), 400, True, None)
+    """A test of the tests above: no kind of blocks is missing, and windows leave blocks out."""
+    mask = Row((300, 1, 99)).mask(True, None, None)
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 3, 2]]]
     assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 0, 0]]]
+    mask = WIDE.mask(True, None, None)
+    partial, full = listed(mask, "kv"), listed(mask, "full_kv")
+    assert full.any()
+    assert partial.any()
+    assert not (partial | full).tril().equal(torch.ones_like(full).tril())
+    assert listed(WIDE.mask(True, 20, None), "kv").sum() < (partial | full).sum()
 
 
 def test_borders_with_empty_segments_at_the_end():
@@ -83,41 +162,39 @@ def test_borders_with_empty_segments_at_the_end():
     assert torch.equal(filled.to_dense(), plain.to_dense())
 
 
-@st.composite
-def cases(draw):
-    lengths = draw(st.lists(st.sampled_from([1, 2, 5, 60, 130]), min_size=1, max_size=3))
-    heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1)]))
-    dim, value_dim = draw(st.sampled_from([(8, 8), (16, 6), (24, 24)]))
-    torch.manual_seed(draw(st.integers(0, 99)))
-    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, value_dim)]
-    tensors = [torch.randn(1, each, sum(lengths), size, dtype=torch.float64) for each, size in shapes]
-    how = {
-        "scale": draw(st.sampled_from([0.3, 1.0])),
-        "is_causal": draw(st.booleans()),
-        "window": draw(st.sampled_from([None, 1, 40])),
-        "softcap": draw(st.sampled_from([None, 2.3])),
-        "sinks": torch.randn(heads, dtype=torch.float64) if draw(st.booleans()) else None,
-    }
-    return tensors, lengths, how
-
-
 @pytest.mark.usefixtures("on_cpu")
 @settings(max_examples=25)
-@given(cases())
-def test_is_exact_attention(case):
+@given(
+    rows(12),
+    st.sampled_from([None, 1, 3, 40]),
+    st.sampled_from([None, 2.3]),
+    st.booleans(),
+    st.sampled_from([(4, 2), (3, 1)]),
+    st.sampled_from([(16, 16), (8, 6)]),
+)
+def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
     """Outputs and gradients, those of sinks included, in float64."""
-    tensors, lengths, how = case
-    inputs = [tensor.requires_grad_() for tensor in (*tensors, how["sinks"]) if tensor is not None]
-    ours = attend_with_flex(*tensors, borders_of(lengths), **how)
-    expected = attend_by_segment(*tensors, lengths, **how)
-    assert torch.allclose(ours, expected, atol=1e-12)
-    weight = torch.randn_like(expected)
-    for one, other in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs),
-        torch.autograd.grad((expected * weight).sum(), inputs),
-        strict=True,
-    ):
+    row, (is_causal, _, chunk) = drawn
+    torch.manual_seed(0)
+    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
+    inputs = [torch.randn(1, each, row.trees.tokens, dim, dtype=torch.float64) for each, dim in shapes]
+    inputs = [each.requires_grad_() for each in [*inputs, *([torch.randn(heads[0]).double()] if has_sinks else [])]]
+    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    how |= {"chunk": chunk} if row.parents else {"is_causal": is_causal}
+    how |= {"sinks": inputs[3]} if has_sinks else {}
+    outputs = [attend(*inputs[:3], **how) for attend in (row.with_flex, row.exactly)]
+    assert torch.allclose(*outputs, atol=1e-12)
+    weight = torch.randn_like(outputs[0])
+    gradients = [torch.autograd.grad((each * weight).sum(), inputs) for each in outputs]
+    for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, atol=1e-11)
+
+
+@pytest.mark.usefixtures("on_cpu", "on_hopper")
+def test_it_passes_its_trial_in_trees():
+    cases = ({}, {"has_window": True}, {"has_softcap": True}, {"sinks": torch.bfloat16, "trains_sinks": True})
+    for case in cases:
+        assert fails_trial(FlexKernel(), half(**case, in_trees=True)) == ""
 
 
 def test_a_mask_is_made_once_for_the_layers_of_a_model():
@@ -139,14 +216,45 @@ def test_a_mask_is_made_once_for_the_layers_of_a_model():
     assert len(flex._masks) == stored - 1
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_a_mask_of_trees_is_made_once_for_the_layers_of_a_model():
+    row = TreeRow.of(WIDE.trees)
+    tensors = [torch.randn(1, 1, row.tokens, 16) for _ in range(3)]
+    with torch.no_grad():
+        attend_in_trees_with_flex(*tensors, row, scale=0.3)
+        kept = dict(row.kept)
+        attend_in_trees_with_flex(*tensors, row, scale=0.3)
+        assert row.kept == kept
+        attend_in_trees_with_flex(*tensors, row, scale=0.3, window=3)
+    assert len(row.kept) == len(kept) + 1 == 2
+
+
+COMPILED = {
+    "packed rows": (
+        [Row(lengths) for lengths in ((300, 1, 99), (150, 130, 600), (400, 300, 1000), (131, 2, 700))],
+        [{"is_causal": True, "window": window} for window in (None, 64, 300, None)],
+    ),
+    "trees": (
+        [
+            WIDE,
+            Row((150, 130, 600), (-1, 0, 0)),
+            Row((400, 300, 20, 1000), (-1, 0, 1, 0)),
+            Row((131, 2, 700), (-1, 0, -1)),
+        ],
+        [{"window": window, "chunk": chunk} for window, chunk in ((None, None), (64, None), (None, 256), (300, 100))],
+    ),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="torch compiles no FlexAttention for processors without vector instructions",
 )
 @pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
-def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path):
-    """torch's CPU code goes through blocks too. Two sizes are compiled, then no size, window, scale or soft cap is.
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path, kind):
+    """torch's CPU code goes through blocks too. Two sizes are compiled, then no size, shape, window or soft cap is.
 
     torch's cache of compiled code does not tell values of ATEN_CPU_CAPABILITY apart, so the test has its own.
     """
@@ -155,18 +263,16 @@ def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path):
     flex._compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
-    rows = ([300, 1, 99], [150, 130, 600], [400, 300, 1000], [131, 2, 700])
     graphs = []
-    for softcap in (None, 3.0, 4.0):
-        for number, lengths in enumerate(rows):
+    for softcap in (None, 3.0, 4.0) if kind == "packed rows" else (None,):
+        for number, (row, how) in enumerate(zip(*COMPILED[kind], strict=True)):
             torch.manual_seed(number)
-            tensors = [torch.randn(1, heads, sum(lengths), 32) for heads in (4, 2, 2)]
-            how = {"scale": 0.1 + number / 10, "is_causal": True, "window": [None, 64, 300][number % 3]}
+            tensors = [torch.randn(1, heads, sum(row.lengths), 32) for heads in (4, 2, 2)]
+            how = how | {"scale": 0.1 + number / 10, "softcap": softcap}
             with torch.no_grad():
-                found = attend_with_flex(*tensors, borders_of(lengths), softcap=softcap, **how)
-            assert torch.allclose(found, attend_by_segment(*tensors, lengths, softcap=softcap, **how), atol=1e-5)
+                assert torch.allclose(row.with_flex(*tensors, **how), row.exactly(*tensors, **how), atol=1e-5)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1:4] == [2, 2, 2]
-    assert graphs[5:] == [graphs[4]] * 7
+    assert graphs[5:] == graphs[4:5] * len(graphs[5:])
     flex._compiled.cache_clear()
     torch._dynamo.reset()

@@ -11,16 +11,21 @@ from types import ModuleType
 
 import pytest
 import torch
+from compare_trees import inputs_of
 from kernel_stand_ins import KNOWN, NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
+from patched_models import patched
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernels, patch
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import kernel_of, packed_varlen
+from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import CASES, PAGE, call, newest_of_each_minor, with_tables
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
@@ -32,7 +37,11 @@ def test_all_signatures_are_called():
 
 LENGTHS = [5, 3, 4]
 
-ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2}
+TREES = TreeSegments((4, 5, 3, 6, 2, 4), (-1, 0, 0, 2, 2, 4))
+
+ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 7, "is_causal": False}
+
+ASKED = [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)]
 
 
 def tensors(dim=16, value_dim=16, dtype=torch.float64, lengths=LENGTHS):
@@ -41,27 +50,40 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, lengths=LENGTHS):
     return [torch.randn(1, heads, sum(lengths), size, dtype=dtype, requires_grad=True) for heads, size in shapes]
 
 
+def attended(kernel, inputs, in_trees, **how):
+    """By the kernel, with and without the longest length, and exactly."""
+    how["scale"] = 0.3
+    if in_trees:
+        row = TreeRow.of(TREES)
+        return kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
+    borders, how = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32), {"is_causal": True} | how
+    ours = [kernel.attend(*inputs, borders, longest, **how) for longest in (max(LENGTHS), None)]
+    return *ours, attend_by_segment(*inputs, LENGTHS, **how)
+
+
 @pytest.mark.parametrize(("name", "signature"), VARLEN)
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)])
-@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (12, 6)])
-def test_a_call_is_right_or_refused(name, signature, is_causal, asked, dim, value_dim):
+@pytest.mark.parametrize(
+    ("in_trees", "asked"),
+    [*((False, each) for each in ASKED), *((False, ("is_causal", *each)) for each in ASKED)]
+    + [*((True, each) for each in ASKED), (True, ("chunk",))],
+)
+def test_a_call_is_right_or_refused(name, signature, in_trees, asked):
     kernel = stand_in(name, signature)
     how = {each: ARGUMENTS[each] for each in asked}
-    described = {"has_window": "window" in how, "has_softcap": "softcap" in how, "is_causal": is_causal}
+    described = {"has_window": "window" in how, "has_softcap": "softcap" in how, "in_trees": in_trees}
+    described |= {"is_causal": "is_causal" not in how}
     if kernel.refusal(call(**described, sinks=torch.bfloat16 if "sinks" in how else None)):
         assert asked or "requires" in kernel.refusal(call())
         return
-    inputs, borders = tensors(dim, value_dim), torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
-    for longest in (max(LENGTHS), None):
-        ours = kernel.attend(*inputs, borders, longest, scale=0.3, is_causal=is_causal, **how)
-        expected = attend_by_segment(*inputs, LENGTHS, scale=0.3, is_causal=is_causal, **how)
-        assert torch.allclose(ours, expected, atol=1e-12)
+    for dims in ((16, 16), (12, 6)):
+        inputs = tensors(*dims, lengths=TREES.lengths if in_trees else LENGTHS)
+        *ours, expected = attended(kernel, inputs, in_trees, **how)
         weight = torch.randn_like(expected)
-        for one, other in zip(
-            *(torch.autograd.grad((each * weight).sum(), inputs) for each in (ours, expected)), strict=True
-        ):
-            assert torch.allclose(one, other, atol=1e-12)
+        gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+        for each in ours:
+            assert torch.allclose(each, expected, atol=1e-12)
+            for one, other in zip(torch.autograd.grad((each * weight).sum(), inputs), gradients, strict=True):
+                assert torch.allclose(one, other, atol=1e-12)
 
 
 TAKEN = {
@@ -82,26 +104,27 @@ def test_what_versions_take(name, version):
     assert [case for case, how in CASES.items() if not kernel.refusal(call(**how))] == TAKEN[name, version]
 
 
+HUB_SINKS, TORCH_KERNEL = "kernels-community/vllm-flash-attn3", "torch varlen_attn"
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "change", "reason"),
     [
-        ({"has_softcap": True}, "takes no softcap"),
-        ({"has_softcap": True, "sinks": torch.bfloat16}, "takes no softcap and no sinks"),
-        ({"dtype": torch.float32}, "takes no float32"),
-        ({"head_dim": 512}, "takes head dimensions up to 256"),
-        ({"has_dropout": True, "has_softcap": True}, "takes no soft cap together with dropout"),
+        (TORCH_KERNEL, {"has_softcap": True}, "takes no softcap"),
+        (TORCH_KERNEL, {"has_softcap": True, "sinks": torch.bfloat16}, "takes no softcap and no sinks"),
+        (TORCH_KERNEL, {"dtype": torch.float32}, "takes no float32"),
+        (TORCH_KERNEL, {"head_dim": 512}, "takes head dimensions up to 256"),
+        (TORCH_KERNEL, {"has_dropout": True, "has_softcap": True}, "takes no soft cap together with dropout"),
+        (TORCH_KERNEL, {"is_deterministic": True}, ""),
+        (HUB_SINKS, {"sinks": torch.bfloat16}, ""),
+        (HUB_SINKS, {"sinks": torch.bfloat16, "trains_sinks": True}, "takes sinks only"),
+        (HUB_SINKS, {"sinks": torch.float32}, "takes sinks only"),
     ],
 )
-def test_what_torch_refuses(change, reason):
-    assert stand_in("torch varlen_attn", TORCH["2.13.0"]).refusal(call(**change)) == reason
-
-
-def test_what_a_hub_kernel_takes_of_sinks():
-    ((_, signature),) = KNOWN["kernels-community/vllm-flash-attn3"].items()
-    kernel = stand_in("kernels-community/vllm-flash-attn3", signature)
-    assert not kernel.refusal(call(sinks=torch.bfloat16))
-    for changes in ({"trains_sinks": True}, {"sinks": torch.float32}):
-        assert "takes sinks only" in kernel.refusal(call(**{"sinks": torch.bfloat16} | changes))
+def test_what_the_newest_kernels_take(name, change, reason):
+    refusal = stand_in(name, [*KNOWN[name].values()][-1]).refusal(call(**change))
+    assert refusal.startswith(reason)
+    assert bool(refusal) == bool(reason)
 
 
 def test_capabilities_and_missing_packages(monkeypatch):
@@ -117,7 +140,6 @@ def test_deterministic_kernels():
     asked = call(is_deterministic=True)
     assert older.refusal(asked) == "takes no deterministic"
     assert not newer.refusal(asked)
-    assert not stand_in("torch varlen_attn", TORCH["2.13.0"]).refusal(asked)
     seen = []
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: seen.append(given) or given["q"])
     torch.use_deterministic_algorithms(True)
@@ -152,12 +174,13 @@ def test_the_newest_release_of_each_minor_version():
     assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
 
 
-@pytest.mark.parametrize(("name", "signature"), VARLEN)
-def test_right_kernels_pass_their_trials(name, signature):
+@pytest.mark.parametrize(("name", "signature"), {each.values[0]: each for each in reversed([*VARLEN])}.values())
+@pytest.mark.parametrize("in_trees", [False, True])
+def test_right_kernels_pass_their_trials(name, signature, in_trees):
     kernel = stand_in(name, signature)
     random = torch.get_rng_state()
-    tried = [half(**case) for case in (*CASES.values(), {"sinks": torch.bfloat16}, {"is_causal": False})]
-    for kind in tried:
+    for case in (*CASES.values(), {"sinks": torch.bfloat16}, {"is_causal": in_trees}):
+        kind = half(**case, in_trees=in_trees)
         assert kernel.refusal(kind) or fails_trial(kernel, kind) == ""
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -256,6 +279,17 @@ def test_one_warning_says_why_there_is_no_kernel(change, message):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose(dtype=torch.float64)
+
+
+def test_trees_have_a_warning_of_their_own():
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    message = r"^attention in rows of trees runs path by path, which is exact, but slow .*Run `pip install flash-attn"
+    with pytest.warns(UserWarning, match=message):
+        assert choose(in_trees=True, softcap=2.0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(in_trees=True, softcap=2.0, window=3) is None
+        assert choose() == "torch varlen_attn"
 
 
 def test_older_gpus_are_told_no_pip_line(monkeypatch):
@@ -374,3 +408,7 @@ def test_the_report_names_the_kernel(monkeypatch):
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr("hf_packing.attention.varlen.choose_kernel", lambda *_, **__: pytest.fail("looked for"))
     packed_varlen(torch.nn.Identity(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 8, 12]))
+    monkeypatch.setattr("hf_packing.attention.tree_attention.choose_kernel", lambda *_, **__: pytest.fail("looked for"))
+    model = patched("Llama", trees=True)
+    model(**inputs_of(TREES))
+    assert kernel_of(model) == "exact attention, path by path"

@@ -1,7 +1,8 @@
-"""patch_model on tiny models: equal to the unpacked model, and isolated however it is fed."""
+"""patch_model on tiny models: the logits, losses and gradients of documents alone, however a model is fed."""
 
 import copy
-from functools import partial
+import inspect
+from functools import cache, partial
 
 import pytest
 import torch
@@ -21,66 +22,166 @@ from transformers.masking_utils import sdpa_mask
 import hf_packing as hfp
 from hf_packing.attention.patched_forward import KeepRow
 from hf_packing.attention.tiny_model import tiny_model
+from tools.survey.measure import VARIANTS
 
-FAST = "Llama", "Gemma2", "GPT2", "GptOss"
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 
-PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}
-"""transformers' eager softmax and DeepSeek's router compute in float32 whatever the model's dtype."""
+TRAITS = {
+    "a state": ("mamba", "causal", {}, "segments", {"MambaMixer": 2}),
+    "a state by chunks": ("mamba2", "causal", {}, "segments", {"Mamba2Mixer": 2}),
+    "attention and a state": ("jamba", "causal", {}, "varlen + segments", {"JambaMambaMixer": 2}),
+    "linear attention": ("qwen3_next", "causal", {}, "varlen + segments", {"Qwen3NextGatedDeltaNet": 2}),
+    "a convolution": ("lfm2", "causal", {}, "varlen + segments", {"Lfm2ShortConv": 2}),
+    "a recurrence": ("recurrent_gemma", "causal", {}, "varlen + segments", {"RecurrentGemmaRecurrentBlock": 2}),
+    "alibi": ("bloom", "causal", {}, "segments", {"BloomAttention": 4}),
+    "positions along the row": ("bart", "causal", {}, "varlen + segments", {"BartLearnedPositionalEmbedding": 1}),
+    "positions with an offset": ("roberta", "masked", {}, "varlen + segments", {"RobertaEmbeddings": 1}),
+    "relative positions": ("deberta-v2", "masked", {}, "segments", {"DisentangledSelfAttention": 4}),
+    "an encoder": ("bert", "masked", {}, "varlen", {}),
+    "an encoder with windows": ("modernbert", "masked", {}, "varlen", {}),
+    "a window in the mask alone": ("qwen2_moe", "causal", EXPERTS, "varlen", {}),
+    "a chunk in the mask alone": ("llama4_text", "causal", {"attn_temperature_tuning": False}, "varlen", {}),
+    "an indexer that reads the mask": ("deepseek_v32", "causal", {}, "segments", {"DeepseekV32Attention": 4}),
+    "longrope": (*VARIANTS["phi3 with longrope"], "varlen + segments", {"Phi3RotaryEmbedding": 1}),
+    "dynamic rope": (*VARIANTS["llama with dynamic rope"], "varlen + segments", {"LlamaRotaryEmbedding": 1}),
+    "a network over the row": ("fnet", "masked", {}, "segments", {"FNetBasicFourierTransform": 4}),
+}
+
+MODELS = {**dict.fromkeys(SUPPORTED, (None, None, None, "varlen", {})), **TRAITS}
+
+FAST = "Llama", "Gemma2", "GPT2", "GptOss", "a state", "alibi", "positions with an offset"
+
+EXACT = {"Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "StableLm", "GPTNeoX", "GPT2"}
+"""Parts of the others, such as an eager softmax or a router, compute in float32 whatever the model's dtype."""
 
 
-@pytest.mark.parametrize("name", fast_only(SUPPORTED, *FAST))
-def test_loss_and_gradients_are_those_of_documents_alone(name):
-    """In float64; what parts of a model compute in float32 is compared as such."""
-    model = build(name, torch.float64).train()
-    tolerance = 1e-6 if name in PARTLY_FLOAT32 else 1e-12
-    alone = [
-        {"input_ids": torch.tensor([tokens]), "labels": torch.tensor([tokens]), "use_cache": False}
-        for tokens in DOCUMENTS
-    ]
-    expected, expected_gradients = losses_and_gradients(model, alone)
-    hfp.patch_model(model)
-    assert model.training
-    loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    assert loss == pytest.approx(expected, rel=tolerance)
-    assert gradients.keys() == expected_gradients.keys()
-    for parameter, gradient in gradients.items():
-        largest = max(float(g.abs().max()) for g in expected_gradients.values())
-        assert (gradient - expected_gradients[parameter]).abs().max() <= tolerance * largest, parameter
+def model_of(name, dtype=torch.float32):
+    if name in SUPPORTED:
+        return build(name, dtype)
+    model_type, kind, changes, _, _ = TRAITS[name]
+    model = tiny_model(model_type, kind, dtype, **changes)
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model
 
 
-@pytest.mark.parametrize("name", fast_only(SUPPORTED, *FAST))
-def test_isolated_however_it_is_fed(name):
-    model = patched(name).eval()
-    full = batch_of(DOCUMENTS)
-    other = batch_of([[61, 62, 63, 64, 65], *DOCUMENTS[1:]])
-    feedings = [["position_ids"], ["cu_seq_lens_q"], ["seq_idx"], ["position_ids", "seq_idx"], list(full)]
+@cache
+def stock_and_patched(name):
+    """A model as it is and the same one patched, for tests that leave them so."""
+    model = model_of(name)
+    return model.eval(), hfp.patch_model(copy.deepcopy(model))
+
+
+def stock(model, tokens):
+    """Logits of one document. What it leaves behind in the model is not for the next."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return model(torch.tensor([tokens]), **options).logits[0]
+
+
+def check_logits(logits, model, documents=DOCUMENTS):
     with torch.no_grad():
-        expected = model(**full).logits
-        for names in feedings:
-            inputs = {key: full[key] for key in {"input_ids", *names}}
-            logits = model(**inputs).logits
-            assert torch.allclose(logits, expected, atol=1e-5), names
-            changed = model(**{**inputs, "input_ids": other["input_ids"]}).logits
-            assert not torch.allclose(changed[:, :5], logits[:, :5])
-            assert torch.allclose(changed[:, 5:], logits[:, 5:], atol=1e-5), names
-        kept = model(input_ids=full["input_ids"], position_ids=full["position_ids"], use_cache=True).logits
-        assert torch.allclose(kept, expected, atol=1e-5)
-        ones = model(
-            input_ids=full["input_ids"],
-            position_ids=full["position_ids"],
-            attention_mask=torch.ones_like(full["input_ids"]),
-        ).logits
-        assert torch.allclose(ones, expected, atol=1e-5)
+        expected = torch.cat([stock(copy.deepcopy(model), tokens) for tokens in documents])
+    assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max()))
 
 
-def test_two_packed_rows():
-    model = patched("Llama").eval()
-    rows = [batch_of([[5, 6, 7], [8, 9]]), batch_of([[4], [1, 2, 3, 9]])]
+@pytest.mark.parametrize("name", fast_only(MODELS, *FAST))
+def test_loss_and_gradients_are_those_of_documents_alone(name):
+    """Gradients in every parameter, in float64."""
+    model, *_, route, modules = model_of(name, torch.float64), *MODELS[name]
+    expected, sums = 0.0, {}
+    for tokens in DOCUMENTS:
+        own = copy.deepcopy(model)
+        loss = torch.nn.functional.cross_entropy(stock(own, tokens)[:-1], torch.tensor(tokens)[1:], reduction="sum")
+        expected += loss.item()
+        loss.backward()
+        for each, parameter in own.named_parameters():
+            if parameter.grad is not None:
+                sums[each] = sums.get(each, 0) + parameter.grad
+    hfp.patch_model(model.train())
+    assert model.training
+    report = hfp.check_isolation(model)
+    assert (report.isolated, report.route.name, report.route.modules) == (True, route, modules)
+    assert report.reason == "changing one document did not change the logits of other documents"
+    loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    tolerance = 1e-12 if name in EXACT else 1e-6
+    assert loss == pytest.approx(expected, rel=tolerance)
+    assert gradients.keys() == sums.keys()
+    largest = max(float(gradient.abs().max()) for gradient in sums.values())
+    for each, gradient in gradients.items():
+        assert (gradient - sums[each]).abs().max() <= tolerance * largest, each
+
+
+FEEDINGS = {
+    **{name: (name,) for name in ("position_ids", "cu_seq_lens_q", "seq_idx")},
+    "two of them": ("position_ids", "seq_idx"),
+    "a collator": ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+}
+
+
+@pytest.mark.parametrize("name", fast_only(MODELS, *FAST))
+def test_isolated_however_it_is_fed(name):
+    stock_model, model = stock_and_patched(name)
+    full = batch_of(DOCUMENTS)
+    assert set(FEEDINGS["a collator"]) == full.keys() - {"input_ids", "labels"}
+    feedings = [{key: full[key] for key in keys} for keys in FEEDINGS.values()]
+    feedings.append({"position_ids": full["position_ids"], "attention_mask": torch.ones_like(full["input_ids"])})
+    if name in SUPPORTED:  # modules that run by segment refuse a cache
+        feedings.append({"position_ids": full["position_ids"], "use_cache": True})
+    with torch.no_grad():
+        for feeding in feedings:
+            check_logits(model(**feeding, input_ids=full["input_ids"]).logits[0], stock_model)
+
+
+@pytest.mark.parametrize("name", fast_only(MODELS, "Llama", "a state", "positions with an offset"))
+def test_two_packed_rows(name):
+    stock_model, model = stock_and_patched(name)
+    documents = [[5, 6, 7], [8, 9], [4], [11, 12, 13, 19]]
+    rows = [batch_of(documents[:2]), batch_of(documents[2:])]
     together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         logits = model(**together).logits
-        for row, alone in zip(logits, rows, strict=True):
-            assert torch.allclose(row, model(**alone).logits[0], atol=1e-5)
+    assert logits.shape[:2] == (2, 5)
+    check_logits(logits.flatten(0, 1), stock_model, documents)
+
+
+@pytest.mark.parametrize("name", fast_only(TRAITS, "a state", "alibi"))
+def test_rows_as_long_as_the_model_is_wide(name):
+    """Axes of tokens are known by their place: sizes may coincide at run time."""
+    stock_model, model = stock_and_patched(name)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (64, 16, 8, 4, 128):
+        lengths = [tokens // 4, tokens // 4, tokens - 2 * (tokens // 4)]
+        documents = [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
+        with torch.no_grad():
+            check_logits(model(**without_labels(documents)).logits[0], stock_model, documents)
+
+
+CHECKPOINTED = ("Llama", "Gemma2", "attention and a state", "linear attention", "alibi", "positions along the row")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", fast_only(CHECKPOINTED, "Llama", "alibi"))
+def test_gradient_checkpointing(name, use_reentrant):
+    """Layers run again in the backward pass, when another row has come in between."""
+    model = copy.deepcopy(stock_and_patched(name)[1]).train()
+    expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    enable_checkpointing(model, use_reentrant=use_reentrant)
+    model.zero_grad()
+    batch = batch_of(DOCUMENTS)
+    logits = model(**without_labels(DOCUMENTS)).logits[0, :-1]
+    model(**without_labels([[5, 6, 7], [9]]))
+    torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum").backward()
+    for each, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(parameter.grad, expected[1][each], atol=1e-4), each
+    hfp.unpatch_model(model)
+    checkpointing = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    assert any(checkpointing)
+    assert not any(type(each).__name__ == "KeepRow" for each in checkpointing)
+
+
+def without_labels(documents):
+    return {name: value for name, value in batch_of(documents).items() if name != "labels"}
 
 
 def test_unpadded_batches_of_plain_documents():
@@ -90,21 +191,27 @@ def test_unpadded_batches_of_plain_documents():
         assert torch.allclose(hfp.patch_model(model)(rows).logits, stock, atol=1e-5)
 
 
-def test_bad_borders_are_refused():
-    model = patched("Llama")
-    for borders in ([0, 2], [0, 2, 1, 3], [1, 3]):
-        with pytest.raises(hfp.PackingError, match="cu_seq_lens_q: expected .* lengths that rise from 0 to 3 tokens"):
-            model(torch.tensor([[5, 6, 7]]), cu_seq_lens_q=torch.tensor(borders))
+AT_5 = {"position_ids": torch.tensor([[5, 6, 5]]), "cu_seq_lens_q": torch.tensor([0, 2, 3])}
+
+REFUSED = [
+    *(
+        ("llama", {"cu_seq_lens_q": torch.tensor(borders)}, "cu_seq_lens_q")
+        for borders in ([0, 2], [0, 2, 1, 3], [1, 3])
+    ),
+    ("llama", {"training": True}, "position_ids"),
+    ("llama", {"attention": "eager"}, "attention"),
+    ("bart", AT_5, "position_ids"),  # which counts by itself
+]
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-def test_gradient_checkpointing(name):
-    model = patched(name, torch.float64).train()
-    expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    enable_checkpointing(model)
-    loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    assert loss == expected[0]
-    assert all(torch.allclose(gradient, expected[1][name], atol=1e-12) for name, gradient in gradients.items())
+@pytest.mark.parametrize(("architecture", "inputs", "argument"), REFUSED)
+def test_what_does_not_fit_is_refused(architecture, inputs, argument):
+    model, inputs = patched_tiny(architecture), dict(inputs)
+    model.train(inputs.pop("training", False))
+    if other := inputs.pop("attention", None):
+        model.set_attn_implementation(other)
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected"):
+        model(torch.tensor([[5, 6, 7]]), **inputs)
 
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
@@ -140,19 +247,6 @@ def test_calls_past_the_outer_model(name):
             inputs = {"input_ids": full["input_ids"], key: full[key]}
             assert torch.allclose(model.base_model(**inputs)[0], expected, atol=1e-5)
             assert torch.allclose(model.forward(**inputs).logits, model(**full).logits, atol=1e-5)
-
-
-def test_training_without_borders_is_refused():
-    model = patched("Llama").train()
-    with pytest.raises(hfp.PackingError, match="in training mode, got none of them, so the borders between packed"):
-        model(torch.tensor([[5, 6, 7]]))
-
-
-def test_attention_set_by_somebody_else_is_noticed():
-    model = patched("Llama")
-    model.set_attn_implementation("eager")
-    with pytest.raises(hfp.PackingError, match="attention: expected 'packed_varlen' on a patched model, .* 'eager'"):
-        model(**batch_of(DOCUMENTS))
 
 
 @pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small")
@@ -241,16 +335,6 @@ def test_positions_of_one_row_for_all(architecture):
     ids, positions = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]), torch.tensor([[0, 1, 2, 0, 1]])
     expected = model(input_ids=ids, position_ids=positions.expand(2, -1)).logits
     assert torch.equal(model(input_ids=ids, position_ids=positions).logits, expected)
-
-
-def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
-    model = patched_tiny("bart", "causal")
-    with pytest.raises(hfp.PackingError, match=r"position_ids: expected positions that restart at 0"):
-        model(
-            input_ids=torch.tensor([[5, 6, 7, 8]]),
-            position_ids=torch.tensor([[5, 6, 5, 6]]),
-            cu_seq_lens_q=torch.tensor([0, 2, 4]),
-        )
 
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))

@@ -79,22 +79,55 @@ def test_large_models_are_patched_where_they_have_no_weights():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_model_on_meta_is_refused_where_it_has_to_be_proven():
-    model = on_meta(tiny_model("llama", "causal"))
-    with pytest.raises(hfp.PackingError, match=r"in memory, but the weights of LlamaForCausalLM are on the meta"):
-        hfp.patch_model(model)
-
-
-@pytest.mark.parametrize("how", ["FSDP", "ZeRO-3"])
-def test_a_sharded_model_is_refused_where_it_has_to_be_proven(how):
+def with_fsdp():
     model = tiny_model("llama", "causal")
-    if how == "FSDP":
-        layer = model.model.layers[0]
-        layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})
-    else:
-        model.lm_head.weight.ds_id = 7
-    with pytest.raises(hfp.PackingError, match=r"LlamaForCausalLM are sharded over processes.*prove='small'"):
-        hfp.patch_model(model)
+    layer = model.model.layers[0]
+    layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})
+    return model
+
+
+def with_zero_3():
+    model = tiny_model("llama", "causal")
+    model.lm_head.weight.ds_id = 7
+    return model
+
+
+def without_a_known_rope():
+    model = on_meta(tiny_model("llama", "causal"))
+    model.config.rope_parameters = {"rope_type": "no such type", "rope_theta": 1.0}
+    return model
+
+
+def with_another_module():
+    model = on_meta(tiny_model("jamba", "causal"))
+    model.model.layers[0].mamba = torch.nn.Identity()
+    return model
+
+
+def mra():
+    return on_meta(tiny_model("mra", "masked"))
+
+
+def llama():
+    return on_meta(tiny_model("llama", "causal"))
+
+
+REFUSED = [
+    (llama, "model", "in memory, but the weights of LlamaForCausalLM are on the meta"),
+    (with_fsdp, "model", "LlamaForCausalLM are sharded over processes.*prove='small'"),
+    (with_zero_3, "model", "LlamaForCausalLM are sharded over processes.*prove='small'"),
+    (without_a_known_rope, "small", "no copy can be built: .*no such type"),
+    (with_another_module, "small", "expected model.layers.0.mamba to be of class JambaMambaMixer .* got Identity"),
+    (mra, "small", "a small copy of the model in torch.float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "prove", "message"), fast_only(REFUSED, *(each for each in REFUSED if each[0] is not with_another_module))
+)
+def test_what_cannot_be_proven_is_refused(make, prove, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.patch_model(make(), prove=prove)
 
 
 @pytest.mark.slow
@@ -125,30 +158,6 @@ def test_configurations_of_large_models(size):
     assert route.packed_share == packed_share(model, route.by_segment)
     mixers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Mixer")]
     assert [step.name for step in route.by_segment] == mixers
-
-
-def test_no_small_model_can_be_built():
-    model = on_meta(tiny_model("llama", "causal"))
-    model.config.rope_parameters = {"rope_type": "no such type", "rope_theta": 1.0}
-    with pytest.raises(hfp.ModelNotSupportedError, match="no copy can be built: .*no such type"):
-        hfp.patch_model(model, prove="small")
-
-
-@pytest.mark.slow
-def test_a_small_model_with_other_modules():
-    model = on_meta(tiny_model("jamba", "causal"))
-    model.model.layers[0].mamba = torch.nn.Identity()
-    with pytest.raises(
-        hfp.ModelNotSupportedError,
-        match=r"expected model.layers.0.mamba to be of class JambaMambaMixer as in the copy, got Identity",
-    ):
-        hfp.patch_model(model, prove="small")
-
-
-def test_what_cannot_be_proven_is_refused_there_too():
-    model = on_meta(tiny_model("mra", "masked"))
-    with pytest.raises(hfp.ModelNotSupportedError, match="a small copy of the model in torch.float32"):
-        hfp.patch_model(model, prove="small")
 
 
 @pytest.fixture(scope="module")

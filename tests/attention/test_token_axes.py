@@ -1,17 +1,19 @@
 """Which axes of nested tensors are tokens, cutting segments out of them, and joining them again."""
 
 import re
+from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_packing.attention.token_axes import (
     TokenAxes,
     counts_along,
     cut_inputs,
-    detached_copy,
     join_outputs,
     leaves,
     map_leaves,
@@ -63,13 +65,6 @@ def test_outputs_of_transformers_keep_their_class():
     assert changed.hidden_states is None
 
 
-def test_copies_are_new_tensors():
-    value = {"hidden": row(3).requires_grad_()}
-    copy = detached_copy(value)
-    assert not copy["hidden"].requires_grad
-    assert copy["hidden"].data_ptr() != value["hidden"].data_ptr()
-
-
 def test_axes_are_known_by_their_place_once_they_were_seen():
     value = {"hidden": row(1, TOKENS, 4), "scores": row(1, TOKENS, TOKENS), "width": row(4), "number": TOKENS}
     axes = recorded(value)
@@ -86,12 +81,6 @@ def test_axes_are_known_by_their_place_once_they_were_seen():
     message = r"Module \(name\): the tensor other.0 of shape \[7, 2\] did not occur when the model was patched"
     with pytest.raises(PackingError, match=message):
         axes.of(("other", 0), row(TOKENS, 2))
-
-
-def test_what_has_no_tokens():
-    axes = recorded({"width": row(4), "flag": True, "text": "7"})
-    assert not axes.any_in({"width": row(4), "flag": True, "text": "7"})
-    assert not axes.has_count({"flag": True})
 
 
 def test_a_row_of_another_length_is_refused():
@@ -131,24 +120,6 @@ def test_what_counts_along_a_row(tensor, along, expected):
     assert counts_along(tensor, along) == expected
 
 
-def test_segments_are_cut_out_one_by_one():
-    value = (row(1, TOKENS, 4), {"mask": row(1, TOKENS, TOKENS), "number": TOKENS, "width": row(4)})
-    axes = recorded(value)
-    for start, end in SLICES:
-        hidden, more = cut_inputs(value, axes, [(start, end)])
-        assert torch.equal(hidden, value[0][:, start:end])
-        assert torch.equal(more["mask"], value[1]["mask"][:, start:end, start:end])
-        assert (more["number"], more["width"].tolist()) == (end - start, row(4).tolist())
-
-
-def test_positions_begin_anew_in_every_segment():
-    value = {"positions": torch.arange(TOKENS)[None] + 2}
-    for start, end in SLICES:
-        assert cut_inputs(value, recorded(value), [(start, end)])["positions"].tolist() == [
-            [*range(2, 2 + end - start)]
-        ]
-
-
 def test_segments_that_share_a_call_are_padded_on_the_right():
     value = {"hidden": row(1, TOKENS, 2), "number": TOKENS}
     batch = cut_inputs(value, recorded(value), SLICES)
@@ -167,48 +138,38 @@ def test_segments_cannot_share_a_call_without_an_axis_for_rows():
         cut_inputs(value, recorded(value), SLICES)
 
 
-def run(value, slices_of_calls):
+def run(value, slices_of_calls, tokens=TOKENS):
     """What a module returns that returns what it is given, in calls with these slices."""
-    axes, parts, output = recorded(value), [], None
+    axes, parts, output = recorded(value, tokens), [], None
     for slices in slices_of_calls:
         output = cut_inputs(value, axes, slices)
         parts += split_outputs(output, axes, [end - start for start, end in slices])
     return join_outputs(output, axes, parts)
 
 
-@pytest.mark.parametrize("calls", [[[each] for each in SLICES], [SLICES], [SLICES[:2], SLICES[2:]]])
-def test_what_was_cut_is_joined_again(calls):
-    value = (row(1, TOKENS, 4), {"heads": row(1, 2, TOKENS, 3)})
-    hidden, more = run(value, calls)
-    assert torch.equal(hidden, value[0])
-    assert torch.equal(more["heads"], value[1]["heads"])
-
-
-def test_counts_of_tokens_are_summed():
-    assert run({"number": TOKENS}, [[each] for each in SLICES]) == {"number": TOKENS}
-    assert run({"number": TOKENS}, [SLICES[:1], SLICES[1:]]) == {"number": TOKENS}  # the second and third are as long
-
-
-def test_two_token_axes_are_joined_along_the_diagonal():
-    scores = row(1, TOKENS, TOKENS)
-    same = torch.block_diag(*(torch.ones(length, length) for length in LENGTHS)).bool()
-    assert torch.equal(run({"scores": scores}, [SLICES])["scores"], scores.where(same, 0))
+@settings(max_examples=40)
+@given(st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=3), min_size=1, max_size=3))
+@example([[3, 4], [5, 5]])
+def test_what_was_cut_is_joined_again(lengths_of_calls):
+    """Of a module that returns what it is given, in calls with one segment or several; positions begin anew."""
+    lengths = [length for call in lengths_of_calls for length in call]
+    ends, tokens = [*accumulate(lengths)], sum(lengths)
+    places = iter(zip([0, *ends], ends, strict=False))
+    calls = [[next(places) for _ in call] for call in lengths_of_calls]
+    value = {"hidden": (row(1, tokens, 60), row(1, 55, tokens, 60)), "scores": row(1, tokens, tokens), "number": tokens}
+    value |= {"positions": torch.arange(tokens)[None] + 2, "state": row(1, 56), "text": "a", "flag": True}
+    found = run(value, calls, tokens)
+    assert all(map(torch.equal, found["hidden"], value["hidden"]))
+    same = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool()
+    assert torch.equal(found["scores"], value["scores"].where(same, 0))
+    assert torch.equal(found["state"], value["state"])
+    assert (found["number"], found["text"], found["flag"]) == (tokens, "a", True)
+    assert found["positions"].tolist() == [[2 + place for length in lengths for place in range(length)]]
 
 
 def test_three_token_axes_are_refused():
     with pytest.raises(PackingError, match="the module returns a tensor with 3 token axes"):
         run({"scores": row(TOKENS, TOKENS, TOKENS)}, [[each] for each in SLICES])
-
-
-def test_of_what_has_no_tokens_the_last_is_taken():
-    axes = recorded({"hidden": row(1, TOKENS, 2), "state": row(1, 4), "text": "a", "flag": True})
-    outputs = [
-        {"hidden": row(1, length, 2), "state": torch.full((1, 4), float(length)), "text": text, "flag": True}
-        for length, text in zip(LENGTHS, "abc", strict=True)
-    ]
-    parts = [split_outputs(output, axes, [length])[0] for output, length in zip(outputs, LENGTHS, strict=True)]
-    found = join_outputs(outputs[-1], axes, parts)
-    assert (found["state"].tolist(), found["text"], found["flag"]) == ([[2.0] * 4], "c", True)
 
 
 def test_single_numbers_that_differ_are_refused():
@@ -235,30 +196,11 @@ def test_a_shared_call_whose_output_has_no_axis_for_rows():
         split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
 
 
-def test_positions_and_biases_that_count():
+def test_biases_that_count():
     positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
     causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts_along(positions, (0,))
-    assert counts_along(positions[None].expand(3, -1) + 2, (1,))
     assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
     assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts_along(torch.zeros(41), (0,))
     assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts_along(torch.randn(2, 41), (1,))
     assert not counts_along(causal, (0, 1))
     assert not counts_along(torch.randn(41, 41), (0, 1))
-
-
-def test_axes_of_tokens_are_not_guessed():
-    axes = TokenAxes("Module (name)", 41)
-    axes.record({"hidden": torch.zeros(1, 41, 8)})
-    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.freeze()
-    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
-    counted = TokenAxes("Module (name)", 41)
-    counted.record({"positions": torch.arange(41)})
-    assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(PackingError, match="a padding token in a document may be the cause"):
-        counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(PackingError, match=r"Module \(name\): the tensor other of shape \[1, 41\] did not occur when"):
-        axes.of(("other",), torch.zeros(1, 41))

@@ -4,7 +4,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from tiers import fast_only
+from tiers import fast_only, slow
 from tiny_models import build
 
 import hf_packing as hfp
@@ -82,26 +82,49 @@ def has_a_window_one_wider(exact):
     return attend
 
 
-in_both = pytest.mark.parametrize(
-    "build_model",
-    [lambda: build("Mistral"), pytest.param(model_in_which_roundings_grow, marks=pytest.mark.slow)],
-    ids=["usual", "noisy"],
+def scaled_by_one_percent(exact):
+    return lambda query, *args, **options: exact(query * 1.01, *args, **options)
+
+
+def with_options(**changes):
+    return lambda exact: lambda *tensors, **options: exact(*tensors, **options | changes)
+
+
+NOISY = "noisy Mistral"
+
+FAULTS = [
+    *(("Llama", fault) for fault in (with_options(scale=0.2), with_options(is_causal=False), scaled_by_one_percent)),
+    *((name, with_options(window=None)) for name in ("Mistral", "Gemma2", "GptOss")),
+    *((name, has_a_window_one_wider) for name in ("Mistral", NOISY)),
+    *((name, has_another_first_key) for name in ("Mistral", NOISY)),
+    *((name, sees_the_end_of_the_previous_document) for name in ("Mistral", NOISY)),
+    ("GptOss", with_options(sinks=None)),
+    ("Mixtral", with_options(scale=0.2)),
+]
+
+
+def model_of(name, dtype=torch.float32):
+    return model_in_which_roundings_grow() if name == NOISY else build(name, dtype)
+
+
+COARSE = [(*case, torch.bfloat16) for case in FAULTS if "with_options" in case[1].__qualname__]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "dtype"),
+    [*fast_only([(*case, torch.float32) for case in FAULTS], *[(*FAULTS[n], torch.float32) for n in (1, 2, 6)])]
+    + [slow(*case) for case in COARSE],
 )
-
-FAULTS = (sees_the_end_of_the_previous_document, has_another_first_key, has_a_window_one_wider)
-
-
-@pytest.mark.parametrize("fault", fast_only(FAULTS, has_a_window_one_wider))
-@in_both
-def test_a_fault_in_the_attention_is_found_in_float32(monkeypatch, build_model, fault):
+def test_wrong_attention_is_found(monkeypatch, name, fault, dtype):
+    """Attention that keeps documents apart, but computes something else, is not taken."""
     monkeypatch.setattr(varlen, "attend_by_segment", fault(varlen.attend_by_segment))
-    model = hfp.patch_model(build_model())
-    route = hfp.check_isolation(model).route
-    assert route.modules == {"MistralAttention": model.config.num_hidden_layers}
+    route = hfp.check_isolation(hfp.patch_model(model_of(name, dtype))).route
+    assert route.name == "segments"
+    assert "a document's logits differ" in route.tried[0]
 
 
-@in_both
-def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
+@pytest.mark.parametrize("name", fast_only(["Mistral", NOISY], "Mistral"))
+def test_one_wrong_position_is_found(monkeypatch, name):
     exact = InputFormat.build
 
     def one_off(*args):
@@ -112,7 +135,7 @@ def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
         return inputs
 
     monkeypatch.setattr(InputFormat, "build", one_off)
-    route = hfp.check_isolation(hfp.patch_model(build_model())).route
+    route = hfp.check_isolation(hfp.patch_model(model_of(name))).route
     assert not route.method.inputs.positions
     assert "a document's logits differ by" in route.tried[0]
 
@@ -151,7 +174,7 @@ class Quantised(torch.nn.Module):
         return torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight).to(hidden.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", fast_only([torch.bfloat16, torch.float16], torch.float16))
 def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
     model = build("Llama")
     for layer in model.model.layers:

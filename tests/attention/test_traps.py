@@ -65,26 +65,12 @@ HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("trap", LEAKS)
-def test_stock_leaks(trap, attention):
+@pytest.mark.parametrize("setup", [*LEAKS, *HOLDS])
+def test_stock_models_leak_or_hold(setup, attention):
     model = build("Llama", use_cache=False, attn_implementation=attention)
-    report = hfp.check_isolation(model, collator=LEAKS[trap])
-    assert not report.isolated
-    assert report.max_leak > 1e-2
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("setup", HOLDS)
-def test_stock_holds(setup, attention):
-    model = build("Llama", use_cache=False, attn_implementation=attention)
-    assert hfp.check_isolation(model, collator=HOLDS[setup]).isolated
-
-
-@pytest.mark.parametrize("setup", HOLDS)
-def test_the_default_cache_leaks_however_fed(setup):
-    report = hfp.check_isolation(build("Llama"), collator=HOLDS[setup])
-    assert not report.isolated
-    assert "with use_cache=False there is no leak" in report.reason
+    report = hfp.check_isolation(model, collator=(LEAKS | HOLDS)[setup], rows=2 if setup == "positions" else 1)
+    assert report.isolated == (setup in HOLDS)
+    assert report.isolated or report.max_leak > 1e-2
 
 
 @pytest.mark.parametrize("trap", LEAKS)
@@ -96,12 +82,6 @@ def test_patched_is_right_or_raises(trap):
             hfp.check_isolation(model, collator=LEAKS[trap])
     else:  # where nothing tells of documents, they are one
         assert hfp.check_isolation(model, collator=LEAKS[trap]).isolated == (trap == "a mask of ones")
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_two_rows_of_positions_hold_without_flash_attention(attention):
-    model = build("Llama", use_cache=False, attn_implementation=attention)
-    assert hfp.check_isolation(model, collator=stacked, rows=2).isolated
 
 
 def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
@@ -154,16 +134,3 @@ def test_collators_of_others_on_patched_models(name):
         return flattening(documents)
 
     assert hfp.check_isolation(model, collator=one_document_a_row).isolated
-
-
-def test_a_collator_that_loses_documents():
-    with pytest.raises(
-        hfp.PackingError,
-        match="collator: expected a batch that contains every document whole .*, but a document of 13",
-    ):
-        hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
-
-
-def test_rows():
-    with pytest.raises(hfp.PackingError, match="rows: expected an integer of at least 1, got 0"):
-        hfp.check_isolation(build("Llama"), rows=0)

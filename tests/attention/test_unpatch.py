@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from patched_models import patched
 from tiers import fast_only
 from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,23 +17,27 @@ from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
 
+UNDONE = ("llama", "mamba", "jamba", "bart")
+
+
+@pytest.mark.parametrize("architecture", fast_only(UNDONE, "llama", "mamba"))
+def test_everything_is_as_before(architecture):
+    model, ids = tiny_model(architecture, "causal"), torch.tensor([[5, 6, 7, 8]])
+    text, attention = model.generate(ids, max_new_tokens=5, do_sample=False), attention_of(model)
+    before = [set(vars(module)) for module in model.modules()]
+    hooks = [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()]
+    buffers = copy.deepcopy(list(model.buffers()))
+    hfp.unpatch_model(hfp.patch_model(model))
+    assert [set(vars(module)) for module in model.modules()] == before
+    assert [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert all(map(torch.equal, model.buffers(), buffers))
+    assert attention_of(model) == attention
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), text)
+
 
 class TestUndone:
-    def test_completely(self):
-        model, ids = build("Llama").eval(), torch.tensor([[5, 6, 7, 8]])
-        before, hooks = model.generate(ids, max_new_tokens=5, do_sample=False), dict(model._forward_pre_hooks)
-        attention = model.config._attn_implementation
-        attributes = set(vars(model))
-        hfp.patch_model(model)
-        assert model.config._attn_implementation == NAME
-        hfp.unpatch_model(model)
-        assert model.config._attn_implementation == attention
-        assert dict(model._forward_pre_hooks) == hooks
-        assert set(vars(model)) == attributes
-        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), before)
-
     def test_for_a_block(self):
-        model, ids = hfp.patch_model(build("Llama").eval()), torch.tensor([[5, 6, 7, 8]])
+        model, ids = patched().eval(), torch.tensor([[5, 6, 7, 8]])
         with hfp.unpatch_model(model) as stock:
             assert stock.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 9)
         assert hfp.check_isolation(model).isolated
@@ -54,26 +59,26 @@ class TestUndone:
             hfp.unpatch_model(build("Llama"))
 
     def test_patching_twice_is_patching_once(self):
-        model = hfp.patch_model(hfp.patch_model(build("Llama")))
+        model = hfp.patch_model(patched())
         hfp.unpatch_model(model)
         assert model.config._attn_implementation != NAME
 
     def test_a_copy_is_patched_on_its_own(self):
-        model = hfp.patch_model(build("Llama"))
+        model = patched()
         other = copy.deepcopy(model)
         hfp.unpatch_model(other)
         assert not other._forward_pre_hooks
         assert hfp.check_isolation(model).isolated
 
     def test_a_pickled_model_stays_patched(self):
-        model = pickle.loads(pickle.dumps(hfp.patch_model(build("Llama"))))
+        model = pickle.loads(pickle.dumps(patched()))
         assert hfp.check_isolation(model).isolated
         hfp.unpatch_model(model)
         assert model.config._attn_implementation == "sdpa"
 
     @pytest.mark.slow
     def test_pickled_models_work_in_another_process(self, tmp_path):
-        torch.save(hfp.patch_model(build("Llama")), tmp_path / "model.pt")
+        torch.save(patched(), tmp_path / "model.pt")
         code = (
             "import sys, torch, hf_packing as hfp\n"
             "model = torch.load(sys.argv[1], weights_only=False)\n"
@@ -98,7 +103,7 @@ class TestUndone:
         assert None in [attention for _, attention in before]
 
     def test_saved_models_know_nothing_of_it(self, tmp_path):
-        hfp.patch_model(build("Llama")).save_pretrained(tmp_path)
+        patched().save_pretrained(tmp_path)
         assert NAME not in (tmp_path / "config.json").read_text()
 
 

@@ -119,14 +119,6 @@ def test_rows_of_any_kind(drawn, keep_first_labels):
     assert [{name: np.array(value).tolist() for name, value in row.items()} for row in rows] == before
 
 
-@pytest.mark.parametrize("bad", [{"labels": [1, 2]}, {"completion_mask": [0, 1]}, {"position_ids": [0, 2]}], ids=str)
-def test_a_column_that_only_the_last_row_has_is_checked(bad):
-    rows = [{"input_ids": [5, 6]}] * 3
-    hfp.PackingCollator()(rows)
-    with pytest.raises(hfp.PackingError, match=f"column '{min(bad)}'"):
-        hfp.PackingCollator()([*rows, {"input_ids": [5, 6], **bad}])
-
-
 AS = {
     "list": list,
     "torch.int32": lambda values: torch.tensor(values, dtype=torch.int32),
@@ -150,46 +142,6 @@ def test_columns_that_tell_the_same_segments(kind):
     for names in ([*told], *([name] for name in told if name != "attention_mask"), [*reversed(told)]):
         batch = hfp.PackingCollator()([tokens | {name: told[name] for name in names}])
         assert batch["cu_seq_lens_q"].tolist() == [0, 256, 257, 260], names
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]},
-            r"column 'position_ids': expected segments of lengths \[4, 2\] in row 1, as in column 'seq_lengths', "
-            r"got lengths \[2, 4\]; remove",
-        ),
-        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"lengths \[4, 2\] in row 1, .* got .* \[6\]"),
-        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"lengths \[6\] in row 1, .* got .* \[3, 3\]"),
-        (
-            {"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]},
-            "restart at 0 .* got 2 at token 0 of row 1. Remove",
-        ),
-        ({"position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* got 2 at token 0 of row 1. Remove"),
-        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}, "'position_ids': expected 6 values in row 1"),
-        ({"seq_lengths": [6], "position_ids": [[*range(6)]] * 3}, r"'position_ids': expected a list .* shape \(3, 6\)"),
-        ({"seq_lengths": [6], "position_ids": [*map(float, range(6))]}, "'position_ids': expected a list of integers"),
-        (
-            {"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]},
-            r"column 'seq_idx': .* lengths \[6\] in row 1, .* got .* \[3, 3\]",
-        ),
-        (
-            {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]},
-            r"lengths \[3, 3\] in row 1, as in column 'cu_seq_lens_k', .* \[6\]",
-        ),
-        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rise from 0 to the 6 tokens of row 1, got \[0, 3, 5\]"),
-        ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "got a 2 in row 1"),
-        (
-            {"seq_lengths": [6], "attention_mask": [[1] * 6]},
-            r"'attention_mask': expected shape \(6,\) in row 1.* got shape \(1, 6\)",
-        ),
-    ],
-)
-def test_columns_that_tell_of_other_segments_are_refused(row, message):
-    tokens = {"input_ids": [5, 6, 7, 8, 9, 10]}
-    with pytest.raises(hfp.PackingError, match=message):
-        hfp.PackingCollator()([tokens, tokens | row])
 
 
 @given(documents_lists)
@@ -227,72 +179,6 @@ def test_numpy_rows_are_not_changed():
 def test_empty_rows_have_no_segment():
     batch = hfp.PackingCollator()([{"input_ids": []}, {"input_ids": [1, 2]}, {"input_ids": [], "seq_lengths": []}])
     assert batch["cu_seq_lens_q"].tolist() == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "rows: expected at least one token, got 0 rows without tokens"),
-        ([{"input_ids": []}], "rows: expected at least one token, got 1 rows without tokens"),
-        ([{"input_ids": [1]}, {"ids": [1]}], "'input_ids': expected this column in every row; columns of row 1: ids"),
-        (
-            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-            "column 'labels': expected this column in every row; columns of row 1: input_ids",
-        ),
-        (
-            [{"input_ids": [1, 2], "labels": [1]}],
-            "column 'labels': expected 2 values in row 0, one for each token, got 1",
-        ),
-        (
-            [{"input_ids": [1, 2], "seq_lengths": [1]}],
-            r"column 'seq_lengths': expected positive lengths that add up to the 2 tokens of row 0, got \[1\]",
-        ),
-        (
-            [{"input_ids": [1, 2], "seq_lengths": [2, 0]}],
-            r"column 'seq_lengths': expected positive lengths .* got \[2, 0\]",
-        ),
-        ([{"input_ids": [1, 2], "position_ids": [0]}], "column 'position_ids': expected 2 values in row 0"),
-        (
-            [{"input_ids": [[1, 2]]}],
-            r"column 'input_ids': expected a list of integers, got int64 of shape \(1, 2\) in row 0",
-        ),
-        ([{"input_ids": [1.5]}], "column 'input_ids': expected a list of integers, got float64"),
-        (
-            [{"input_ids": [1, 2], "seq_lengths": [1.5, 0.5]}],
-            "column 'seq_lengths': expected a list of integers, got float64",
-        ),
-        (
-            [{"input_ids": [1, 2], "seq_lengths": None}],
-            "column 'seq_lengths': expected a list of integers, got object",
-        ),
-        ([{"input_ids": [1, 2], "labels": 1}], "column 'labels': expected a list of integers, got int64"),
-        ([{"input_ids": [[1], [1, 2]]}], "column 'input_ids': expected a list of integers, but NumPy"),
-        (
-            [{"input_ids": [1, 0], "attention_mask": [1, 0]}],
-            "column 'attention_mask': expected documents without padding, got a 0 in row 0",
-        ),
-        (
-            [{"input_ids": [1, 2], "completion_mask": [0, 1]}],
-            "column 'completion_mask': expected labels that are -100 where the mask is 0, but row 0 has no labels",
-        ),
-        (
-            [
-                {"input_ids": [3, 4], "labels": [-100, 4]},
-                {"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1, 0]},
-            ],
-            "column 'assistant_masks': expected labels that are -100 where the mask is 0, but token 1 of row 1 has",
-        ),
-        (
-            [{"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1]}],
-            "column 'assistant_masks': expected 2 values in row 0, one for each label, got shape \\(1,\\)",
-        ),
-        ({"input_ids": [1]}, "rows: expected a list of mappings with input_ids, got dict"),
-        ([[1, 2]], "rows: expected a list of mappings with input_ids, got list"),
-    ],
-)
-def test_bad_rows(rows, message):
-    with pytest.raises(hfp.PackingError, match=message):
-        hfp.PackingCollator()(rows)
 
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])

@@ -82,63 +82,41 @@ def test_the_collator_is_a_value():
     assert pickle.loads(pickle.dumps(collator)) == collator != hfp.PackingCollator()
 
 
+FIRST = {"cu_seq_lens_q": [0, 3, 3, 5, 9], "cu_seq_lens_k": [0, 3, 3, 5, 9], "position_ids": None, "seq_idx": None}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        ({"tokens": 8}, "max_segments: expected an integer from 2 to 2147483647, got None"),
-        ({"max_segments": 8}, "tokens: expected an integer from 1 to 2147483647, got None"),
-        ({"tokens": 0, "max_segments": 8}, "tokens: expected an integer from 1 to 2147483647, got 0"),
-        ({"tokens": 8, "max_segments": 1}, "max_segments: expected an integer from 2 to 2147483647, got 1"),
-        ({"tokens": 8, "max_segments": 2.5}, "max_segments: expected an integer from 2 to 2147483647, got 2.5"),
-        ({"tokens": 4, "max_segments": 8}, "tokens: expected at most 4 tokens in the rows of a batch, got 5 tokens"),
-        ({"tokens": 5, "max_segments": 2}, "max_segments: expected at most 2 segments in a batch, got 3 segments$"),
+        (FIRST, r"cu_seq_lens_q: expected cumulative lengths that rise .* \[0, 3, 3, 5, 9"),
         (
-            {"tokens": 6, "max_segments": 3},
-            "max_segments: expected at most 3 segments in a batch, got 3 segments and one more to fill the batch up to",
+            {"cu_seq_lens_k": [0, 3, 6, 9, 9, 9, 9]},
+            "cu_seq_lens_k: expected the same segment borders",
+        ),
+        ({"cu_seq_lens_k": [0, 3, 9]}, "cu_seq_lens_k: expected the same segment borders"),
+        ({"cu_seq_lens_k": [0, 3, 5, 8, 9]}, "cu_seq_lens_k: expected the same segment borders"),
+        ({"seq_idx": [[0, 0, 1, 1, 1, -1, -1, -1, -1]]}, "seq_idx: expected the same segment borders"),
+        ({"position_ids": [[0, 1, 0, 1, 2, 0, 1, 2, 0]]}, "position_ids: expected the same segment borders"),
+        (
+            {"seq_idx": [[-1, -1, -1, 1, 1, -1, -1, -1, -1]], "position_ids": None},
+            "seq_idx: expected -1 only in the last segment, got 7 such tokens",
         ),
     ],
+    ids=str,
 )
-def test_what_does_not_fit_is_refused(arguments, message):
-    with pytest.raises(PackingError, match=message):
-        hfp.PackingCollator(**arguments)([{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8, 9]}])
-
-
-class TestBorders:
+def test_a_patched_model_refuses_other_borders(changes, message):
     """Empty segments may be at the end only, and what is called padding must be there, too."""
+    batch = hfp.PackingCollator(tokens=9, max_segments=6)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    assert read_row(batch, training=True)[1].lengths == (3, 2, 4)
+    shorter = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+    assert read_row(batch | {"cu_seq_lens_k": shorter}, training=True)[1].lengths == (3, 2, 4)
+    for name, values in changes.items():
+        batch[name] = None if values is None else torch.tensor(values, dtype=batch[name].dtype)
+    with pytest.raises(PackingError, match=message):
+        read_row(batch, training=True)
 
-    def batch(self, **changes):
-        rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
-        return hfp.PackingCollator(tokens=9, max_segments=6)(rows) | changes
 
-    def test_empty_segments_elsewhere(self):
-        borders = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32))
-        with pytest.raises(
-            PackingError, match=r"cu_seq_lens_q: expected cumulative lengths that rise .* \[0, 3, 3, 5, 9"
-        ):
-            read_row(self.batch(**borders, position_ids=None, seq_idx=None), training=True)
-
-    def test_borders_that_disagree(self):
-        borders = torch.tensor([0, 3, 6, 9, 9, 9, 9], dtype=torch.int32)
-        with pytest.raises(PackingError, match="cu_seq_lens_k: expected the same segment borders as in cu_seq_lens_q"):
-            read_row(self.batch(cu_seq_lens_k=borders), training=True)
-        with pytest.raises(PackingError, match="seq_idx: expected the same segment borders"):
-            read_row(self.batch(seq_idx=torch.tensor([[0, 0, 1, 1, 1, -1, -1, -1, -1]])), training=True)
-        with pytest.raises(PackingError, match="position_ids: expected the same segment borders"):
-            read_row(self.batch(position_ids=torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 0]])), training=True)
-
-    def test_borders_of_different_lengths(self):
-        shorter = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-        assert read_row(self.batch(cu_seq_lens_k=shorter), training=True)[1].lengths == (3, 2, 4)
-        for wrong in ([0, 3, 9], [0, 3, 5, 8, 9]):
-            with pytest.raises(PackingError, match="cu_seq_lens_k: expected the same segment borders"):
-                read_row(self.batch(cu_seq_lens_k=torch.tensor(wrong, dtype=torch.int32)), training=True)
-
-    def test_padding_elsewhere(self):
-        seq_idx = torch.tensor([[-1, -1, -1, 1, 1, -1, -1, -1, -1]])
-        with pytest.raises(PackingError, match="seq_idx: expected -1 only in the last segment, got 7 such tokens"):
-            read_row(self.batch(seq_idx=seq_idx, position_ids=None), training=True)
-
-    def test_a_max_length_that_is_too_small_is_not_passed_on(self):
-        batch = hfp.PackingCollator(tokens=5, max_segments=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-        assert read_row(batch, training=True)[1].max_length == 5
-        assert read_row(batch | {"max_length_q": 2}, training=True)[1].max_length == 3
+def test_a_max_length_that_is_too_small_is_not_passed_on():
+    batch = hfp.PackingCollator(tokens=5, max_segments=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    assert read_row(batch, training=True)[1].max_length == 5
+    assert read_row(batch | {"max_length_q": 2}, training=True)[1].max_length == 3

@@ -1,16 +1,16 @@
 """hf-packing check: which model is looked at, what is found, and the exit code."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from tiers import fast_only
-from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.cli import main
 from hf_packing.cli.screen import WIDE
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def one_line(printed):
@@ -28,15 +28,6 @@ def test_a_configuration_that_makes_no_model(capsys, tmp_path):
     assert said.count("\n") == 1
 
 
-def test_an_architecture_of_which_no_small_model_can_be_built(capsys, monkeypatch):
-    monkeypatch.setattr(import_module("hf_packing.attention.tiny_model"), "_MAX_PARAMETERS", 10)
-    assert main(["check", "llama"]) == 2
-    said = one_line(capsys.readouterr().err)
-    assert "MODEL: expected a configuration from which a model can be built, but building 'llama' failed" in said
-    assert "even with small settings" in said
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "code", "route"),
     [
@@ -52,7 +43,6 @@ def test_check_of_an_architecture(capsys, model, code, route):
     assert bool(found["refusal"]) == (code == 1)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_no_line_runs_over_the_screen(capsys):
     """But for the first, which may have a path."""
     main(["check", "llama"])
@@ -63,7 +53,6 @@ def test_no_line_runs_over_the_screen(capsys):
     assert "patch_model(model)" not in " ".join(lines), "which is what comes next"
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", fast_only([[], ["--weights"]], []))
 def test_check_of_a_folder(capsys, tmp_path, options):
     tiny_model("bert", "masked").save_pretrained(tmp_path / "model")
@@ -114,7 +103,6 @@ def model_with_code(tmp_path):
     return str(folder)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_code, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert main(["check", model_with_code, "--json"]) == 2
@@ -138,7 +126,6 @@ def saved(folder, config, architectures, **facts):
     return str(folder)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("base", "kind", "name"),
     [
@@ -146,7 +133,7 @@ def saved(folder, config, architectures, **facts):
         ("llama", "causal", "LlamaForQuestionAnswering"),
         ("bert", "masked", "BertModel"),
         ("bert", "masked", "BertForMultipleChoice"),
-        ("bart", "causal", "BartForSequenceClassification"),
+        pytest.param("bart", "causal", "BartForSequenceClassification", marks=pytest.mark.slow),
     ],
 )
 def test_the_class_that_a_configuration_names(capsys, tmp_path, base, kind, name):
@@ -156,11 +143,8 @@ def test_the_class_that_a_configuration_names(capsys, tmp_path, base, kind, name
     assert f"a small {name} of this configuration" in printed
     assert "after patch_model: isolated: yes" in printed
     assert "padded batch: " in printed
-    assert main(["check", folder, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["isolated"]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_class_that_patch_model_refuses(capsys, tmp_path):
     config = tiny_model("t5", "token classification", decoder_start_token_id=0).config
     folder = saved(tmp_path / "model", config, ["T5ForConditionalGeneration"])
@@ -172,7 +156,6 @@ def test_a_class_that_patch_model_refuses(capsys, tmp_path):
     assert found["max_leak"] is None
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     model, missing = tiny_model("llama", "causal"), "model.layers.0.mlp.down_proj.weight"
     weights = {name: value for name, value in model.state_dict().items() if name != missing}
@@ -182,24 +165,10 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
-    config = tiny_model("bert", "masked").config
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
-    assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
-    assert "padded batch: its tokens run as one packed row" in one_line(capsys.readouterr().out)
-    BertForTokenClassification(config).save_pretrained(tmp_path / "tokens")
-    assert main(["check", str(tmp_path / "tokens")]) == 0
-    assert "a small BertForTokenClassification of this configuration" in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("architectures", "note"),
     [
         pytest.param(None, "the configuration names no class", marks=pytest.mark.slow),
-        pytest.param([], "the configuration names no class", marks=pytest.mark.slow),
         (["LLaMAForCausalLM"], "the configuration names LLaMAForCausalLM, which transformers "),
     ],
 )

@@ -9,15 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import fleet_driver
 import pytest
-from fleet_files import check_complete, contents, pack_here, write_files
+from fleet_files import Killed, Together, check_complete, contents, pack_here, write_files
 
 import hf_packing as hfp
 from hf_packing.fleet import manifest, pack_files
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
 HANGS = 240
 """Seconds after which processes are taken to hang, also on a busy machine."""
-
-
-class Killed(BaseException):
-    """Ends a run in this process, as a signal would."""
 
 
 @pytest.fixture(scope="module")
@@ -166,43 +162,18 @@ def test_a_changed_file_is_refused(files, tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_refused(files, tmp_path, monkeypatch):
     files = [shutil.copy(file, tmp_path) for file in files]
     read = pack_files._read
-
-    def changing(task, name):
-        found = read(task, name)
-        if name == files[2]:
-            os.utime(name, ns=(0, 0))
-        return found
-
-    monkeypatch.setattr(pack_files, "_read", changing)
-    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was"):
+    monkeypatch.setattr(pack_files, "_read", lambda task, name: (read(task, name), os.utime(name, ns=(0, 0)))[0])
+    with pytest.raises(hfp.PackingError, match=rf"{tmp_path}/\d.parquet: expected the file as it was"):
         pack_here(files, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_two_drivers_at_once(files, tmp_path, undisturbed, monkeypatch):
+def test_two_drivers_at_once(files, tmp_path, undisturbed):
     """They do each task at the same time, and begin and end together."""
-    both = threading.Barrier(2)
-    task = pack_files.do_task
-
-    def together(*arguments):
-        both.wait(HANGS)
-        return task(*arguments)
-
-    monkeypatch.setattr(pack_files, "do_task", together)
-    errors = []
-
-    def drive():
-        try:
-            pack_here(files, tmp_path / "out")
-        except Exception as error:
-            errors.append(error)
-
-    drivers = [threading.Thread(target=drive) for _ in range(2)]
-    for each in drivers:
-        each.start()
-    for each in drivers:
-        each.join(HANGS)
-    assert errors == []
+    executor = Together()
+    with ThreadPoolExecutor(2) as threads:
+        drivers = [threads.submit(pack_here, files, tmp_path / "out", executor=executor) for _ in range(2)]
+        assert str(drivers[0].result()) == str(drivers[1].result())
     assert contents(tmp_path / "out") == undisturbed
 
 
@@ -302,16 +273,4 @@ def test_no_room_for_a_worker(files, tmp_path, undisturbed):
     assert "PackingError: output: expected to write to" in errors
     assert not list((tmp_path / "out").glob("*.parquet"))
     assert run_driver(files, tmp_path / "out")[0] == 0
-    assert contents(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.slow
-def test_two_driver_processes_at_once(files, tmp_path, undisturbed):
-    start = tmp_path / "start"
-    drivers = [start_driver(files, tmp_path / "out", start=str(start)) for _ in range(2)]
-    time.sleep(5)
-    start.touch()
-    for each in drivers:
-        _, errors = each.communicate(timeout=HANGS)
-        assert each.returncode == 0, errors
     assert contents(tmp_path / "out") == undisturbed

@@ -1,8 +1,10 @@
 """Streams of documents, from files of several kinds and from generators, and what their packed rows hold."""
 
 import json
+import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +116,16 @@ def stream_of(documents, rows_in_table=7, **columns):
 
     examples = ArrowExamplesIterable(tables, {})
     return IterableDataset(examples, info=DatasetInfo(features=features))
+
+
+def check_resumed(make, rows: list, stops: list[int]) -> None:
+    """Stop after so many rows, resume in a new stream, and stop and resume again: all rows come in their order."""
+    seen, state = [], None
+    for stop in [*stops, None]:
+        stream = make()
+        if state is not None:
+            stream.load_state_dict(pickle.loads(state))
+        seen += list(islice(iter(stream), stop))
+        if stop:  # datasets loads a state when the first row is read
+            state = pickle.dumps(stream.state_dict())
+    assert seen == rows

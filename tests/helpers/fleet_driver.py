@@ -11,8 +11,6 @@ itself, unless the file is there, which it makes before:
     unplaced  all rows are written, but not yet in place
     placed    the rows are in place, and it is not yet noted
     done      the task is done, but the driver does not know it yet
-
-"start" is a file for which the driver waits, so that several drivers start together.
 """
 
 import functools
@@ -20,7 +18,6 @@ import json
 import os
 import signal
 import sys
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -68,9 +65,6 @@ def main(files, output, settings="{}"):
     if kill := known.pop("kill", None):
         dying = functools.partial(dying_task, *kill)  # as a function for Ray, and importable for processes
         pack_files.do_task = (lambda task: dying(task)) if known.get("executor") == "ray" else dying
-    start = known.pop("start", None)
-    while start and not Path(start).exists():
-        time.sleep(0.001)
     try:
         hfp.fleet.pack(files, hfp.BestFit(128), output, **known)
     except hfp.PackingError as error:

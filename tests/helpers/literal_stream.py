@@ -1,7 +1,5 @@
 """The rows of a packed stream, made with lists in the plainest way, to compare packed streams with."""
 
-import numpy as np
-
 from hf_packing.planning.lengths import check_lengths
 
 
@@ -93,7 +91,3 @@ def _row(window, pack, bucket) -> dict:
         "seq_lengths": [len(segment) for segment in segments],
     }
     return row if bucket is None else {**row, "bucket": bucket}
-
-
-def as_lists(row) -> dict:
-    return {name: np.asarray(values).tolist() for name, values in row.items()}

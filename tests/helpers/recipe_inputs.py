@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,6 +35,20 @@ def chats(number=24):
         return [{"role": "user", "content": "Hi" * n}, {"role": "assistant", "content": "Ho" * n}]
 
     return [{"messages": turns(n % 6 + 1) * (1 + n % 2)} for n in range(number)]
+
+
+def questions(number=40, none_every=5):
+    """Questions about long and short texts; some have no answer."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for n in range(number):
+        words = [str(word) for word in rng.choice(["aa", "bb", "cc"], rng.integers(5, 60))]
+        place = int(rng.integers(len(words)))
+        words[place] = "gold"
+        found = {"text": ["gold"], "answer_start": [len(" ".join([*words[:place], ""]))]}
+        answers = {"text": [], "answer_start": []} if n % none_every == 1 else found
+        rows.append({"question": f"where {n}", "context": " ".join(words), "answers": answers})
+    return rows
 
 
 def write(file, rows):

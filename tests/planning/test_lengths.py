@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from any_strategy import strategy_classes
 
 import hf_packing as hfp
 from hf_packing.planning.lengths import check_lengths, sort_by_length
@@ -29,21 +28,6 @@ def test_bad_lengths(lengths):
     for call in (hfp.plan_packing, lambda given, strategy: hfp.compare(given, [strategy])):
         with pytest.raises(hfp.PackingError, match="^lengths: expected .*, got "):
             call(lengths, hfp.BestFit(8))
-
-
-@pytest.mark.parametrize("strategy", strategy_classes(having="max_length"))
-@pytest.mark.parametrize("value", [0, -3, 2.5, "8", True, None, 2**31])
-def test_bad_max_length(strategy, value):
-    with pytest.raises(hfp.PackingError, match=f"max_length: expected an integer from 1 to 2147483647, got {value!r}"):
-        strategy(value)
-
-
-@pytest.mark.parametrize("strategy", strategy_classes(having="max_documents"))
-def test_bad_max_documents_and_seed(strategy):
-    with pytest.raises(hfp.PackingError, match="max_documents: expected an integer from 1 .* got 0"):
-        strategy(8, max_documents=0)
-    with pytest.raises(hfp.PackingError, match="seed: expected an integer from 0 .* got -1"):
-        strategy(8, seed=-1)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", hfp.BestFit, hfp.Bucket, int, None])
@@ -89,7 +73,7 @@ def test_a_document_of_billions_of_tokens_is_cut():
 
 
 def plan(lengths, overflow):
-    return hfp.plan_packing(lengths, hfp.BestFit(10, overflow=overflow))
+    return hfp.plan_packing(lengths, hfp.BestFit(10, overflow=overflow, seed=None))
 
 
 def test_split_cuts_into_full_chunks_and_a_remainder():
@@ -100,17 +84,9 @@ def test_split_cuts_into_full_chunks_and_a_remainder():
 
 def test_truncate_keeps_the_beginning():
     truncated = plan([25, 3], "truncate")
-    assert sorted(
-        zip(
-            truncated.segment_document.tolist(),
-            truncated.segment_start.tolist(),
-            truncated.segment_length.tolist(),
-            strict=True,
-        )
-    ) == [
-        (0, 0, 10),
-        (1, 0, 3),
-    ]
+    assert truncated.segment_document.tolist() == [0, 1]
+    assert truncated.segment_start.tolist() == [0, 0]
+    assert truncated.segment_length.tolist() == [10, 3]
     assert (truncated.metrics().num_cut_documents, truncated.metrics().num_dropped_tokens) == (1, 15)
 
 
@@ -125,11 +101,6 @@ def test_error_names_the_document():
     with pytest.raises(hfp.PackingError, match="document 1 has 25 tokens, more than max_length=10"):
         plan([3, 25], "error")
     assert plan([3, 10], "error").num_packs == 2
-
-
-def test_unknown_overflow():
-    with pytest.raises(hfp.PackingError, match="overflow: expected one of split, truncate, drop, error, got 'cut'"):
-        hfp.BestFit(10, overflow="cut")
 
 
 def test_no_document_that_fits_is_cut(rng):

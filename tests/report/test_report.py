@@ -88,9 +88,13 @@ def test_speed_up_is_time_per_real_token(chat):
     assert row.leveled.balance > row.work.balance
 
 
-def test_equal_documents_gain_nothing():
-    (row,) = hfp.packing_report(np.full(800, 512), 512, strategies=[hfp.BestFit(512)], padded_rows=1).rows
-    assert row.speed_up == pytest.approx(1)
+def test_equal_documents_and_idle_ranks_are_no_speed_up():
+    for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
+        strategies = [hfp.BestFit(length)]
+        report = hfp.packing_report(np.full(documents, length), strategies=strategies, padded_rows=padded_rows)
+        assert report.rows[0].speed_up == pytest.approx(1)
+    (row,) = hfp.packing_report([64] * 5, strategies=[hfp.BestFit(64)], ranks=500).rows
+    assert row.work.balance == 1  # of the ranks that work in an incomplete step
 
 
 def test_rows_as_long_as_documents_need(chat):
@@ -152,16 +156,6 @@ def test_the_table_and_json_agree_where_documents_are_empty():
         assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.3%}" == "100.000%"
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
     assert report.lengths.empty == 100
-
-
-def test_one_incomplete_step_is_balanced_over_the_ranks_that_work():
-    (row,) = hfp.packing_report([64] * 5, 64, strategies=[hfp.BestFit(64)], ranks=500).rows
-    assert row.work.balance == 1
-
-
-def test_idle_ranks_are_no_speed_up():
-    (row,) = hfp.packing_report(np.full(40, 3000), 3000, strategies=[hfp.BestFit(3000)]).rows
-    assert row.speed_up == pytest.approx(1)
 
 
 @pytest.mark.slow
@@ -238,14 +232,6 @@ def test_buckets_are_not_blamed_for_small_packs(chat):
     reason = hfp.packing_report(chat, [2048, 4096]).recommendation.reason
     assert "FirstCome(4096) would need" in reason
     assert "Bucket" not in reason
-
-
-def test_json(chat):
-    found = json.loads(json.dumps(hfp.packing_report(chat, 2048).to_dict(), default=plain))
-    assert {row["strategy"] for row in found["strategies"]} == {"FixedLength(2048)", "FirstCome(2048)", "BestFit(2048)"}
-    assert found["lengths"]["documents"] == 4000
-    assert "counts" not in found["lengths"]
-    assert all(0 < row["attention_balance"] <= row["attention_balance_leveled"] <= 1 for row in found["strategies"])
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 import datasets
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.columns import apply_loss_masks, find_unmasked_label
-from hf_packing.errors import PackingError
 
 NAMES = ("completion_mask", "assistant_masks")
 
@@ -37,7 +35,7 @@ def labels_by_hand(columns):
 
 
 @given(documents())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30)
 @pytest.mark.filterwarnings("ignore:pack applies", "ignore:pack skips", "ignore:packing applies")
 def test_pack_and_map_apply_masks(columns):
     expected = labels_by_hand(columns)
@@ -69,37 +67,6 @@ def test_map_says_so():
     expected = "packing applies assistant_masks to labels: tokens with a 0 are not trained on"
     with pytest.warns(UserWarning, match=expected):
         assert hfp.BestFit(8)(batch)["labels"] == [[-100, 6]]
-
-
-@pytest.mark.parametrize("mask", [["yes"], [None], [[[1], [0]]], [1]])
-def test_a_mask_without_a_number_for_each_token(mask):
-    dataset = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "completion_mask": mask})
-    with pytest.raises(PackingError, match="'completion_mask': expected lists of 0 and 1, one for each token, got"):
-        hfp.pack(dataset, hfp.BestFit(8))
-    with pytest.raises(PackingError, match="'completion_mask': expected lists of 0 and 1"):
-        hfp.BestFit(8)({"input_ids": [[5, 6]], "completion_mask": mask})
-
-
-def test_a_mask_of_another_length():
-    dataset = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "completion_mask": [[1]]})
-    with pytest.raises(PackingError, match="'completion_mask': expected as many values as input_ids in every row"):
-        hfp.pack(dataset, hfp.BestFit(8))
-
-
-@pytest.mark.filterwarnings("ignore:packing applies completion_mask to labels:UserWarning")
-@pytest.mark.parametrize("mask", [[1, 2], [-1, 1], [0.5, 1.0], [float("nan"), 1.0], [None, 1], ["0", "1"]], ids=str)
-def test_a_mask_of_other_values_than_0_and_1(mask):
-    rows = [{"input_ids": [5, 6], "completion_mask": mask}]
-    labeled = [{**rows[0], "labels": [-100, 6]}]
-    expected = "column 'completion_mask': expected (a 0 or a 1|lists of 0 and 1|a number for every token)"
-    for way in (
-        lambda: hfp.pack(datasets.Dataset.from_list(rows), hfp.BestFit(8)),
-        lambda: hfp.BestFit(8)({name: [value] for name, value in rows[0].items()}),
-        lambda: list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(8))),
-        lambda: hfp.PackingCollator()(labeled),
-    ):
-        with pytest.raises(PackingError, match=expected):
-            way()
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint16, np.uint32, np.int32, np.int64])

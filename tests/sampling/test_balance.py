@@ -107,13 +107,6 @@ def test_equal_to_the_slow_version_whatever_is_done(rng):
     assert done == {"even", "no room", "dealt anew", "cheaper"}
 
 
-def test_one_costly_micro_batch_is_shared_out():
-    tokens, cost = np.full(8, 4), np.array([9.0, 9, 9, 9, 1, 1, 1, 1])
-    limits = Limits(tokens, 16)
-    evened = redistribute_rows([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, limits)
-    assert [cost[group].sum() for group in evened] == [20, 20]
-
-
 def test_documents_stay_within_their_limit():
     """The costly rows have three documents each, of at most four in a micro-batch: dealing them is impossible."""
     tokens, cost = np.full(4, 4), np.array([9.0, 9, 1, 1])

@@ -21,37 +21,46 @@ def sizes_of_lists(packs, bucket=None):
     return sizes_of_packs(lengths, np.cumsum([0, *map(len, packs)]), bucket)
 
 
-class TestWithin:
-    def test_one_segment_is_left_for_the_padding(self):
-        assert hfp.TokenBudget(100).within((128, 8)) == hfp.TokenBudget(100, max_documents=7)
-        assert hfp.TokenBudget(100, max_documents=3).within((128, 8)).max_documents == 3
-        assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
+def test_one_segment_is_left_for_the_padding():
+    assert hfp.TokenBudget(100).within((128, 8)) == hfp.TokenBudget(100, max_documents=7)
+    assert hfp.TokenBudget(100, max_documents=3).within((128, 8)).max_documents == 3
+    assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
 
 
-class TestInOrder:
-    @settings(max_examples=200)
-    @given(PACKS, st.integers(36, 60), st.integers(4, 9), st.integers(1, 5))
-    def test_as_many_successive_rows_as_fit(self, packs, max_tokens, max_documents, world_size):
-        sizes = sizes_of_lists(packs)
-        plan = InOrder(max_tokens=max_tokens, max_documents=max_documents).plan(sizes, Epoch(0, world_size))
-        micro_batches = [
-            plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)
-        ]
-        expected, rows, tokens, documents = [], [], 0, 0
-        for row, pack in enumerate(packs):
-            if rows and pack and (tokens + sum(pack) > max_tokens or documents + len(pack) > max_documents):
-                expected.append(rows)
-                rows, tokens, documents = [], 0, 0
-            rows, tokens, documents = rows + ([(row, False)] if pack else []), tokens + sum(pack), documents + len(pack)
-        expected.append(rows)
-        copies = len(micro_batches) - len(expected)
-        assert micro_batches[: len(expected)] == expected
-        assert 0 <= copies < world_size
-        first = next(row for row, pack in enumerate(packs) if pack)
-        assert micro_batches[len(expected) :] == [[(first, True)]] * copies
+@settings(max_examples=300)
+@given(
+    packs=PACKS,
+    limits=st.one_of(
+        st.tuples(st.integers(1, 9), st.just(999), st.just(999)),
+        st.tuples(st.just(999), st.integers(36, 60), st.integers(4, 9)),
+    ),
+    world_size=st.integers(1, 8),
+)
+def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size):
+    rows_per_batch, max_tokens, max_documents = limits
+    sizes = sizes_of_lists(packs)
+    batching = InOrder(max_tokens=max_tokens, max_documents=max_documents)
+    plan = (batching if rows_per_batch == 999 else InOrder(rows_per_batch)).plan(sizes, Epoch(0, world_size))
+    micro_batches = [
+        plan.micro_batch(number, rank) for number in range(plan.num_micro_batches) for rank in range(world_size)
+    ]
+    expected, rows = [], []
+    for row in np.flatnonzero(sizes.tokens).tolist():
+        together = [row, *(each for each, _ in rows)]
+        fits = sizes.tokens[together].sum() <= max_tokens and sizes.segments[together].sum() <= max_documents
+        if rows and not (fits and len(together) <= rows_per_batch):
+            expected.append(rows)
+            rows = []
+        rows = [*rows, (row, False)]
+    expected.append(rows)
+    copies = len(micro_batches) - len(expected)
+    assert micro_batches[: len(expected)] == expected
+    assert 0 <= copies < world_size
+    assert micro_batches[len(expected) :] == [[(expected[0][0][0], True)]] * copies
+    assert plan.left_out.tolist() == [row for row, pack in enumerate(packs) if not pack]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from([8, 16, 32]), st.integers(1, 6)), min_size=1, max_size=80),
     st.integers(1, 4),

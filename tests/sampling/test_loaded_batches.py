@@ -1,4 +1,4 @@
-"""Batches of rows read from the Arrow table equal those of rows read through the dataset's format, for any dataset."""
+"""Batches of rows read from the Arrow table equal those of rows that the dataset gives, for any dataset."""
 
 import datasets
 import pyarrow as pa
@@ -28,8 +28,10 @@ class Formatted(datasets.Dataset):
     """Rows of a subclass are read through its format."""
 
 
-def formatted(dataset):
-    return Formatted(dataset.data, indices_table=dataset._indices)
+OTHER_WAYS = {
+    "a subclass": lambda dataset: Formatted(dataset.data, indices_table=dataset._indices),
+    "a transform": lambda dataset: dataset.with_transform(lambda rows: rows),
+}
 
 
 @st.composite
@@ -59,10 +61,10 @@ def batches(dataset, batching, world_size, rank, direct):
     return list(torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator()))
 
 
-def assert_same(dataset, batching, world_size):
+def assert_same(dataset, batching, world_size, way="a subclass"):
     for rank in range(world_size):
         read = batches(dataset, batching, world_size, rank, direct=True)
-        expected = batches(formatted(dataset), batching, world_size, rank, direct=False)
+        expected = batches(OTHER_WAYS[way](dataset), batching, world_size, rank, direct=False)
         assert len(read) == len(expected) > 0
         for batch, other in zip(read, expected, strict=True):
             assert batch.keys() == other.keys()
@@ -85,7 +87,7 @@ def test_documents(columns, overflow, data):
     dataset = CHANGES[data.draw(st.sampled_from(sorted(CHANGES.keys() - {"filtered"})))](dataset)
     shortest = 6 if overflow in ("drop", "error") or "seq_lengths" in columns else 1
     batching = hfp.TokenBudget(data.draw(st.integers(shortest, 9)), overflow=overflow)
-    assert_same(dataset, batching, data.draw(st.integers(1, 2)))
+    assert_same(dataset, batching, data.draw(st.integers(1, 2)), data.draw(st.sampled_from(sorted(OTHER_WAYS))))
 
 
 def test_unsigned_lengths():

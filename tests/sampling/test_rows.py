@@ -1,12 +1,17 @@
 """Rows as a sampler asks for them: whole, as pieces, and copies that have nothing to train on."""
 
+import pickle
+
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
+from hf_packing.rows.token_columns import columns_of
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
@@ -16,60 +21,18 @@ def sampled(dataset, budget, **ranks):
     return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
 
 
-def packed(documents):
-    return hfp.pack(documents.select([0, 1, 3]).remove_columns("name"), hfp.BestFit(6))
-
-
 def loader_of(rows, **options):
     return torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator(), **options)
 
 
-@pytest.mark.parametrize("overflow", ["split", "truncate"])
-@pytest.mark.parametrize(
-    "dataset_of",
-    [
-        lambda documents: documents,
-        lambda documents: documents.map(lambda row: {"completion_mask": [0, *[1] * 9][: len(row["input_ids"])]}),
-        lambda documents: documents.select([3, 0, 1]),
-        lambda documents: packed(documents),
-        lambda documents: packed(documents).shuffle(seed=0),
-    ],
-    ids=["documents", "with masks", "selected", "packed", "packed and shuffled"],
-)
-def test_the_same_batches_as_through_a_transform(documents, dataset_of, overflow):
-    """Rows of a plain dataset are read from the Arrow table; those of a transform are not."""
-    dataset = dataset_of(documents)
-    budget = hfp.TokenBudget(4 if "seq_lengths" not in dataset.column_names else 6, overflow=overflow)
-    loaders = [
-        loader_of(sampled(each, budget, world_size=2, rank=1))
-        for each in (dataset, dataset.with_transform(lambda rows: rows))
-    ]
-    assert [loader.dataset._stored is None for loader in loaders] == [False, True]
-    direct, transformed = map(list, loaders)
-    assert len(direct) == len(transformed) > 0
-    for one, other in zip(direct, transformed, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            value, expected = torch.as_tensor(value), torch.as_tensor(other[name])
-            assert value.dtype == expected.dtype
-            assert torch.equal(value, expected)
-
-
-@pytest.mark.parametrize("overflow", ["error", "truncate"])
+@pytest.mark.parametrize("max_tokens", [8, 2])
 @pytest.mark.parametrize("kind", [Plain, list])
-@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, None, torch.tensor(5)])
-def test_labels_of_another_length(overflow, labels, kind):
-    budget = hfp.TokenBudget(8 if overflow == "error" else 2, overflow=overflow)
+@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, 0.5, None, "a", [[1], [2, 3]], torch.tensor(5)], ids=str)
+def test_labels_that_are_not_about_tokens(max_tokens, labels, kind):
+    budget = hfp.TokenBudget(max_tokens, overflow="truncate")
     dataset = sampled(kind([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
     with pytest.raises(PackingError, match="column 'labels': expected 3 values in row 0, as many as input_ids"):
         dataset[0]
-
-
-@pytest.mark.parametrize("labels", [1, 0.5, None, "a", [[1], [2, 3]]], ids=str)
-def test_labels_that_are_not_about_tokens(labels):
-    rows = sampled([{"input_ids": [5, 6], "labels": labels}] * 2, hfp.TokenBudget(4))
-    with pytest.raises(PackingError, match="column 'labels': expected 2 values in row [01]"):
-        list(loader_of(rows))
 
 
 def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
@@ -88,11 +51,6 @@ def test_copies_have_nothing_to_train_on(documents):
     assert copy["input_ids"].tolist() == [5, 6, 7]
     assert copy["labels"].tolist() == [-100] * 3
     assert rows[0]["labels"].tolist() == [5, 6, 7]
-
-
-def test_labels_of_the_dataset_stay(documents):
-    rows = sampled(documents.map(lambda row: {"labels": [-100] * len(row["input_ids"])}), hfp.TokenBudget(8))
-    assert rows[0]["labels"].tolist() == [-100] * 3
 
 
 @pytest.mark.parametrize("kind", ["arrow", "plain"])
@@ -143,13 +101,6 @@ def test_pieces_of_long_documents(documents, kind):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_through_a_data_loader(documents, workers):
-    loader = loader_of(sampled(documents, hfp.TokenBudget(5)), num_workers=workers)
-    assert len(loader) == 2
-    assert sorted(token for batch in loader for token in batch["input_ids"][0].tolist()) == list(range(5, 14))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_copies_through_a_data_loader(workers):
     rows = Plain([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 3]}, {"input_ids": [4, 4, 4]}])
     labels = []
@@ -166,3 +117,53 @@ def test_rows_that_come_or_go():
     for read in (lambda: dataset[0], lambda: dataset.set_epoch(1)):
         with pytest.raises(PackingError, match="expected 1 rows, as when batches were planned, got 2"):
             read()
+
+
+def test_rows_share_memory_with_the_table_and_are_read_only():
+    dataset = datasets.Dataset.from_dict({"a": [[1, 2, 3], [4]]})
+    values, _ = columns_of(dataset, ["a"])["a"].read(np.array([-2, 1]))
+    assert values.tolist() == [1, 2, 3]
+    assert np.shares_memory(values, dataset.data.table.column("a").chunk(0).values.to_numpy())
+    assert not values.flags.writeable
+
+
+def test_a_pickled_copy_reads_the_same_rows_and_has_no_copy_of_their_tokens(tmp_path):
+    datasets.Dataset.from_dict({"input_ids": [[1] * 9] * 9999 + [[3]]}).save_to_disk(tmp_path / "rows")
+    stored = sampled(datasets.load_from_disk(tmp_path / "rows"), hfp.TokenBudget(9))._stored
+    pickled = pickle.dumps(stored)
+    assert len(pickled) < 9999
+    assert pickle.loads(pickled).read([9999])[0]["input_ids"].tolist() == [3]
+
+
+@pytest.mark.parametrize("column", [[["a"], ["b"]], [[[[1]]], [[[2]]]], [1, 2]], ids=str)
+def test_columns_without_lists_of_numbers_are_left_to_the_dataset(column):
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]], "b": column})
+    sampler = RankBatchSampler(hfp.TokenBudget(9), sizes_of(dataset))
+    assert SampledRows(dataset, sampler)._stored is not None
+    assert SampledRows(dataset, sampler, more=["b"])._stored is None
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.list_(pa.int64())), pa.list_(pa.list_(pa.int32(), 2))], ids=str)
+def test_lists_of_pairs(kind):
+    pairs = [[[1, 2], [3, 4], [5, 6]], [], [[7, 8]]]
+    dataset = datasets.Dataset(pa.table({"offsets": pa.array(pairs, kind)}))
+    for rows_of in (dataset, dataset.select([2, 0, 1]), dataset.select(range(1, 3))):
+        found = columns_of(rows_of, ["offsets"])["offsets"].read(np.arange(len(rows_of)))
+        assert [values.tolist() for values in found] == rows_of["offsets"][:]
+        assert {values.shape[1] for values in found} == {2}
+
+
+@pytest.mark.parametrize("other", [[[1, 2, 3], [4]], [[1, 2], None], [[1, None]]], ids=str)
+def test_lists_of_other_lists_than_pairs(other):
+    with pytest.raises(PackingError, match="column 'offsets': expected pairs of integers"):
+        columns_of(datasets.Dataset.from_dict({"offsets": [[[1, 2]], other]}), ["offsets"])
+
+
+def test_weights_are_read_as_they_are():
+    weights = [[0.5, 1.0], [], [0.25]]
+    for kind in (pa.float16(), pa.float32(), pa.float64()):
+        halves = [np.array(row, kind.to_pandas_dtype()) for row in weights]
+        dataset = datasets.Dataset(pa.table({"weights": pa.array(halves, pa.list_(kind))}))
+        rows = columns_of(dataset.select([2, 0, 1]), ["weights"])["weights"].read(np.arange(3))
+        assert [row.tolist() for row in rows] == [weights[2], weights[0], weights[1]]
+        assert {row.dtype for row in rows} == {np.dtype(kind.to_pandas_dtype())}

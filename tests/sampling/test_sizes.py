@@ -1,13 +1,16 @@
 """Sizes of rows, without reading their tokens where that is possible."""
 
 import datasets
+import numpy as np
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_dataset import Plain
+from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.sizes import sizes_of
+from hf_packing.trees.segments import TreeSegments
 
 
 def test_sizes_of_documents(documents):
@@ -44,49 +47,6 @@ def test_other_map_style_datasets_are_read_once(documents):
     assert sizes_of(packed).bucket.tolist() == [4]
 
 
-TABLES = [
-    ({"text": ["a"]}, "column 'input_ids'"),
-    ({"seq_lengths": [[3]]}, "column 'input_ids'"),
-    ({"input_ids": [[1]], "position_ids": [[0]]}, "column 'seq_lengths', since rows with a column 'position_ids'"),
-    ({"input_ids": [[1]], "seq_idx": [[0]]}, "column 'seq_lengths', since rows with a column 'seq_idx'"),
-    ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "column 'seq_lengths', since rows with a column 'cu_seq_lens_q'"),
-    ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
-    ({"input_ids": [[1]], "seq_lengths": [3]}, "column 'seq_lengths'"),
-    ({"input_ids": [[1]], "seq_lengths": [[1.5]]}, "column 'seq_lengths'"),
-    ({"input_ids": [[1] * 3] * 2, "seq_lengths": [[3], [-2]]}, "column 'seq_lengths': .* of row 1, got \\[-2"),
-    ({"input_ids": [[1] * 3] * 2, "seq_lengths": [[3], [2, 2]]}, "column 'seq_lengths': .* of row 1, got \\[2, 2"),
-    ({"input_ids": [[1]], "seq_lengths": [[1]], "bucket": [4.0]}, "column 'bucket'"),
-    ({"input_ids": [[1]] * 2, "seq_lengths": [[1]] * 2, "bucket": [4, None]}, "column 'bucket'"),
-]
-
-READ = [
-    ([[1, 2]], "dataset: expected rows that are mappings, but row 0"),
-    ([{"seq_lengths": [1]}], "column 'input_ids'"),
-    ([{"input_ids": None}], "column 'input_ids', row 0"),
-    ([{"input_ids": torch.ones(1, 3)}], "column 'input_ids', row 0"),
-    ([{"input_ids": [[1, 2, 3]]}], "column 'input_ids', row 0"),
-    ([{"input_ids": "text"}], "column 'input_ids', row 0"),
-    ([{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}], "column 'seq_lengths'.* row 1"),
-    ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "column 'labels'.* row 1"),
-    ([{"input_ids": [1], "completion_mask": [0]}, {"input_ids": [1]}], "column 'completion_mask'.* row 1"),
-    ([{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}], "column 'assistant_masks'.* row 1"),
-    ([{"input_ids": [1, 2, 3], "seq_lengths": 3}], "column 'seq_lengths', row 0"),
-    ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], "column 'seq_lengths': .* of row 0, got \\[2, 2"),
-    ([{"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}], "column 'seq_lengths', row 0"),
-    ([{"input_ids": [1], "seq_lengths": [1], "bucket": None}], "column 'bucket', row 0"),
-]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "named"),
-    [(datasets.Dataset.from_dict(columns), named) for columns, named in TABLES]
-    + [(Plain(rows), named) for rows, named in READ],
-)
-def test_refusals(dataset, named):
-    with pytest.raises(PackingError, match=named):
-        sizes_of(dataset)
-
-
 def test_documents_may_have_a_bucket_that_is_none_of_ours():
     rows = [{"input_ids": [1, 2], "bucket": "news"}, {"input_ids": [3]}]
     assert sizes_of(rows).tokens.tolist() == [2, 1]
@@ -99,36 +59,11 @@ def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
     assert sizes_of(Plain([{"input_ids": [1, 9, 3]}])).fingerprint == before
 
 
-def test_an_iterable_dataset(documents):
-    with pytest.raises(PackingError, match="map-style dataset, with a length and numbered rows, got IterableDataset"):
-        sizes_of(documents.to_iterable_dataset())
-
-
-def test_an_iterable_dataset_with_a_length():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-        def __len__(self):
-            return 3
-
-    with pytest.raises(PackingError, match="expected a map-style dataset, with a length and numbered rows, got Stream"):
-        sizes_of(Stream())
-
-
 @pytest.mark.parametrize("make", [datasets.Dataset.from_list, list])
-def test_datasets_are_told_apart_by_their_labels(make):
-    prints = {
-        sizes_of(make([{"input_ids": [1, 2], "labels": [first, 2]}] * 1000)).fingerprint for first in (1, -100, -100)
-    }
-    assert len(prints) == 2
-
-
-@pytest.mark.parametrize("make", [datasets.Dataset.from_list, list])
-@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
-@pytest.mark.parametrize("values", [(1, 0), (True, False)])
-def test_datasets_are_told_apart_by_their_loss_masks(make, name, values):
-    prints = {sizes_of(make([{"input_ids": [1, 2], name: [value, value]}])).fingerprint for value in values}
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("values", [(1, 0, 0), (True, False, True)])
+def test_datasets_are_told_apart_by_their_labels_and_loss_masks(make, name, values):
+    prints = {sizes_of(make([{"input_ids": [1, 2], name: [value, value]}] * 1000)).fingerprint for value in values}
     assert len(prints) == 2
 
 
@@ -138,3 +73,19 @@ def test_datasets_are_told_apart_by_their_tokens():
     assert prints[0] == prints[2] != prints[1]
     packed = [hfp.pack(datasets.Dataset.from_dict(rows), hfp.BestFit(6)) for rows in (one, other)]
     assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
+
+
+@given(st.lists(labeled_documents(), min_size=1, max_size=3))
+def test_sizes_of_trees_are_those_of_the_documents(rows):
+    rows = [tree_row(*documents)[0] for documents in rows]
+    for made in (datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]}), Plain(rows)):
+        sizes = sizes_of(made)
+        assert sizes.tokens.tolist() == [len(row["tree_input_ids"]) for row in rows]
+        assert sizes.segments.tolist() == [len(row["ends"]) for row in rows]
+        for row, work in zip(rows, sizes.squared_lengths, strict=True):
+            position = TreeSegments(tuple(row["segment_lengths"]), tuple(row["parents"])).position_ids
+            own = sum(np.square(row["segment_lengths"]))  # tokens of a segment attend to each other, and to those above
+            above = 2 * sum(position - np.concatenate([np.arange(length) for length in row["segment_lengths"]]))
+            assert work == own + above
+        assert sizes.trees.raw_tokens == sum(len(tokens) for row in rows for tokens, *_ in documents_of(row))
+        assert (sizes.trees.unique_tokens, sizes.trees.documents) == (sizes.tokens.sum(), sizes.segments.sum())

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 BUCKETS = np.array([8, 16, 32])
@@ -54,13 +52,13 @@ def micro_batches_of(plan, accumulation, step):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(BATCHINGS, st.lists(st.integers(1, 40), min_size=1, max_size=150), st.sampled_from([1, 2, 4, 6, 8, 12, 64]))
 def test_steps_are_those_of_any_split_into_ranks_and_accumulation(batching, lengths, slots):
     check_steps(batching, sizes_for(batching, lengths), slots)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=24, max_size=90),
     st.sampled_from([2, 4, 6, 12]),
@@ -118,10 +116,12 @@ def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balan
 
 
 def test_ranks_have_equal_work_with_accumulation_in_buckets(rng):
-    plan = hfp.plan_packing(np.clip(rng.lognormal(6, 1.2, 60_000), 1, 16384).astype(int), hfp.Bucket())
+    plan = hfp.plan_packing(np.clip(rng.lognormal(6, 1.2, 30_000), 1, 16384).astype(int), hfp.Bucket())
     sizes = sizes_of_packs(plan.segment_length, plan.pack_offsets, plan.pack_capacity)
     for accumulation in (1, 8, 32):
-        assert hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8, accumulation)).utilization(sizes.squared_lengths) > 0.98
+        epoch = hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8, accumulation))
+        assert epoch.utilization(sizes.tokens) > 0.99
+        assert epoch.utilization(sizes.squared_lengths) > 0.98
 
 
 def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng):
@@ -132,11 +132,3 @@ def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng)
     assert sum(steps, Counter()) == Counter(range(4000))
     assert steps_of(budget.plan(sizes, Epoch(0, 5, 2)), 2) == steps
     assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
-
-
-def test_a_checkpoint_of_other_steps_is_refused():
-    sizes = sizes_of_documents(np.arange(1, 60))
-    saved = RankBatchSampler(hfp.TokenBudget(100), sizes, 4, 0, accumulation=2).plan_inputs()
-    RankBatchSampler(hfp.TokenBudget(100), sizes, 1, 0, accumulation=8).check_can_resume(saved)
-    with pytest.raises(PackingError, match="^ranks x gradient_accumulation_steps: expected 8, .* got 2;"):
-        RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)

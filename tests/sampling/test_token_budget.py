@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     lengths=LENGTHS,
     world_size=st.integers(1, 64),
@@ -47,6 +46,7 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         rows = [row for of_rank in batches for batch in of_rank for row in batch]
         assert Counter(row for row, is_copy in rows if not is_copy) == wanted
         assert plan.num_copies == sum(is_copy for _, is_copy in rows) < world_size
+        assert not plan.num_copies or np.diff(plan.offsets).max() == 1  # no micro-batch could be divided
         assert plan.is_copy.dtype == bool
         assert plan.largest_micro_batch(sizes) <= max_tokens
         assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
@@ -57,28 +57,14 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         assert np.array_equal(again.offsets, plan.offsets)
 
 
-@pytest.mark.parametrize(("rows", "world_size", "copies"), [(1600, 1, 0), (1600, 64, 0), (1601, 64, 63), (2, 2, 0)])
-def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
-    plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096)), Epoch(0, world_size))
-    assert plan.num_micro_batches == -(-rows // world_size)
-    assert plan.num_copies == copies
-
-
-@settings(max_examples=200)
-@given(
-    packs=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=8, max_size=60),
-    world_size=st.integers(1, 8),
-    max_documents=st.integers(4, 12),
-    seed=st.integers(0, 9),
+@pytest.mark.parametrize(
+    ("rows", "in_micro_batch", "world_size", "copies"),
+    [(1600, 1, 1, 0), (1600, 1, 64, 0), (1601, 1, 64, 63), (2, 1, 2, 0), (128, 2, 64, 0), (2560, 2, 64, 0)],
 )
-def test_segments_of_packed_rows_count_as_documents(packs, world_size, max_documents, seed):
-    sizes = sizes_of_packs(np.concatenate(packs), np.cumsum([0, *map(len, packs)]))
-    budget = hfp.TokenBudget(60, max_documents=max_documents, seed=seed)
-    for epoch in range(2):
-        plan = budget.plan(sizes, Epoch(epoch, world_size))
-        assert plan.per_micro_batch(sizes.segments).max() <= max_documents
-        assert plan.largest_micro_batch(sizes) <= 60
-        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(packs)))
+def test_rows_of_equal_length_have_copies_for_the_last_step_only(rows, in_micro_batch, world_size, copies):
+    plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096 // in_micro_batch)), Epoch(0, world_size))
+    assert plan.num_micro_batches == -(-rows // in_micro_batch // world_size)
+    assert plan.num_copies == copies
 
 
 def test_pieces_of_documents_count_as_documents():
@@ -92,23 +78,6 @@ def test_rows_with_too_many_documents_are_dropped():
     sizes = sizes_of_packs(np.full(7, 2), np.array([0, 2, 5, 7]))
     fitted = hfp.TokenBudget(10, max_documents=2, overflow="drop").fit(sizes)
     assert (fitted.kept.tolist(), fitted.left_out.tolist(), fitted.lost_tokens) == ([0, 2], [1], 6)
-
-
-def test_another_limit_of_documents_is_another_batching():
-    sampler = RankBatchSampler(hfp.TokenBudget(100), sizes_of_documents(np.array([5, 6])))
-    other = RankBatchSampler(hfp.TokenBudget(100, max_documents=3), sizes_of_documents(np.array([5, 6])))
-    with pytest.raises(PackingError, match="batching: expected .*max_documents=None.* got .*max_documents=3"):
-        other.check_can_resume(sampler.plan_inputs())
-
-
-@given(lengths=LENGTHS, world_size=st.integers(1, 8), max_tokens=st.integers(40, 200))
-def test_copies_only_where_no_micro_batch_can_be_divided(lengths, world_size, max_tokens):
-    sizes = sizes_of_documents(np.array(lengths))
-    if np.count_nonzero(lengths) < world_size:
-        return
-    plan = hfp.TokenBudget(max_tokens).plan(sizes, Epoch(0, world_size))
-    if plan.num_copies:
-        assert np.diff(plan.offsets).max() == 1
 
 
 @given(
@@ -151,14 +120,6 @@ def test_that_utilization_would_show_packs_dealt_at_random(sizes, rng):
     assert shuffled.utilization(sizes.squared_lengths) < 0.5
 
 
-def test_accumulated_work_is_level_too(sizes):
-    """What is left of the difference is evened out over the steps between two updates."""
-    plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8, 4))
-    work = plan.per_micro_batch(sizes.squared_lengths)[: plan.num_micro_batches // 4 * 4]
-    together = work.reshape(-1, 4, 8).sum(1)
-    assert (together.mean(1) / together.max(1)).mean() > plan.utilization(sizes.squared_lengths)
-
-
 def test_no_rank_has_the_costliest_more_often(sizes):
     plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8))
     costliest = np.bincount(plan.per_micro_batch(sizes.squared_lengths).argmax(1), minlength=8)
@@ -184,15 +145,6 @@ def test_micro_batches_are_nearly_as_few_as_best_fit_needs(sizes):
     assert plan.num_micro_batches <= 1.01 * best.num_packs + 1
 
 
-def test_packed_rows_share_micro_batches_by_their_tokens_and_attention():
-    sizes = sizes_of_packs(np.array([4, 4, 8, 2, 2, 2, 2]), np.array([0, 2, 3, 7]))
-    assert sizes.tokens.tolist() == [8, 8, 8]
-    assert sizes.squared_lengths.tolist() == [32, 64, 16]
-    plan = hfp.TokenBudget(16).plan(sizes)
-    assert plan.num_micro_batches == 2
-    assert plan.num_copies == 0
-
-
 @pytest.mark.parametrize(
     ("overflow", "kept", "lost"), [("drop", [3, 2], 9), ("truncate", [3, 2, 4], 5), ("split", [3, 2, 4, 4, 1], 0)]
 )
@@ -206,31 +158,19 @@ def test_overflow(overflow, kept, lost):
     assert plan.left_out.tolist() == ([1, 3] if overflow == "drop" else [3])
 
 
-@pytest.mark.parametrize(
-    ("budget", "lengths", "epoch", "fitting"),
-    [
-        (hfp.TokenBudget(100, match_documents_per_step=50), [10] * 100, Epoch(0, 2, 2), "from 4 to 49"),
-        (hfp.TokenBudget(100, max_documents=2, match_documents_per_step=5), [3] * 20, Epoch(), "from 1 to 2"),
-        (hfp.TokenBudget(100, match_documents_per_step=3), [10] * 10, Epoch(0, 2, 2), "from 5 to 10"),
-    ],
-)
-def test_documents_per_step_that_do_not_fit(budget, lengths, epoch, fitting):
-    with pytest.raises(PackingError, match=f"^match_documents_per_step: expected {fitting}, got"):
-        budget.plan(sizes_of_documents(np.array(lengths)), epoch)
-
-
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
     world_size=st.integers(1, 4),
     accumulation=st.integers(1, 6),
     documents=st.integers(1, 80),
     max_tokens=st.integers(40, 200),
+    max_documents=st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
+def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens, max_documents):
     sizes = sizes_of_documents(np.array(lengths))
 
     def refusal(documents):
-        budget = hfp.TokenBudget(max_tokens, match_documents_per_step=documents)
+        budget = hfp.TokenBudget(max_tokens, max_documents=max_documents, match_documents_per_step=documents)
         try:
             budget.plan(sizes, Epoch(0, world_size, accumulation))
         except PackingError as error:
@@ -238,16 +178,10 @@ def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, docum
         return ""
 
     if message := refusal(documents):
+        assert message.startswith("match_documents_per_step: expected ")
         said = [range(int(low), int(high) + 1) for low, high in re.findall(r"expected from (\d+) to (\d+)", message)]
         possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
         assert list(chain.from_iterable(said)) == possible
-
-
-@pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])
-def test_equal_lengths_make_no_step_too_many(rows, world_size):
-    sizes = sizes_of_documents(np.full(rows, 2048))
-    plan = hfp.TokenBudget(4096).plan(sizes, Epoch(0, world_size))
-    assert plan.num_micro_batches == -(-rows // 2 // world_size)
 
 
 def run_together(plan):
@@ -280,3 +214,39 @@ def test_numpy_integers_of_any_size():
     plain = hfp.TokenBudget(16384, linear_cost=2, match_documents_per_step=64)
     numpy = hfp.TokenBudget(np.int32(16384), linear_cost=np.float64(2), match_documents_per_step=np.int64(64))
     assert repr(plain) == repr(numpy)
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=60),
+    world_size=st.integers(1, 8),
+    accumulation=st.integers(1, 3),
+    max_patches=st.one_of(st.none(), st.integers(30, 60)),
+    max_documents=st.one_of(st.none(), st.integers(4, 12)),
+)
+def test_patches_are_limited_beside_tokens_and_documents(rows, world_size, accumulation, max_patches, max_documents):
+    tokens, patches, documents = np.array(rows).T
+    sizes = replace(sizes_of_documents(tokens), segments=documents, patches=patches)
+    assume(len(tokens) >= world_size)
+    for epoch in range(2):
+        budget = hfp.TokenBudget(50, max_patches=max_patches, max_documents=max_documents)
+        plan = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
+        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(tokens)))
+        assert max_patches is None or plan.per_micro_batch(patches).max() <= max_patches
+        assert plan.per_micro_batch(tokens).max() <= 50
+        assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
+
+
+def test_patches_fill_micro_batches_as_well_as_tokens_do():
+    """Two pictures of 30 patches in each micro-batch, and texts of five times 8 tokens beside them."""
+    pictures, texts = np.full(40, 10), np.full(100, 8)
+    sizes = sizes_of_documents(np.concatenate([pictures, texts]))
+    sizes = replace(sizes, patches=np.repeat([30, 0], [40, 100]))
+    assert hfp.TokenBudget(60, max_patches=60).plan(sizes).num_micro_batches == 20
+
+
+def test_rows_with_too_many_patches_are_dropped_and_patches_are_in_the_fingerprint():
+    sizes = replace(sizes_of_documents(np.array([5, 6, 7])), patches=np.array([0, 90, 4]))
+    assert hfp.TokenBudget(50, max_patches=60, overflow="drop").fit(sizes).left_out.tolist() == [1]
+    assert sizes.fingerprint != replace(sizes, patches=np.array([0, 4, 90])).fingerprint
+    assert sizes.fingerprint != replace(sizes, patches=None).fingerprint

@@ -1,6 +1,5 @@
 """The laws of a plan, for every registered strategy, on lengths that hypothesis makes up."""
 
-import re
 import subprocess
 import sys
 
@@ -63,14 +62,6 @@ def test_same_fingerprint_in_another_process():
     plan = hfp.plan_packing(lengths, hfp.BestFit(10, seed=3))
     assert other.stdout.strip() == plan.fingerprint
     assert plan.fingerprint != hfp.plan_packing(lengths, hfp.BestFit(10, seed=4)).fingerprint
-
-
-@pytest.mark.parametrize("strategy", strategy_classes())
-@pytest.mark.parametrize("capacity", [0, -1, 2.5, "8", True])
-def test_a_capacity_that_is_no_positive_integer_is_refused(strategy, capacity):
-    argument = "bucket_lengths" if strategy.has_buckets else "max_length"
-    with pytest.raises(hfp.PackingError, match=rf"^{argument}: expected .* got .*{re.escape(str(capacity))}"):
-        strategy([capacity, 16] if strategy.has_buckets else capacity)
 
 
 @given(lengths_lists, any_strategy())

@@ -86,12 +86,6 @@ def test_a_limit_beyond_the_capacity():
         hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
 
 
-@pytest.mark.parametrize("value", [0, None, 2.5])
-def test_bad_max_documents(value):
-    with pytest.raises(hfp.PackingError, match=f"max_documents: expected an integer from 1 to 2147483647, got {value}"):
-        hfp.NonNegativeLeastSquares(512, max_documents=value)
-
-
 @given(st.integers(1, 20), st.integers(1, 4))
 def test_all_ways_to_fill_a_pack(capacity, limit):
     expected = {

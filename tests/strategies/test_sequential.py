@@ -7,6 +7,7 @@ import pytest
 from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
+from one_by_one import best_fit, first_fit
 
 import hf_packing as hfp
 from hf_packing.planning.permutation import random_order
@@ -84,55 +85,6 @@ def test_first_come_in_other_orders(lengths, capacity, seed, order):
     assert as_sets(packs_of(plan)) == as_sets(next_fit(coming, capacity, None))
 
 
-def test_random_order_and_shuffled_packs(rng):
-    lengths = rng.integers(1, 100, 5000)
-    plan = hfp.plan_packing(lengths, hfp.FirstCome(500))
-    steps = np.diff(plan.segment_document.astype(int))
-    assert 0.45 < (steps > 0).mean() < 0.55
-    longest = hfp.plan_packing(lengths, hfp.FirstCome(500, order="longest_first"))
-    first = longest.segment_length[longest.pack_offsets[:-1]]
-    assert 0.4 < (np.diff(first) > 0).sum() / max((np.diff(first) != 0).sum(), 1) < 0.6
-
-
-def test_first_come_has_more_packs_than_best_fit(rng):
-    lengths = rng.integers(1, 100, 5000)
-    assert (
-        hfp.plan_packing(lengths, hfp.FirstCome(128)).num_packs > hfp.plan_packing(lengths, hfp.BestFit(128)).num_packs
-    )
-
-
-def test_unknown_order():
-    with pytest.raises(hfp.PackingError, match="order: expected one of random, longest_first, dataset, got 'shortest'"):
-        hfp.FirstCome(8, order="shortest")
-
-
-def test_random_order_needs_a_seed():
-    with pytest.raises(hfp.PackingError, match="seed: expected an integer with order='random', got None"):
-        hfp.FirstCome(8, seed=None)
-
-
-def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    packs: list[list[int]] = []
-    for length in sorted(lengths, reverse=True):
-        pack = next((pack for pack in packs if sum(pack) + length <= capacity), None)
-        if pack is None:
-            packs.append([length])
-        else:
-            pack.append(length)
-    return packs
-
-
-def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    packs: list[list[int]] = []
-    for length in sorted(lengths, reverse=True):
-        pack = max((pack for pack in packs if sum(pack) + length <= capacity), key=sum, default=None)
-        if pack is None:
-            packs.append([length])
-        else:
-            pack.append(length)
-    return packs
-
-
 @many_examples
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 20), st.integers(1, 70), st.integers(0, 99))
 def test_same_fills_as_window_by_window(lengths, capacity, window, seed):
@@ -173,12 +125,6 @@ def test_another_seed_brings_other_documents_together(rng):
     assert len(pairs[0] & pairs[1]) < 0.02 * len(pairs[0])
 
 
-def test_bad_arguments_of_multipack():
-    with pytest.raises(hfp.PackingError, match="window: expected an integer from 1 .* got 0"):
-        hfp.Multipack(8, window=0)
-    with pytest.raises(hfp.PackingError, match="seed: expected an integer from 0 .* got None"):
-        hfp.Multipack(8, seed=None)
-    with pytest.raises(hfp.PackingError, match="overflow: expected one of"):
-        hfp.Multipack(8, overflow="cut")
+def test_a_document_that_is_too_long_for_multipack_is_named():
     with pytest.raises(hfp.PackingError, match="lengths: document 1 has 9 tokens, more than max_length=8"):
         hfp.plan_packing([3, 9], hfp.Multipack(8, overflow="error"))

@@ -53,8 +53,7 @@ def in_turn(turns_of_ranks, streams):
     return [row[0] for row in rows if row and row[0] is not None]
 
 
-@pytest.mark.parametrize("kind", ["row groups", "jsonl", "generator"])
-@pytest.mark.parametrize("streams", [4, 8, 24])
+@pytest.mark.parametrize(("kind", "streams"), [("row groups", 8), ("jsonl", 24), ("generator", 4)])
 def test_rows_do_not_depend_on_the_number_of_ranks(kind, streams, tmp_path):
     opened = write_source(tmp_path, kind, files=5)
 
@@ -64,7 +63,7 @@ def test_rows_do_not_depend_on_the_number_of_ranks(kind, streams, tmp_path):
     assert packed().num_shards == streams
     rows = list(packed())
     assert Counter(names_in(rows)) == Counter(range(240))
-    for ranks in (1, 2, 4):
+    for ranks in (2, 4):
         assert in_turn([turns_of(packed(), rank, ranks) for rank in range(ranks)], streams) == rows
         nodes = [split_dataset_by_node(packed(), rank, ranks) for rank in range(ranks)]
         assert Counter(names_in(row for node in nodes for row in node)) == Counter(range(240))

@@ -1,18 +1,13 @@
 """mix: shares of tokens, columns, ends of sources, and exact states."""
 
-import inspect
-import pickle
 from collections import Counter
-from itertools import islice
 
 import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, interleave_datasets
 from datasets.distributed import split_dataset_by_node
-from document_streams import generated, stream_of, write_source
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from document_streams import check_resumed, generated, stream_of
 from torch.utils.data import DataLoader
 
 import hf_packing as hfp
@@ -23,12 +18,11 @@ SHARES = {"short": 0.5, "middle": 0.3, "long": 0.2}
 MEANS = {"short": 20, "middle": 100, "long": 500}
 
 
-def sources(documents=400, rows_in_table=50, times_shorter=1):
+def sources(documents=400):
     made = {}
     for number, (name, mean) in enumerate(MEANS.items()):
         lengths = np.clip(np.random.default_rng(number).lognormal(np.log(mean) - 0.5, 1.0, documents), 1, 20 * mean)
-        lengths = np.maximum(lengths // times_shorter, 1).astype(int).tolist()
-        made[name] = stream_of([[number * 1000 + 1] * length for length in lengths], rows_in_table)
+        made[name] = stream_of([[number * 1000 + 1] * length for length in lengths.astype(int)], rows_in_table=50)
     return made
 
 
@@ -120,59 +114,6 @@ def test_a_source_of_fixed_order_is_read_again():
     assert [each["input_ids"][0] for each in mixed if each["source"][0] == 0] == [1, 2, 1, 2, 1, 2]
 
 
-@settings(max_examples=30)
-@given(
-    st.integers(0, 200),
-    st.integers(0, 200),
-    st.sampled_from(["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]),
-    st.integers(1, 60),
-    st.booleans(),
-)
-def test_states_are_exact(first, second, how, rows_in_table, mapped):
-    def make():
-        mixed = hfp.mix(sources(40, rows_in_table, 10), SHARES, stopping_strategy=how)
-        return mixed.map(lambda row: {"tokens": len(row["input_ids"])}) if mapped else mixed
-
-    documents, seen, state = list(make()), [], None
-    for stop in (first % len(documents), second % len(documents), len(documents)):
-        stream = make()
-        if state is not None:
-            stream.load_state_dict(pickle.loads(state))
-        seen += list(islice(stream, stop))
-        if stop:
-            state = pickle.dumps(stream.state_dict())
-    assert seen == documents
-
-
-def test_states_of_a_packed_mixture(tmp_path):
-    def make():
-        made = {kind: write_source(tmp_path, kind)() for kind in ("row groups", "generator")}
-        return hfp.pack(hfp.mix(made, {"row groups": 1, "generator": 2}), hfp.BestFit(64), window_packs=3, streams=2)
-
-    rows = list(make())
-    for stop in (1, 7, len(rows) - 1):
-        stream = make()
-        head = list(islice(stream, stop))
-        again = make()
-        again.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
-        assert head + list(again) == rows
-
-
-def test_nodes_read_every_document_once(tmp_path):
-    made = {kind: write_source(tmp_path, kind) for kind in ("row groups", "jsonl")}
-
-    def mixed():
-        opened = {kind: source() for kind, source in made.items()}
-        return hfp.mix(opened, dict.fromkeys(opened, 1), stopping_strategy="all_exhausted_without_replacement")
-
-    whole = Counter(str(each) for each in mixed())
-    assert sum(whole.values()) == 480
-    by_shards = {"strategy": "shards"} if "strategy" in inspect.signature(split_dataset_by_node).parameters else {}
-    for ranks in (2, 3):
-        nodes = [split_dataset_by_node(mixed(), rank, ranks, **by_shards) for rank in range(ranks)]
-        assert sum((Counter(str(each) for each in node) for node in nodes), Counter()) == whole
-
-
 def test_a_mixture_of_mixtures():
     documents = {name: Dataset.from_dict({"input_ids": [[number]] * 64}) for number, name in enumerate("abc")}
     inner = hfp.mix({"a": documents["a"], "b": documents["b"]}, {"a": 3, "b": 1}).rename_column("source", "inner")
@@ -181,11 +122,9 @@ def test_a_mixture_of_mixtures():
     def mixed():
         return hfp.mix({"inner": inner, "c": third}, {"inner": 1, "c": 1})
 
-    rows, stream = list(mixed()), mixed()
+    rows = list(mixed())
     assert Counter(row["input_ids"][0] for row in rows[:64]) == {0: 24, 1: 8, 2: 32}
-    head, again = list(islice(stream, 21)), mixed()
-    again.load_state_dict(stream.state_dict())
-    assert [*head, *again] == rows
+    check_resumed(mixed, rows, [21])
 
 
 @pytest.mark.parametrize("how", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
@@ -229,7 +168,7 @@ def test_masks_of_other_lengths():
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_workers_and_shards_read_every_document_once(shards):
+def test_workers_nodes_and_shards_read_every_document_once(shards):
     """Also those that get no shard: datasets leaves out workers beyond the number of shards."""
     parts = [[[10 * part + n] for n in range(8)] for part in range(shards)]
     mixed = hfp.mix({"a": generated(parts)}, {"a": 1})
@@ -240,6 +179,8 @@ def test_workers_and_shards_read_every_document_once(shards):
 
     assert sorted(numbers(DataLoader(mixed, batch_size=None, num_workers=2))) == expected
     assert sorted(n for index in range(4) for n in numbers(mixed.shard(4, index))) == expected
+    nodes = [split_dataset_by_node(mixed, rank, 2) for rank in range(2)]
+    assert sorted(n for node in nodes for n in numbers(node)) == expected
 
 
 def test_the_same_stream_twice():

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from any_strategy import any_strategy
 from datasets import IterableDataset
-from document_streams import SOURCES, make_documents, names_in, stream_of, tokens_in, write_source
+from document_streams import make_documents, names_in, stream_of, tokens_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from literal_stream import literal_rows
@@ -24,7 +24,7 @@ def examples_of(documents):
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(short_documents, any_strategy(), st.integers(1, 5), st.integers(1, 9))
 def test_rows_are_those_of_the_literal_packer(documents, strategy, window_packs, rows_in_table):
     expected = literal_rows(documents, strategy, window_packs)
@@ -32,7 +32,7 @@ def test_rows_are_those_of_the_literal_packer(documents, strategy, window_packs,
         assert list(hfp.pack(stream, strategy, window_packs=window_packs)) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(short_documents, any_strategy(overflow="split"), st.integers(1, 5), st.sampled_from([None, 1, 3]))
 def test_every_token_goes_out_once(documents, strategy, window_packs, streams):
     named = [[1000 * n + k for k in range(len(document))] for n, document in enumerate(documents)]
@@ -43,24 +43,13 @@ def test_every_token_goes_out_once(documents, strategy, window_packs, streams):
     assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) > 0 for row in rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(short_documents, st.integers(1, 20), st.integers(1, 6))
 def test_strategies_that_fill_one_pack_after_the_other_pack_a_stream_like_a_dataset(documents, length, window_packs):
     for strategy in (hfp.FixedLength(length, seed=None), hfp.FirstCome(length, order="dataset", seed=None)):
         whole = strategy({"input_ids": documents}) if documents else {"input_ids": []}
         packed = list(hfp.pack(stream_of(documents), strategy, window_packs=window_packs))
         assert [row["input_ids"] for row in packed] == whole["input_ids"]
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_every_kind_of_source(kind, tmp_path):
-    opened = write_source(tmp_path, kind)
-    rows = list(hfp.pack(opened(), hfp.BestFit(64), window_packs=4).with_format(None))
-    documents = list(opened().with_format(None))
-    assert sorted(names_in(rows)) == sorted(names_in(documents))
-    assert tokens_in(rows) == tokens_in(documents) > 3000
-    whole = tokens_in(rows) / 64
-    assert len(rows) < 1.04 * whole
 
 
 def test_other_columns_go_along():
@@ -72,8 +61,8 @@ def test_other_columns_go_along():
     with pytest.warns(UserWarning, match="pack ") as warned:
         packed = hfp.pack(stream, hfp.BestFit(16), window_packs=2)
     assert [str(each.message) for each in warned] == [
-        "pack leaves out columns without one number for each token: 'text' (string)",
         "pack applies completion_mask to labels: tokens with a 0 are not trained on",
+        "pack leaves out columns without one number for each token: 'text' (string)",
     ]
     assert list(packed.features) == ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
     whole = hfp.pack(datasets.Dataset.from_dict({"input_ids": documents, **columns}), hfp.BestFit(16))
@@ -114,19 +103,13 @@ def test_epochs_differ_and_come_again():
     assert sorted(names_in(epochs[0])) == sorted(names_in(epochs[1])) == list(range(60))
 
 
-def test_formats_take_skip_and_map_after_packing():
+def test_take_skip_and_map_after_packing():
     packed = hfp.pack(stream_of(make_documents(60)), hfp.BestFit(16), window_packs=3)
     rows = list(packed)
     assert list(packed.take(5)) == rows[:5]
     assert list(packed.skip(5)) == rows[5:]
-    arrays = list(packed.with_format("numpy"))
-    assert [row["input_ids"].tolist() for row in arrays] == [row["input_ids"] for row in rows]
-    tables = list(packed.with_format("arrow"))
-    assert [table["input_ids"][0].as_py() for table in tables] == [row["input_ids"] for row in rows]
     mapped = packed.map(lambda row: {"tokens": len(row["input_ids"])})
     assert [row["tokens"] for row in mapped] == [len(row["input_ids"]) for row in rows]
-    torched = next(iter(packed.with_format("torch")))
-    assert torched["seq_lengths"].tolist() == rows[0]["seq_lengths"]
 
 
 def test_a_dict_of_streams():

@@ -7,8 +7,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import torch
-from accelerate import Accelerator
 from datasets import IterableDataset
 from document_streams import make_documents, names_in, read_stream, write_jsonl, write_parquet
 
@@ -54,17 +52,6 @@ def test_documents_are_those_of_the_plain_stream(stream, change, streams):
     packed = hfp.pack(changed, hfp.BestFit(64), window_packs=2, streams=streams)
     assert sorted(names_in(packed)) == sorted(expected)
     assert len(expected) not in (0, 90)
-
-
-def test_what_is_left_out_for_validation_is_not_trained_on(stream):
-    training, validation = stream.skip(20), stream.take(20)
-    loader = hfp.prepare_dataloader(
-        Accelerator(cpu=True), hfp.pack(training, hfp.BestFit(64), streams=2), hfp.TokenBudget(64)
-    )
-    trained = {token for batch in loader for token in batch["input_ids"][0].tolist()}
-    named = set(names_in(validation))
-    assert len(named) == 20
-    assert not {name + 10**6 for name in named} & trained
 
 
 @pytest.mark.parametrize("streams", [None, 2])
@@ -115,12 +102,6 @@ def test_other_columns_of_later_documents_do_no_harm():
 def test_values_of_later_documents_are_not_cut_off(row_of, message):
     with pytest.raises(hfp.PackingError, match=f"column {message}"):
         list(hfp.pack(generated(row_of), hfp.BestFit(64)))
-
-
-def test_tensors_are_refused_with_what_to_do():
-    made = generated(lambda _, ids: {"input_ids": torch.tensor(ids)})
-    with pytest.raises(hfp.PackingError, match="dataset: expected documents whose columns are lists or NumPy arrays"):
-        hfp.pack(made, hfp.BestFit(64))
 
 
 def test_sizes_are_bytes(tmp_path):

@@ -47,13 +47,6 @@ def test_states_are_merged_key_by_key():
     assert examples._state_dict["shard_idx"] == (1, {"a": 2})
 
 
-def test_shuffle_buffers_are_found():
-    """upstream.has_shuffle_buffer: without it, a resumed stream would lose the documents in the buffer."""
-    stream = stream_of(make_documents(5)).shuffle(seed=0)
-    assert upstream.has_shuffle_buffer(stream.map(lambda row: row)._ex_iterable)
-    assert not upstream.has_shuffle_buffer(stream_of(make_documents(5))._ex_iterable)
-
-
 def test_files_of_shards(tmp_path):
     """upstream.shard_files: without it, shares have different sizes, and changed files are not noticed."""
     for kind, suffix in (("parquet", ".parquet"), ("jsonl", ".jsonl"), ("mapped", ".parquet")):

@@ -12,6 +12,7 @@ from chat_templates import (
     CHAT,
     CHATML,
     FROM_TRL,
+    OPENED,
     PLAIN,
     TOKENIZERS,
     TOOLS,
@@ -22,7 +23,8 @@ from chat_templates import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -198,15 +200,6 @@ def test_map_makes_documents_that_can_be_packed():
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(128)))["labels"][:] == documents["labels"][:]
 
 
-def test_nulls_that_arrow_puts_into_messages_are_not_written(qwen3):
-    rows = datasets.Dataset.from_list([{"messages": WITH_TOOLS}, {"messages": CHAT}])
-    assert rows[1]["messages"][1]["tool_calls"] is None
-    options = {"batched": True, "remove_columns": ["messages"], "fn_kwargs": {"tokenizer": qwen3}}
-    documents = rows.map(hfp.branches, **options)
-    check(qwen3, documents[:3], WITH_TOOLS, (2, 4, 5))
-    check(qwen3, documents[3:], CHAT, (1, 3))
-
-
 def test_conversations_without_documents_are_counted():
     tokenizer = TOKENIZERS["chatml"]
     batch = {"messages": [[], [user("one")], [assistant("Hi")], [assistant("Hi"), *PLAIN]]}
@@ -259,3 +252,76 @@ def test_a_token_at_the_end_that_takes_white_space_along():
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True, special=True)]})
     (ids,), _ = hfp.branches(PLAIN[:2], tokenizer).values()
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
+
+
+PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is it?"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "conversations", "named"),
+    [
+        ("alternating", [user("one"), user("two"), assistant("")], "message 2: .*roles must alternate"),
+        ("alternating", [WITH_TOOLS[0], *CHAT], "message 2: .*roles must alternate"),
+        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch, message 0: .*'image'"),
+        ("chatml", {"messages": [["one"]]}, "row 0 of the batch, .*role"),
+        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch, .*tools"),
+        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch, .*list of messages"),
+        ("chatml", {"prompt": "one", "completion": "two"}, "conversations: .*batched=True"),
+        ("chatml", {"messages": CHAT}, "conversations: .*batched=True"),
+        ("chatml", {"text": ["one"]}, "conversations: .*'messages'.*text"),
+        ("chatml", {"prompt": [CHAT]}, "conversations: .*'completion'.*prompt"),
+        ("chatml", "one", "conversations: .*str"),
+    ],
+)
+def test_refused(template, conversations, named):
+    with pytest.raises(PackingError, match=f"^{named}"):
+        hfp.branches(conversations, TOKENIZERS[template])
+
+
+def test_turns_that_differ_from_their_prompt_are_refused():
+    unopened = tokenizer_with(OPENED.replace("<think>\n{{", "{{"))
+    with pytest.raises(PackingError, match=r"message 1: .* has 'im_.*<think>\\n' .* has 'im_start.*thought one\\n</"):
+        hfp.branches(CHAT, unopened)
+    rewriting = tokenizer_with("{{ messages | length }}" + CHATML)
+    with pytest.raises(PackingError, match="the prompt has '1<.*' where the turn has '2<"):
+        hfp.branches(CHAT, rewriting)
+    silent = tokenizer_with(CHATML.replace("{{ message.content }}<|im_end|>\n", ""))
+    with pytest.raises(PackingError, match="message 1: expected a turn with text, but the chat template writes none"):
+        hfp.branches([user("one"), assistant("")], silent)
+
+
+def test_bad_conversations_can_be_left_out():
+    tokenizer = TOKENIZERS["alternating"]
+    batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
+    with pytest.raises(PackingError, match="^row 1 of the batch, message 2: "):
+        hfp.branches(batch, tokenizer)
+    message = (
+        "2 of 4 conversations cannot be used and are left out, the first because of row 1 of the batch, message 2: "
+    )
+    with pytest.warns(UserWarning, match=message):
+        documents = hfp.branches(batch, tokenizer, skip_bad=True)
+    assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
+
+
+def test_tokenizers_without_a_template_are_refused():
+    for tokenizer in tokenizer_with(None), object():
+        with pytest.raises(
+            PackingError, match=f"expected a tokenizer with a chat template, got {type(tokenizer).__name__}"
+        ):
+            hfp.branches(CHAT, tokenizer)
+
+
+def test_a_tokenizer_that_cannot_tokenize_turns_alone_is_refused():
+    """It writes a space at the beginning of each text."""
+    known = {each: number for number, each in enumerate(["▁", "A", "b", "▁A", "Ab", "▁Ab", "</s>"])}
+    backend = Tokenizer(models.BPE(known, [("▁", "A"), ("▁A", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    template = (
+        "{{ messages[1].content }}{% if add_generation_prompt %}A{% else %}A{{ messages[-1].content }}{% endif %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    message = (
+        "message 2: expected a tokenizer that can tokenize a turn apart from its prompt, but 'A' and 'b</s>' become"
+    )
+    with pytest.raises(PackingError, match=message):
+        hfp.branches([user(""), user(""), assistant("b</s>")], tokenizer)

@@ -176,6 +176,8 @@ def test_templates_that_rewrite_earlier_turns(template):
 def test_refused(rows, settings, message):
     with pytest.raises(PackingError, match=message):
         ours(rows, **settings)
+    with pytest.raises(PackingError, match="row 1 of the batch: expected Unicode"):
+        hfp.tokenize({"text": ["a", "\ud800"]}, tokenizer_with(CHATML))
 
 
 def test_what_is_no_dataset_or_tokenizer(tmp_path):

@@ -263,11 +263,8 @@ class OneByOne(Batching):
     def fit(self, sizes):
         return keep_rows(sizes, sizes.tokens > 0)
 
-    def num_micro_batches(self, rows, epoch):
-        return len(rows.kept) // epoch.world_size
-
     def plan_fitted(self, rows, epoch):
-        number = self.num_micro_batches(rows, epoch) * epoch.world_size
+        number = len(rows.kept) // epoch.world_size * epoch.world_size
         return EpochPlan(
             epoch.world_size,
             rows=rows.kept[:number],

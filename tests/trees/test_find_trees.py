@@ -74,9 +74,9 @@ def test_values_of_other_columns_split_prefixes(documents, least, data):
     ]
     check_sharing(found.forest, keys)
     assert found.forest.sizes.sum() == tokens_of_trie(keys, least)
-    with pytest.MonkeyPatch.context() as patch:  # as if all documents together were too many to sort at once
-        for name, value in (("_SORTED_AT_ONCE", 4), ("_FEWEST_AT_ONCE", 1), ("_MOST_AT_ONCE", 2)):
-            patch.setattr(find_module, name, value)
+    with pytest.MonkeyPatch.context() as patch:  # one or two tokens are sorted at a time
+        patch.setattr(find_module, "_TOKENS_OF_BLOCK", 2)
+        patch.setattr(find_module, "_FEWEST_AT_ONCE", 1)
         again, _ = find(documents, least, weights=weights, labels=labels)
     assert again.forest.sizes.sum() == found.forest.sizes.sum()
     check_sharing(again.forest, keys)
@@ -114,7 +114,7 @@ def test_columns_of_every_type(dtype):
     assert found.splits == {"kinds": 1}
 
 
-def test_blocks_and_lengths_of_comparison_change_nothing(monkeypatch, rng):
+def test_blocks_change_nothing(monkeypatch, rng):
     prefixes = [rng.integers(0, 9, 30).tolist() for _ in range(9)]
     documents = [
         [*prefixes[rng.integers(9)][: rng.integers(30)], *rng.integers(0, 9, rng.integers(20)).tolist()]
@@ -122,16 +122,9 @@ def test_blocks_and_lengths_of_comparison_change_nothing(monkeypatch, rng):
     ]
     whole = find(documents, 4)[0].forest
     assert (whole.shared > 0).sum() > 100
-    for name, value in (
-        ("_TOKENS_OF_BLOCK", 60),
-        ("_HASHED_AT_ONCE", 9),
-        ("_COMPARED_AT_ONCE", 7),
-        ("_LONG", 5),
-        ("_SORTED_AT_ONCE", 60),
-        ("_FEWEST_AT_ONCE", 2),
-        ("_MOST_AT_ONCE", 3),
-    ):
-        monkeypatch.setattr(find_module, name, value)
+    for of_block, fewest in ((600, 64), (600, 2), (9, 3)):
+        monkeypatch.setattr(find_module, "_TOKENS_OF_BLOCK", of_block)
+        monkeypatch.setattr(find_module, "_FEWEST_AT_ONCE", fewest)
         again = find(documents, 4)[0].forest
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()

@@ -112,13 +112,14 @@ def generate_columns(
     columns = np.hstack([start, *_guessed_columns(problem, duals, deadline)]).astype(np.int32)
     solution: Relaxation | None = None
     rounds, pruned_at = 0, np.inf
+    scale = _SCALE / problem.demand.sum()
     while time.monotonic() < deadline:
-        solved = solve_master(columns, problem.demand * (_SCALE / problem.demand.sum()), deadline)
+        solved = solve_master(columns, problem.demand * scale, deadline)
         if solved is None:
             break
         packs, value, objective = solved
         rounds += 1
-        packs, objective = packs * problem.demand.sum() / _SCALE, objective * problem.demand.sum() / _SCALE
+        packs, objective = packs / scale, objective / scale
         solution = Relaxation(columns, packs, objective, rounds, finished=True)
         progress(f"round {rounds}: {objective:,.0f} packs before rounding, lower bound {duals.bound:,.0f}")
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
@@ -221,10 +222,7 @@ def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tupl
     serves_shorter = sparse.diags_array([np.ones(slots - 1), -np.ones(slots - 1)], **offsets)
     matrix = sparse.hstack([sparse.csc_array(columns.astype(np.float64)), serves_shorter], format="csc")
     cost = np.concatenate([np.ones(number), np.zeros(slots - 1)])
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        return None
-    options = {"time_limit": seconds} if np.isfinite(seconds) else {}
+    options = {"time_limit": max(0.0, deadline - time.monotonic())}
     result = optimize.linprog(cost, A_ub=-matrix, b_ub=-demand, method="highs-ds", options=options)
     if result.status != 0:
         return None

@@ -18,15 +18,13 @@ from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.fill_columns import fill_columns
 from hf_packing.strategies.optimal.column_generation import ROUNDING, Duals, Problem, columns_of, dive, generate_columns
-from hf_packing.strategies.optimal.knapsack import LEAST_GAIN, fill_rooms
+from hf_packing.strategies.optimal.knapsack import LEAST_GAIN
 from hf_packing.strategies.optimal.slots import slots_wanted, too_much_work
 
 _SHARE_FOR_FRACTIONS = 0.6
 """Share of the time limit that column generation may use. The remaining time is for rounding to whole packs."""
 _FEW_SEGMENTS = 64
 """Maximum number of segments for which the problem may also be solved exactly by integer programming."""
-_MAX_WORK_FOR_BOUND = 1 << 29
-"""Maximum product (number of lengths) x capacity for which `_proven_bound` solves one more knapsack problem."""
 
 
 @register_strategy
@@ -71,9 +69,8 @@ class Optimal(OneCapacity):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        set_fields(
-            self, time_limit=check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
-        )
+        seconds = check_real("time_limit", self.time_limit, 0, math.inf, "a number of seconds, at least 0")
+        set_fields(self, time_limit=seconds)
 
     def solve(self, counts: IntArray) -> Solution:
         with tqdm(
@@ -117,7 +114,8 @@ def _optimal_packs(
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
-    if _least_packs_of_slots(problem) >= best_fit.num_packs:
+    least_of_slots = np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING)
+    if least_of_slots >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
     if too_much_work(problem):
         note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
@@ -127,7 +125,7 @@ def _optimal_packs(
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
     until = began + _SHARE_FOR_FRACTIONS * time_limit
     relaxation, duals = generate_columns(problem, start, until, progress)
-    bound = max(bound, _proven_bound(counts, capacity, slots, problem, duals, until))
+    bound = max(bound, _proven_bound(counts, slots, problem, duals))
     if relaxation is None:
         note = f"best fit, since the time limit of {time_limit:g} s was too short for {how}"
         return Solution(best_fit, bound, note, gave_up=True)
@@ -149,43 +147,19 @@ def _optimal_packs(
     return Solution(found, bound, how)
 
 
-def _least_packs_of_slots(problem: Problem) -> int:
-    """Return a lower bound on the number of packs if each document occupies the whole length of a slot.
-
-    The bound is the total length of the slots of all documents, divided by the capacity and rounded up.
-    """
-    return int(np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING))
-
-
-def _proven_bound(
-    counts: IntArray, capacity: int, slots: IntArray, problem: Problem, duals: Duals, deadline: float
-) -> int:
+def _proven_bound(counts: IntArray, slots: IntArray, problem: Problem, duals: Duals) -> int:
     """Return a lower bound on the number of packs that the documents need, proven by the slot values in `duals`.
 
-    If document lengths are not rounded up to slot lengths, the bound in `duals` is returned. Otherwise, the result is
-    the higher of two bounds. The first bound gives each document the value of the longest slot that is not longer than
-    the document. The second bound interpolates between slot values. The second bound requires another knapsack problem,
-    and is computed only if there is time and no limit on documents per pack.
+    If document lengths are rounded up to slot lengths, each document has the value of the longest slot that is not
+    longer than the document. The possible rounding errors of the knapsack problem are subtracted; they are proportional
+    to its capacity.
     """
-    if not problem.grouped:
-        return _whole_packs(duals.bound, problem.capacity)
-    lengths = np.flatnonzero(counts)
-    shorter = np.concatenate([[0.0], duals.value])[np.searchsorted(slots, lengths, side="right")]
-    bound = float(counts[lengths] @ shorter)
-    work = len(lengths) * capacity
-    if problem.max_documents is None and work <= _MAX_WORK_FOR_BOUND and time.monotonic() < deadline and duals.bound:
-        between = np.interp(lengths, np.append(0, slots), np.append(0.0, duals.value))
-        most = fill_rooms(between, lengths, capacity).value[-1]
-        bound = max(bound, float(counts[lengths] @ between) / most)
-    return _whole_packs(bound, capacity)
-
-
-def _whole_packs(bound: float, rooms: int) -> int:
-    """Round a lower bound up to whole packs, after subtracting the possible rounding errors of the knapsack problem.
-
-    `rooms` is the capacity of the knapsack. The possible rounding errors are proportional to this capacity.
-    """
-    return int(np.ceil(bound * (1 - LEAST_GAIN * (rooms + 1)) - ROUNDING))
+    bound = duals.bound
+    if problem.grouped:
+        lengths = np.flatnonzero(counts)
+        value = np.append(0.0, duals.value)[np.searchsorted(slots, lengths, side="right")]
+        bound = float(counts[lengths] @ value)
+    return int(np.ceil(bound * (1 - LEAST_GAIN * (problem.capacity + 1)) - ROUNDING))
 
 
 _MOST_WAYS = 1 << 14
@@ -215,17 +189,13 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
         ]
         if len(ways) > _MOST_WAYS:
             return None
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        return None
     optimize: Any = load_scipy_optimize("Optimal")
     columns = np.array([way for way, _, _ in ways[1:]]).T  # the first way is an empty pack
-    options = {"time_limit": seconds} if np.isfinite(seconds) else {}
     result = optimize.milp(
         np.ones(columns.shape[1]),
         integrality=np.ones(columns.shape[1]),
         constraints=optimize.LinearConstraint(columns, lb=demand),
-        options=options,
+        options={"time_limit": max(0.0, deadline - time.monotonic())},
     )
     if result.status != 0:
         return None

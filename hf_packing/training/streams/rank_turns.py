@@ -27,7 +27,7 @@ from hf_packing.columns import (
 )
 from hf_packing.planning.lengths import IntArray
 from hf_packing.streams.logical import LogicalStreams, Position, Turn
-from hf_packing.streams.mixture import MixedExamples
+from hf_packing.streams.mix import MixedExamples
 from hf_packing.trees.segments import TreeSegments
 
 Row = dict[str, Any]
@@ -135,7 +135,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
             ]
             size = self._rows_per_batch
             owned = tuple(stream for number in mine for stream in owned[number * size : (number + 1) * size])
-        streams = LogicalStreams(self._streams.ex_iterable, self._streams.packing, self._streams.streams, owned)
+        streams = self._streams.changed(owned=owned)
         streams._init_state_dict()
         if self._state is not None:
             streams.load_state_dict(self._state)

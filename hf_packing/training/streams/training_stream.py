@@ -20,7 +20,7 @@ from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
 from hf_packing.streams.logical import LogicalStreams, warn_of_reading
-from hf_packing.streams.mixture import MixedExamples
+from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import PackedExamples, StreamPacking
 from hf_packing.streams.reader import open_source
 from hf_packing.streams.shards import fingerprint_of_files

@@ -1,31 +1,47 @@
-"""The recipes for reward models, GRPO and masked language models, run as a user runs them, on less."""
+"""The recipes with trainers: classifiers, preferences, rewards, GRPO, masks and answers, run as a user runs them."""
 
 import shutil
 from pathlib import Path
 
+import classify
 import common
 import datasets
+import dpo
 import grpo
 import mlm
 import numpy as np
 import pytest
 import reward
+import squad
 import torch
-from peft import AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from processes import run_script
-from recipe_inputs import save_tiny_model, write
+from recipe_inputs import questions, save_tiny_model, write
 from safetensors.torch import load_file
+from tiers import fast_only
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-MAIN = {"reward": reward.main, "mlm": mlm.main, "grpo": grpo.main}
+MAIN = {each.__name__: each.main for each in (classify, dpo, reward, mlm, grpo, squad)}
 FLAGS = {
+    "classify": ("--max_tokens", 256, "--max_length", 20),
+    "dpo": ("--max_tokens", 400),
     "reward": ("--max_tokens", 200, "--max_length", 40),
     "mlm": ("--max_tokens", 100, "--max_length", 16, "--whole_words"),
     "grpo": ("--max_completion_length", 8, "--num_generations", 4, "--per_device_train_batch_size", 8),
+    "squad": ("--max_length", 32, "--doc_stride", 8),
 }
+ENDS = {
+    "classify": "accuracy on 6 rows",
+    "dpo": "2 x ",  # ranks x micro-batches
+    "reward": "accuracy on 4 of 4 pairs",
+    "mlm": "loss on ",
+    "grpo": "mean reward: ",
+    "squad": "on 4 questions: exact match",
+}
+"""What one of two processes prints once at the end."""
 
 
 def words(number, seed=0):
@@ -33,25 +49,84 @@ def words(number, seed=0):
     return [" ".join(rng.choice(["aa", "bb", "cc."], rng.integers(1, 20))) for _ in range(number)]
 
 
+def labeled(pair=False):
+    more = {"text_pair": "dd"} if pair else {}
+    return [{"text": text, "label": ["no", "yes"][n % 2], **more} for n, text in enumerate(words(60))]
+
+
 def preferred(number=31, **more):
     answers = zip(words(number, 1), words(number, 2), strict=True)
     return [{"chosen": chosen, "rejected": rejected, **more} for chosen, rejected in answers]
+
+
+def pairs(number=24):
+    return [
+        {"prompt": f"say {n} ", "chosen": "yes " * (n % 5 + 1), "rejected": "no " * (n % 3 + 1)} for n in range(number)
+    ]
+
+
+LONG = {"prompt": "say " * 9, "chosen": "yes", "rejected": "no"}
 
 
 def texts(number=40):
     return [{"text": text} for text in words(number)]
 
 
-def prompts(number=12):
-    return [{"prompt": "say " * (n % 4 + 1)} for n in range(number)]
+ROWS = {
+    "classify": labeled(),
+    "dpo": pairs(),
+    "reward": preferred(prompt="say "),
+    "mlm": texts(),
+    "grpo": [{"prompt": "say " * (n % 4 + 1)} for n in range(12)],
+    "squad": questions(),
+}
 
 
-ROWS = {"reward": preferred(prompt="say "), "mlm": texts(), "grpo": prompts()}
-
-
-def flags_of(recipe, folder, *more):
-    data = write(folder / "rows.jsonl", ROWS[recipe])
+def flags_of(recipe, folder, *more, rows=None):
+    data = write(folder / "rows.jsonl", rows or ROWS[recipe])
     return [*map(str, ("--data", data, *FLAGS[recipe], "--output_dir", folder / "out", *more))]
+
+
+@pytest.mark.parametrize("pair", fast_only([False, True], True))
+def test_classify(pair, tmp_path, capsys):
+    flags = flags_of("classify", tmp_path, "--num_train_epochs", 1, rows=labeled(pair))
+    metrics = classify.main([*flags, "--match_documents_per_step", "9"])
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    said = capsys.readouterr().out
+    assert "of 60 texts have 20 tokens or were truncated to it" in said
+    assert not said.startswith("0 of 60")
+    assert "the loss is a mean of labeled rows" in said
+    assert "each with 9.0 documents" in said
+    assert "accuracy on 6 rows" in said
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.label2id == {"no": 0, "yes": 1}
+
+
+def test_dpo(tmp_path, capsys):
+    test = write(tmp_path / "test.jsonl", [*pairs(7), LONG])
+    model = save_tiny_model(tmp_path / "model")
+    flags = ("--max_steps", 2, "--max_length", 25, "--model_name_or_path", model)
+    flags += ("--eval_data", test, "--eval_strategy", "steps", "--eval_steps", 1)
+    trainer = dpo.main(flags_of("dpo", tmp_path, *flags, rows=[*pairs(), LONG]))
+    assert trainer.state.global_step == 2
+    assert sum("eval_loss" in logged for logged in trainer.state.log_history) == 2
+    said = capsys.readouterr().out
+    assert "1 rows left out, 89 tokens lost" in said  # 79 of the long pair, and 10 that are cut from four answers
+    assert "the loss is a mean of rows" in said
+    assert "ref_model: LlamaForCausalLM" in said
+    assert "evaluation: 1 of 7 pairs are truncated, 1 left out" in said
+
+
+def test_dpo_with_lora(tmp_path, capsys):
+    model = save_tiny_model(tmp_path / "model")
+    flags = flags_of("dpo", tmp_path, "--max_steps", 1, "--model_name_or_path", model, "--use_peft", "--lora_r", 4)
+    trainer = dpo.main([*flags, "--learning_rate", "0.01"])
+    assert trainer.model.peft_config["default"].r == 4
+    assert "ref_model" not in capsys.readouterr().out
+    trained = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").get_base_model()
+    before = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(saved.model.norm.weight, before)
 
 
 def test_reward(tmp_path, capsys):
@@ -147,28 +222,41 @@ def test_rewards_of_grpo():
             grpo.reward_of(wrong)
 
 
-def test_refused(tmp_path):
-    rows = {"a": [{"text": "a"}], "c": [{"prompt": [{"role": "user", "content": "a"}]}]}
-    files = {name: str(write(tmp_path / f"{name}.jsonl", data)) for name, data in rows.items()}
-    none = "--output_dir", str(tmp_path / "out")
-    with pytest.raises(ValueError, match="^--data: expected columns prompt, got no prompt$"):
-        grpo.main(["--data", files["a"], *none])
-    with pytest.raises(ValueError, match="^--data: expected columns chosen, rejected, got no chosen$"):
-        reward.main(["--data", files["a"], *none])
-    with pytest.raises(ValueError, match="^--data: expected columns text, got no text$"):
-        mlm.main(["--data", files["c"], *none])
-    flags = flags_of("mlm", tmp_path)
-    with pytest.raises(ValueError, match="--model: expected one whose tokenizer has a mask token"):
-        mlm.main([*flags, "--model", str(save_tiny_model(tmp_path / "model", "Bert"))])
-    with pytest.raises(ValueError, match="mlm_probability should be between 0 and 1"):
-        mlm.main([*flags, "--mlm_probability", "1.5"])
-    with pytest.raises(ValueError, match="--no_such_flag"):
-        mlm.main([*flags, "--no_such_flag", "1"])
+MODEL = "{folder}/model"
+REFUSED = [
+    ("classify", [{"text": "a"}] * 20, (), "--data: expected columns text, label, got no label"),
+    ("classify", None, ("--eval_data", "{folder}/maybe.jsonl"), "--eval_data: expected labels of --data, got 'maybe'"),
+    ("classify", None, ("--resume_from_checkpoint", "last"), "--resume_from_checkpoint: expected a checkpoint in"),
+    ("dpo", [{"prompt": "a", "chosen": "b"}], (), "--data: expected columns chosen, rejected, got no rejected"),
+    ("grpo", [{"text": "a"}], (), "--data: expected columns prompt, got no prompt"),
+    ("reward", [{"text": "a"}], (), "--data: expected columns chosen, rejected, got no chosen"),
+    ("mlm", [{"prompt": "a"}], (), "--data: expected columns text, got no text"),
+    ("mlm", None, ("--model", MODEL), "--model: expected one whose tokenizer has a mask token"),
+    ("mlm", None, ("--mlm_probability", "1.5"), "mlm_probability should be between 0 and 1"),
+    ("mlm", None, ("--no_such_flag", "1"), "--no_such_flag"),
+    ("squad", [{"question": "a", "context": "b"}], (), "--data: expected columns question, context, answers, got no a"),
+    (
+        "squad",
+        [{**row, "answers": {"text": ["gold"], "answer_start": [999]}} for row in questions(20)],
+        (),
+        "--data: expected answer 'gold' to 'where [0-9]+' at character 999, got ''",
+    ),
+    ("squad", None, ("--max_length", 10), "--max_length: expected more than the .* the 8 of --doc_stride, got 10"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", list(MAIN))
-def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
+@pytest.mark.parametrize(("recipe", "rows", "flags", "message"), REFUSED)
+def test_refused(tmp_path, recipe, rows, flags, message):
+    write(tmp_path / "maybe.jsonl", [{"text": "a", "label": "maybe"}])
+    if MODEL in flags:
+        save_tiny_model(tmp_path / "model", "Bert")
+    flags = [str(each).format(folder=tmp_path) for each in flags]
+    with pytest.raises(ValueError, match=message):
+        MAIN[recipe](flags_of(recipe, tmp_path, *flags, rows=rows))
+
+
+@pytest.mark.parametrize("recipe", fast_only(MAIN, "classify"))
+def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path, capsys):
     flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--save_steps", 1, "--gradient_accumulation_steps", 2)
     whole = MAIN[recipe](flags)
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -177,6 +265,7 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
     with pytest.raises(SystemExit) as ended:
         MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
     assert ended.value.code == 0
+    assert "has the last step of the run: nothing is left to train" in capsys.readouterr().out
     for name in ("checkpoint-2", "model.safetensors"):
         path = tmp_path / "out" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -185,16 +274,26 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
     again = MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
     resumed = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
-    if recipe != "grpo":
+    if recipe not in ("dpo", "grpo"):
         assert again["eval_loss"] == whole["eval_loss"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", list(MAIN))
+@pytest.mark.parametrize("recipe", MAIN)
 def test_two_processes(recipe, tmp_path):
-    done = run_script(RECIPES / f"{recipe}.py", *flags_of(recipe, tmp_path), ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    ends = {"reward": "accuracy on 4 of 4 pairs", "mlm": "loss on ", "grpo": "mean reward: "}
-    assert ends[recipe] in done.stdout
-    assert done.stdout.count(ends[recipe]) == 1
+    """Without the name of a model; what is refused, and a run that is finished, are told by one of them."""
+
+    def run(*more):
+        done = run_script(RECIPES / f"{recipe}.py", *flags_of(recipe, tmp_path, *more), ranks=2)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run()
+    assert code == 0, said[-6000:]
+    assert said.count(ENDS[recipe]) == 1
     assert (tmp_path / "out" / "model.safetensors").exists()
+    code, said = run("--resume_from_checkpoint", "last")
+    assert code == 0, said[-6000:]
+    assert said.count("nothing is left to train") == 1
+    code, said = run()
+    assert code == 1
+    assert said.count("has some of an earlier run") == 1
