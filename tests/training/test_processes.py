@@ -157,8 +157,7 @@ def test_every_document_once_in_every_epoch(tmp_path, through):
     assert len({tuple(order) for order in orders.values()}) == 3
 
 
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize(("loss", "through"), [("token", "trainer"), ("sequence", "loop")])
 def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
     expected, value = gradients_of_a_padded_batch(documents(FEW), loss)
     for accumulation, max_tokens in [(1, 1000), (4, 150)]:
