@@ -1,4 +1,4 @@
-"""prepare_dataloader on one process: epochs, state, accumulation, losses."""
+"""Training loops on one process, with prepare_dataloader or a PackingCollator: epochs, state, accumulation, losses."""
 
 import datasets
 import pytest

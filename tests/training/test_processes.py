@@ -125,19 +125,8 @@ def test_the_gradient_of_two_ranks_is_that_of_one_batch(on_two_ranks, name):
     assert len(read(folder, "seen", 0)) == 1
     assert largest_difference(torch.load(folder / "gradients.pt"), expected) <= 1e-12
     assert losses(folder)[1] == pytest.approx(value, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_fixed_shapes_change_nothing_on_two_ranks(on_two_ranks, loss, through):
-    plain, fixed = (on_two_ranks / f"{through} {name}" for name in (loss, f"fixed {loss}"))
-    found, expected = (torch.load(folder / "gradients.pt") for folder in (fixed, plain))
-    assert largest_difference(found, expected) <= 1e-12
-    assert losses(fixed)[1] == pytest.approx(losses(plain)[1], rel=1e-12)
-    assert [line["loss"] for line in read(fixed, "evaluated", 0)] == [
-        line["loss"] for line in read(fixed, "evaluated", 1)
-    ]
+    if RUNS[name].get("eval_batch_sizes"):
+        assert read(folder, "evaluated", 0) == read(folder, "evaluated", 1)
 
 
 @pytest.mark.slow
@@ -168,8 +157,7 @@ def test_every_document_once_in_every_epoch(tmp_path, through):
     assert len({tuple(order) for order in orders.values()}) == 3
 
 
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize(("loss", "through"), [("token", "trainer"), ("sequence", "loop")])
 def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
     expected, value = gradients_of_a_padded_batch(documents(FEW), loss)
     for accumulation, max_tokens in [(1, 1000), (4, 150)]:

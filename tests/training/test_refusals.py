@@ -84,8 +84,8 @@ def models_in(trainer):
     return [each for each in (trainer.model, getattr(trainer, "ref_model", None)) if each is not None]
 
 
-def check_refused(argument, call, error=PackingError):
-    with pytest.raises(error) as found:
+def check_refused(argument, call):
+    with pytest.raises(PackingError) as found:
         call()
     assert str(found.value).startswith(f"{argument}: "), str(found.value)
 
@@ -336,11 +336,9 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE)),
     ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE, loss_unit="tokens")),
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
-    ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="rows")),
     ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
-    ("loss_unit", lambda of: hfp.attach(dpo(of, "sigmoid"), hfp.TokenBudget(400), loss_unit="labeled tokens")),
     *(
         ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
         for losses in (["sigmoid", "sft"], ["aot"])

@@ -108,9 +108,9 @@ class Recorded:
         return batch
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.usefixtures("exact_log_probs")
-def test_sft_with_pictures(accumulation, processor, chats, tmp_path):
+def test_sft_with_pictures(processor, chats, tmp_path):
+    accumulation = 3
     ours = sft(tmp_path, processor, chats, gradient_accumulation_steps=accumulation, max_steps=2)
     ours.data_collator = Recorded(ours.data_collator)
     summary = hfp.attach(ours, hfp.TokenBudget(200, max_patches=48))

@@ -1,4 +1,4 @@
-"""score: log-likelihoods and embeddings of packed documents are those of each document alone."""
+"""score: log-likelihoods and embeddings are those of each document alone, in packed rows and in rows of trees."""
 
 import numpy as np
 import pytest

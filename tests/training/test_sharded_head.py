@@ -1,4 +1,4 @@
-"""The loss in chunks inside of DDP and FSDP, on two processes with other documents."""
+"""The loss in chunks inside of DDP and FSDP, on two processes with different documents."""
 
 import json
 import warnings
