@@ -219,7 +219,7 @@ def _check_loss_masks(row: Row, number: int) -> None:
             "pack() and map(strategy) apply the mask to the labels"
         )
     labels = read_integers(LABELS, row, number)
-    masks = {name: np.asarray(row[name]) for name in names}
+    masks = {name: np.asarray(row[name]).ravel() for name in names}
     for name, mask in masks.items():
         check_length(name, mask, len(labels), number)
     if found := find_unmasked_label(labels, masks):

@@ -91,7 +91,9 @@ class TextTokenizer:
     def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
         """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
         (before,) = self._encode([document._replace(text=document.text[:edge], trained=None)])
-        return num_shared(encoding.ids, before.ids)
+        within = np.flatnonzero(~np.array(before.special_tokens_mask, dtype=bool))
+        alone = before.ids[: within[-1] + 1] if len(within) else before.ids  # without the special tokens at the end
+        return num_shared(encoding.ids, alone)
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Any]:
         """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
@@ -158,8 +160,9 @@ class _SlowBackend:
         self.tokenizer = tokenizer
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
-        encoded = [self.tokenizer(text, add_special_tokens=add_special_tokens) for text in texts]
-        return [SimpleNamespace(ids=each["input_ids"], offsets=()) for each in encoded]
+        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
+        encoded = [self.tokenizer(text, **options) for text in texts]
+        return [SimpleNamespace(ids=each["input_ids"], offsets=(), **each) for each in encoded]
 
     encode_batch_fast = encode_batch
 

@@ -22,6 +22,7 @@ OF_ROWS = [
     ("completion_mask", "but row 0 has no labels", [TWO | {"completion_mask": [0, 1]}]),
     ("assistant_masks", "token 1 of row 1", [TWO, TWO | {"labels": [1, 2], "assistant_masks": [1, 0]}]),
     ("assistant_masks", "expected 2 values in row 0", [TWO | {"labels": [1, 2], "assistant_masks": [1]}]),
+    ("completion_mask", "expected 2 values in row 0", [TWO | {"labels": [1, 2], "completion_mask": 1}]),
 ]
 
 OF_SEGMENTS = [

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, WITH_TOOLS, tokenizer_with
 from tiny_models import build
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -277,3 +277,15 @@ def test_a_tokenizer_in_python():
     tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})])
     assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
     assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
+
+
+@pytest.mark.parametrize("special", ["$A </s>", "<s> $A </s>"])
+def test_special_tokens_that_end_a_prompt_alone_take_no_label_from_its_completion(special):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single=special, special_tokens=[("</s>", 1), ("<s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    completions = {"": [1], " two": [4, 1], " </s> two": [1, 4, 1]}
+    rows = [{"prompt": "one", "completion": completion} for completion in completions]
+    tokens = hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer)
+    assert [[label for label in row if label != -100] for row in tokens["labels"]] == list(completions.values())
