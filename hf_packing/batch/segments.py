@@ -50,7 +50,7 @@ def check_length(name: str, values: Sized, tokens: int, row: int) -> None:
 
 def check_mask(mask: Any, tokens: int, row: int) -> None:
     """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
-    values = np.asarray(mask)
+    values = np.atleast_1d(np.asarray(mask))
     check_length(ATTENTION_MASK, values, tokens, row)
     if (other := values != 1).any():
         raise PackingError(

@@ -45,6 +45,7 @@ OF_SEGMENTS = [
     ("attention_mask", "got a 2 in row 1", {"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}),
     ("attention_mask", "got a 0 in row 1", {"attention_mask": [1, 1, 1, 1, 0, 0]}),
     ("attention_mask", "expected 6 values in row 1", {"seq_lengths": [6], "attention_mask": [[1] * 6]}),
+    ("attention_mask", "expected 6 values in row 1", {"attention_mask": 6}),
 ]
 
 OF_SHAPES = [
