@@ -8,7 +8,7 @@ as if it were a single one, and ranks and workers divide its shards.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +22,7 @@ import pyarrow as pa
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import describe_changes
 from hf_packing.streams import upstream
-from hf_packing.streams.mix import is_mixture, mixtures_in, piece_of
+from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import StreamPacking, Window
 from hf_packing.streams.shards import Share, equal_shares, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
@@ -119,10 +119,10 @@ class PackedExamples(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         self._state_dict[STATE] = (*made_from, positions)
-        shares: Sequence[Share] = []
-        if self.streams and not is_mixture(self.ex_iterable):
-            shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
-        rows = {stream: self._rows(stream, shares, *at) for stream, (_, *at) in positions.items()}
+        shares: dict[int, Share | None] = dict.fromkeys(self.owned)
+        if self.streams and piece_of(self.ex_iterable, 0, self.streams) is None:
+            shares.update(enumerate(equal_shares(sizes_of_shards(self.ex_iterable), self.streams)))
+        rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
         while left:
             for stream in self.owned:
@@ -142,15 +142,14 @@ class PackedExamples(StatefulExamples):
             warnings.warn(f"pack {change}", stacklevel=2)
 
     def _rows(
-        self, stream: int, shares: Sequence[Share], window: Window | None, rows_out: int
+        self, stream: int, share: Share | None, window: Window | None, rows_out: int
     ) -> Iterator[tuple[pa.Table | None, Window, int]]:
-        """Return the rows of a logical stream from a place on, given the shares of a source that is no mixture."""
-        if not self.streams:
-            return self.packing.rows(self.ex_iterable, None, window, rows_out)
-        packing = replace(self.packing, stream=stream)
-        if shares:
-            return packing.rows(self.ex_iterable, shares[stream], window, rows_out)
-        return packing.rows(piece_of(self.ex_iterable, stream, self.streams), None, window, rows_out)
+        """Return the rows of a logical stream from a place on, given its share of a source that is no mixture."""
+        examples, packing = self.ex_iterable, self.packing
+        if self.streams:
+            packing = replace(packing, stream=stream)
+            examples = piece_of(examples, stream, self.streams) if share is None else examples
+        return packing.rows(examples, share, window, rows_out)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
@@ -173,14 +172,12 @@ class PackedExamples(StatefulExamples):
 
 def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
     """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
-    sources = {"the stream": examples}
-    if mixtures := mixtures_in(examples):
-        sources = {
-            f"streams[{name!r}] of the mixture": source
-            for each in mixtures
-            for name, source in zip(each.shares, each.ex_iterables, strict=True)
-        }
-    for name, source in sources.items():
+    mixed = {
+        f"streams[{name!r}] of the mixture": source
+        for each in mixtures_in(examples)
+        for name, source in zip(each.shares, each.ex_iterables, strict=True)
+    }
+    for name, source in (mixed or {"the stream": examples}).items():
         if streams > (shards := upstream.num_shards(source)):
             warnings.warn(
                 f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "

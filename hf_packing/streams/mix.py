@@ -9,7 +9,7 @@ ends when its sources end. Pieces begin at different places between two document
 The state of a mixture has the place in every source.
 """
 
-import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.checks import check_choice, check_seed, is_real
+from hf_packing.checks import check_choice, check_real, check_seed
 from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS, SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import offsets_of
@@ -109,11 +109,9 @@ def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
         raise PackingError(f"streams: expected a dict of streams, at least one, got {type(streams).__name__}")
     if not isinstance(tokens, Mapping) or set(tokens) != set(streams):
         raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {tokens!r}")
-    for name, share in tokens.items():
-        if not is_real(share) or not 0 < share < math.inf:
-            raise PackingError(f"tokens[{name!r}]: expected a positive number, got {share!r}")
-    whole = sum(tokens.values())
-    return {name: float(tokens[name]) / whole for name in streams}
+    limits = sys.float_info.min, sys.float_info.max
+    shares = {name: check_real(f"tokens[{name!r}]", tokens[name], *limits, "a positive number") for name in streams}
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 
 def _open_source(name: str, stream: Any) -> Source:
@@ -228,7 +226,6 @@ class MixedExamples(StatefulExamples):
                 yield mixed.slice(first, rows)
             rows_out = 0
             for number in active:
-                sources[number].documents += chosen.count(number)
                 sources[number].counted += total[number] - before[number]
             if due is not None:
                 self._end_pass(due, sources)
@@ -298,7 +295,10 @@ class MixedExamples(StatefulExamples):
     def _take(self, sources: Sequence[_OpenSource], chosen: list[int]) -> pa.Table:
         """Return the chosen documents, with the columns of their sources."""
         numbers = np.array(chosen, dtype=np.int16)
-        parts = [source.reader.take(chosen.count(number)) for number, source in enumerate(sources)]
+        parts = []
+        for source, documents in zip(sources, np.bincount(numbers, minlength=len(sources)).tolist(), strict=True):
+            parts.append(source.reader.take(documents))
+            source.documents += documents
         table = pa.concat_tables(parts).take(np.argsort(np.argsort(numbers, kind="stable")))
         lengths = lengths_of(table)
         made: dict[str, npt.NDArray[Any]] = {SOURCE: numbers}
@@ -383,19 +383,16 @@ def mixtures_in(examples: upstream.Examples) -> list[MixedExamples]:
     return [mixture for each in upstream.inner(examples) for mixture in mixtures_in(each)]
 
 
-def is_mixture(examples: upstream.Examples) -> bool:
-    """Return whether an object reads a mixture, also through `map` and the like, so that its pieces are mixtures."""
-    if upstream.depends_on_places(examples):
-        return False
-    while getattr(examples, "ex_iterable", None) is not None:
-        examples = examples.ex_iterable
-    return isinstance(examples, MixedExamples)
+def piece_of(examples: upstream.Examples, number: int, of: int) -> upstream.Examples | None:
+    """Return a new object that reads one of so many pieces of a mixture, also through `map` and the like.
 
-
-def piece_of(examples: upstream.Examples, number: int, of: int) -> upstream.Examples:
-    """Return a new object that reads one of so many pieces of a mixture, for which `is_mixture` is true."""
+    The result is None if an object reads something else than pieces of one mixture.
+    """
     if isinstance(examples, MixedExamples):
         return examples.piece(number, of)
+    inside = getattr(examples, "ex_iterable", None)
+    if inside is None or upstream.depends_on_places(examples) or (piece := piece_of(inside, number, of)) is None:
+        return None
     around = copy(examples)
-    around.ex_iterable = piece_of(examples.ex_iterable, number, of)
+    around.ex_iterable = piece
     return around

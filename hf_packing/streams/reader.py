@@ -204,8 +204,8 @@ def _documents(table: pa.Table, wanted: npt.NDArray[np.bool_], schema: pa.Schema
 
 def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the documents of a stream as tables; of a few documents if they come one by one, as dicts."""
-    if (tables := upstream.tables(examples)) is not None:
-        yield from tables
+    if examples.iter_arrow is not None:
+        yield from (table for _, table in examples.iter_arrow())
         return
     rows = (row for _, row in examples)
     names = dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK))
