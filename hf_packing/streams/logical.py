@@ -1,38 +1,40 @@
 """Pack a stream as a fixed number of logical streams, whose rows do not depend on the number of ranks or workers.
 
-A logical stream is an equal share of the shards, with its own windows and its own state. Rows are taken from the
+A logical stream is an equal share of the shards, with its own windows and its own place. Rows are taken from the
 logical streams in turn. Ranks and workers own logical streams, not files: `datasets` sees a logical stream as a shard.
-So a state that was saved on one number of ranks can be loaded on another.
+So a state that was saved on one number of ranks can be loaded on another. Without logical streams, the stream is packed
+as if it were a single one, and ranks and workers divide its shards.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
-from functools import reduce
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
+import datasets
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.errors import PackingError
+from hf_packing.rows.changes import describe_changes
 from hf_packing.streams import upstream
-from hf_packing.streams.mix import is_mixture, mixtures_in, piece_of
-from hf_packing.streams.packed import PackedExamples, StreamPacking, made_by, warn_of_losses
-from hf_packing.streams.shards import Share, equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import STATE, Counts, MadeFrom, load, save
+from hf_packing.streams.mix import mixtures_in, piece_of
+from hf_packing.streams.packed import StreamPacking, Window
+from hf_packing.streams.shards import Share, equal_shares, sizes_of_shards
+from hf_packing.streams.state import STATE, StatefulExamples
 
+_ROWS_AT_ONCE = 64
+"""A table has about so many rows, since `datasets` copies the state for every table of a stream with a format."""
 
-class Position(NamedTuple):
-    """The progress of a logical stream."""
+Position = tuple[int, Window | None, int]
+"""The progress of a logical stream: the number of its turns so far, the start of its window (None if it has not begun),
+and the number of rows of the window that are out."""
 
-    turns: int
-    """The number of its turns so far."""
-    saved: Any
-    """The state of its packed rows, as `state.save` writes it; None if the stream has not begun."""
-
-
-_START = Position(0, None)
+_START: Position = (0, None, 0)
 
 
 class Turn(NamedTuple):
@@ -51,36 +53,55 @@ class Turn(NamedTuple):
         return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
-class LogicalStreams(PackedExamples):
-    """The packed rows of some of the logical streams of a source, taken from each logical stream in turn.
+class PackedExamples(StatefulExamples):
+    """The packed rows of a stream, taken from each of its logical streams in turn.
 
     Args:
         examples: the object that reads the documents.
         packing: how rows are made.
-        streams: the number of logical streams of the source.
+        streams: the number of logical streams of the source; 0 to pack the source as it is.
 
     Attributes:
-        owned: the logical streams to read.
+        owned: the logical streams to read; number 0 is the source as it is.
     """
 
     def __init__(self, examples: upstream.Examples, packing: StreamPacking, streams: int) -> None:
-        super().__init__(examples, packing)
-        self.streams, self.owned = streams, tuple(range(streams))
+        super().__init__()
+        self.ex_iterable, self.packing, self.streams = examples, packing, streams
+        self.owned = tuple(range(max(streams, 1)))
 
-    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Yield the rows of a round of turns together, or one by one."""
-        turns, at_once = self.turns(), 1 if one_row else len(self.owned)
-        while taken := list(islice(turns, at_once)):
-            if found := [turn.row for turn in taken if turn.row is not None]:
-                yield pa.concat_tables(found)
+    def __str__(self) -> str:
+        made_by = ", from ".join(map(str, [self.packing, *mixtures_in(self.ex_iterable)]))
+        return f"{made_by}, in {self.streams} logical streams" if self.streams else made_by
+
+    @property
+    def features(self) -> datasets.Features:
+        return self.packing.features
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> Self:
+        epoch = int(deepcopy(generator).integers(2**63))
+        return self.changed(
+            ex_iterable=upstream.shuffled(self.ex_iterable, generator), packing=replace(self.packing, epoch=epoch)
+        )
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Self:
+        if not self.streams:
+            return self.changed(ex_iterable=upstream.sharded(self.ex_iterable, num_shards, index, contiguous))
         chosen = self.split_shard_indices_by_worker(num_shards, index, contiguous)
         return self.changed(owned=tuple(self.owned[number] for number in chosen))
 
+    def reshard_data_sources(self) -> Self:
+        return self.changed(ex_iterable=self.ex_iterable.reshard_data_sources())
+
     @property
     def num_shards(self) -> int:
-        return len(self.owned)
+        return len(self.owned) if self.streams else upstream.num_shards(self.ex_iterable)
+
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        turns, at_once = self.turns(), 1 if one_row else _ROWS_AT_ONCE
+        while taken := list(islice(turns, at_once)):
+            if rows := [turn.row for turn in taken if turn.row is not None]:
+                yield pa.concat_tables(rows)
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
@@ -88,8 +109,8 @@ class LogicalStreams(PackedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        state, made_from = self.state, self.made_from()
-        positions = load(state, made_from) or dict.fromkeys(self.owned, tuple(_START))
+        made_from = self.made_from()
+        positions = self.progress(made_from) or dict.fromkeys(self.owned, _START)
         if missing := sorted(set(self.owned) - positions.keys()):
             raise PackingError(
                 f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
@@ -97,35 +118,45 @@ class LogicalStreams(PackedExamples):
                 "or one that a single process has saved of all logical streams"
             )
         positions = {stream: positions[stream] for stream in self.owned}
-        save(state, made_from, positions)
-        shares = []
-        if not is_mixture(self.ex_iterable):
-            shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
-        parts = {stream: self._part(stream, shares) for stream in self.owned}
-        for stream, part in parts.items():
-            part._init_state_dict()[STATE] = positions[stream][1]
-        rows = {stream: part.tables(one_row=True) for stream, part in parts.items()}
-        turn, left = min((turns for turns, _ in positions.values()), default=0), set(rows)
+        self._state_dict[STATE] = (*made_from, positions)
+        shares: dict[int, Share | None] = dict.fromkeys(self.owned)
+        if self.streams and piece_of(self.ex_iterable, 0, self.streams) is None:
+            shares.update(enumerate(equal_shares(sizes_of_shards(self.ex_iterable), self.streams)))
+        rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
+        turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
         while left:
             for stream in self.owned:
-                if positions[stream][0] > turn:
+                turns, *at = positions[stream]
+                if turns > turn:
                     continue  # this stream had its turn before the state was saved
-                row = next(rows[stream], None)
+                row, *at = next(rows[stream], (None, *at))
                 if row is None:
                     left.discard(stream)
-                positions[stream] = turn + 1, parts[stream]._state_dict[STATE]
-                yield Turn(stream, row, Position(*positions[stream]))
+                positions[stream] = turn + 1, *at
+                yield Turn(stream, row, positions[stream])
             turn += 1
-        counts = reduce(Counts.plus, (part.counts for part in parts.values()), Counts())
-        warn_of_losses(counts, self.packing.strategy)
+        counts = sum((Counter(window["counts"]) for _, window, _ in positions.values()), Counter())
+        splits = {"other columns": counts["splits"]} if counts["splits"] else {}
+        facts = {**counts, "splits": splits, "strategy": repr(self.packing.strategy)}
+        for change in describe_changes(facts, of=" of a stream"):
+            warnings.warn(f"pack {change}", stacklevel=2)
+
+    def _rows(
+        self, stream: int, share: Share | None, window: Window | None, rows_out: int
+    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+        """Return the rows of a logical stream from a place on, given its share of a source that is no mixture."""
+        examples, packing = self.ex_iterable, self.packing
+        if self.streams:
+            packing = replace(packing, stream=stream)
+            examples = piece_of(examples, stream, self.streams) if share is None else examples
+        return packing.rows(examples, share, window, rows_out)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
-        state = self.changed().state
-        if positions:  # or else the state is of an epoch that has not begun, which any stream may read
-            at = {stream: tuple(positions.get(stream, _START)) for stream in range(self.streams)}
-            save(state, self.made_from(), at)
-        return state
+        if not positions:  # the state is of an epoch that has not begun, which any stream may read
+            return {STATE: None}
+        at = {stream: positions.get(stream, _START) for stream in range(self.streams)}
+        return {STATE: (*self.made_from(), at)}
 
     def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
         """Return the positions of the logical streams in a state, of those that have begun.
@@ -133,31 +164,20 @@ class LogicalStreams(PackedExamples):
         Raises:
             PackingError: the state is of other logical streams, or of other files.
         """
-        saved = load(state, self.made_from()) or {}
-        return {stream: Position(*position) for stream, position in saved.items() if position[0]}
-
-    def made_from(self) -> MadeFrom:
-        made = f"{made_by(self.packing, self.ex_iterable)}, in {self.streams} logical streams"
-        return MadeFrom(made, fingerprint_of_files(self.ex_iterable))
-
-    def _part(self, stream: int, shares: Sequence[Share]) -> PackedExamples:
-        """Return the packed rows of a logical stream, given the shares of a source that is no mixture."""
-        packing = replace(self.packing, stream=stream)
-        if shares:
-            return PackedExamples(self.ex_iterable, packing, shares[stream])
-        return PackedExamples(piece_of(self.ex_iterable, stream, self.streams), packing)
+        examples = self.changed()
+        examples.load_state_dict(state)
+        saved = examples.progress(self.made_from()) or {}
+        return {stream: position for stream, position in saved.items() if position[0]}
 
 
 def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
     """Warn if a source has fewer shards than logical streams, since each of these reads its shards to their end."""
-    sources = {"the stream": examples}
-    if mixtures := mixtures_in(examples):
-        sources = {
-            f"streams[{name!r}] of the mixture": source
-            for each in mixtures
-            for name, source in zip(each.mixture.shares, each.ex_iterables, strict=True)
-        }
-    for name, source in sources.items():
+    mixed = {
+        f"streams[{name!r}] of the mixture": source
+        for each in mixtures_in(examples)
+        for name, source in zip(each.shares, each.ex_iterables, strict=True)
+    }
+    for name, source in (mixed or {"the stream": examples}).items():
         if streams > (shards := upstream.num_shards(source)):
             warnings.warn(
                 f"pack reads {name} about {streams / shards:.0f} times, since {streams} logical streams share {shards} "

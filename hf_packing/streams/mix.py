@@ -9,7 +9,7 @@ ends when its sources end. Pieces begin at different places between two document
 The state of a mixture has the place in every source.
 """
 
-import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.checks import check_choice, check_seed, is_real
+from hf_packing.checks import check_choice, check_real, check_seed
 from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS, SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import offsets_of
@@ -30,8 +30,8 @@ from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, Source, lengths_of, open_source
-from hf_packing.streams.shards import equal_shares, fingerprint_of_files, sizes_of_shards
-from hf_packing.streams.state import MadeFrom, StatefulExamples, save
+from hf_packing.streams.shards import equal_shares, sizes_of_shards
+from hf_packing.streams.state import STATE, StatefulExamples
 
 Count = Literal["tokens", "trainable"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
@@ -98,9 +98,9 @@ def mix(
     left_out = list(dict.fromkeys(each for source in opened.values() for each in source.left_out))
     for change in describe_changes({}, left_out=left_out):
         warnings.warn(f"mix {change}", stacklevel=2)
-    mixture = Mixture(shares, first.schema, count, stopping_strategy, check_seed(seed))
-    examples = MixedExamples([source.examples for source in opened.values()], mixture)
-    return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=mixture.features))
+    read = [source.examples for source in opened.values()]
+    mixed = MixedExamples(read, shares, first.schema, count, stopping_strategy, check_seed(seed))
+    return datasets.IterableDataset(mixed, info=datasets.DatasetInfo(features=mixed.features))
 
 
 def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
@@ -109,11 +109,9 @@ def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
         raise PackingError(f"streams: expected a dict of streams, at least one, got {type(streams).__name__}")
     if not isinstance(tokens, Mapping) or set(tokens) != set(streams):
         raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {tokens!r}")
-    for name, share in tokens.items():
-        if not is_real(share) or not 0 < share < math.inf:
-            raise PackingError(f"tokens[{name!r}]: expected a positive number, got {share!r}")
-    whole = sum(tokens.values())
-    return {name: float(tokens[name]) / whole for name in streams}
+    limits = sys.float_info.min, sys.float_info.max
+    shares = {name: check_real(f"tokens[{name!r}]", tokens[name], *limits, "a positive number") for name in streams}
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 
 def _open_source(name: str, stream: Any) -> Source:
@@ -133,59 +131,6 @@ def _open_source(name: str, stream: Any) -> Source:
     return source
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The way in which sources are mixed."""
-
-    shares: Mapping[str, float]
-    """The share of the tokens of each source, by name; the sum is 1."""
-    schema: pa.Schema
-    """Names and types of the token columns of all sources."""
-    count: Count
-    stopping_strategy: StoppingStrategy
-    seed: int
-
-    @property
-    def features(self) -> datasets.Features:
-        """Names and types of the columns of mixed documents."""
-        schema = self.schema.append(pa.field(SOURCE, pa.list_(pa.int16())))
-        if self.reads_again:
-            schema = schema.append(pa.field(SOURCE_EPOCH, pa.list_(pa.int32())))
-        return datasets.Features.from_arrow_schema(schema)
-
-    @property
-    def reads_again(self) -> bool:
-        """True if a source may be read several times in an epoch of the mixture."""
-        return self.stopping_strategy == "all_exhausted"
-
-    def counted(self, documents: pa.Table, source: int, first: int) -> npt.NDArray[np.int64]:
-        """Return what counts of each document, int64 [documents]: all tokens, or those that are trained on.
-
-        Args:
-            documents: documents of one source.
-            source: the number of the source.
-            first: the number of the first document in the source.
-        """
-        lengths = lengths_of(documents)
-        if self.count == "tokens":
-            return lengths
-        try:
-            columns = find_token_columns(documents)
-        except PackingError as error:
-            raise PackingError(
-                f"streams[{list(self.shares)[source]!r}]: {error}. Rows are counted from document {first} of the source"
-            ) from error
-        trained, rows = np.ones(int(lengths.sum()), dtype=bool), np.arange(len(lengths))
-        for name in columns.keys() & {LABELS, *LOSS_MASKS}:
-            values = columns[name].gather(rows, np.zeros_like(rows), lengths)
-            trained &= values != (IGNORED_LABEL if name == LABELS else 0)
-        return np.diff(offsets_of(trained)[offsets_of(lengths)])
-
-    def __str__(self) -> str:
-        shares = ", ".join(f"{name} ({share:.6g})" for name, share in self.shares.items())
-        return f"a mixture of {shares} by {self.count}, {self.stopping_strategy}, seed {self.seed}"
-
-
 @dataclass
 class _OpenSource:
     """A source of a mixture that is read."""
@@ -200,9 +145,10 @@ class _OpenSource:
     counted: int = 0
     """What was counted of them."""
 
-    def saved(self) -> tuple[Any, ...]:
-        """Return the place in the source, and the numbers, as plain values."""
-        return tuple(self.reader.place), self.passes, self.empty_passes, self.documents, self.counted
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The place in the source, and the numbers, as plain values."""
+        return self.reader.place, self.passes, self.empty_passes, self.documents, self.counted
 
 
 class MixedExamples(StatefulExamples):
@@ -210,19 +156,37 @@ class MixedExamples(StatefulExamples):
 
     Args:
         examples: the objects that read the sources.
-        mixture: how they are mixed.
+        shares: the share of the tokens of each source, by name; the sum is 1.
+        schema: names and types of the token columns of all sources.
 
     A piece of it has the number `_piece`, of `_pieces` equal pieces of all sources; of 0 pieces, nothing is read.
     """
 
-    def __init__(self, examples: list[upstream.Examples], mixture: Mixture) -> None:
+    def __init__(
+        self,
+        examples: list[upstream.Examples],
+        shares: Mapping[str, float],
+        schema: pa.Schema,
+        count: Count,
+        stopping_strategy: StoppingStrategy,
+        seed: int,
+    ) -> None:
         super().__init__()
-        self.ex_iterables, self.mixture = examples, mixture
+        self.ex_iterables, self.shares, self._schema, self._seed = examples, shares, schema, seed
+        self._count, self._stopping_strategy = count, stopping_strategy
         self._piece, self._pieces = 0, 1
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} ({share:.6g})" for name, share in self.shares.items())
+        piece = f", piece {self._piece} of {self._pieces}" if self._pieces > 1 else ""
+        return f"a mixture of {shares} by {self._count}, {self._stopping_strategy}, seed {self._seed}{piece}"
 
     @property
     def features(self) -> datasets.Features:
-        return self.mixture.features
+        schema = self._schema.append(pa.field(SOURCE, pa.list_(pa.int16())))
+        if self._stopping_strategy == "all_exhausted":
+            schema = schema.append(pa.field(SOURCE_EPOCH, pa.list_(pa.int32())))
+        return datasets.Features.from_arrow_schema(schema)
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "MixedExamples":
         return self.changed(ex_iterables=[upstream.shuffled(each, generator) for each in self.ex_iterables])
@@ -243,46 +207,60 @@ class MixedExamples(StatefulExamples):
     def num_shards(self) -> int:
         return max(max(map(upstream.num_shards, self.ex_iterables)) // self._pieces, 1) if self._pieces else 0
 
-    def _init_state_dict(self) -> dict[str, Any]:
-        state = super()._init_state_dict()
-        save(state, MadeFrom(str(self)), None)  # since `map` reads its first batch again from here
-        return state
-
-    def __str__(self) -> str:
-        return f"{self.mixture}" + (f", piece {self._piece} of {self._pieces}" if self._pieces > 1 else "")
-
-    def made_from(self) -> MadeFrom:
-        return MadeFrom(str(self), fingerprint_of_files(self))
-
-    def blocks(self, place: Any, rows_out: int) -> Iterator[tuple[pa.Table, Any, int]]:
-        places, total, paused = place or ([()] * len(self.ex_iterables), None, None)
-        sources = [self._open(number, *each) for number, each in enumerate(places)]
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        made_from = self.made_from()
+        places, total, paused, rows_out = self.progress(made_from) or ([(START,)] * len(self.shares), None, None, 0)
+        sources = [self._open(number, *place) for number, place in enumerate(places)]
         while active := self._active(sources):
-            at_hand = {number: sources[number].reader.at_hand().slice(0, _DOCUMENTS_AT_ONCE) for number in active}
-            counts = {
-                number: self.mixture.counted(documents, number, sources[number].documents).tolist()
-                for number, documents in at_hand.items()
-            }
-            total = self._first_totals(counts) if total is None else list(total)
-            here = [source.saved() for source in sources], tuple(total), paused
-            chosen, due, paused = choose(list(self.mixture.shares.values()), counts, total, paused)
-            yield self._take(sources, chosen).slice(rows_out), here, rows_out
+            counts = {}
+            for number in active:
+                documents = sources[number].reader.at_hand().slice(0, _DOCUMENTS_AT_ONCE)
+                counts[number] = self._counts(number, documents, sources[number].documents).tolist()
+            before = total or self._first_totals(counts)
+            begin, total = ([source.place for source in sources], before, paused), list(before)
+            chosen, due, paused = choose(list(self.shares.values()), counts, total, paused)
+            mixed = self._take(sources, chosen)
+            rows = 1 if one_row else max(len(chosen), 1)
+            for first in range(rows_out, len(chosen), rows):
+                self._state_dict[STATE] = (*made_from, (*begin, first + rows))
+                yield mixed.slice(first, rows)
             rows_out = 0
-            for number, counted in counts.items():
-                documents = chosen.count(number)
-                sources[number].documents += documents
-                sources[number].counted += sum(counted[:documents])
+            for number in active:
+                sources[number].counted += total[number] - before[number]
             if due is not None:
                 self._end_pass(due, sources)
-        yield pa.table({}), ([source.saved() for source in sources], total, paused), 0
+        self._state_dict[STATE] = (*made_from, ([source.place for source in sources], total, paused, 0))
 
-    def _open(self, number: int, place: tuple[Any, ...] = tuple(START), passes: int = 0, *counts: int) -> _OpenSource:
+    def _counts(self, number: int, documents: pa.Table, first: int) -> npt.NDArray[np.int64]:
+        """Return what counts of each document, int64 [documents]: all tokens, or those that are trained on.
+
+        Args:
+            number: the number of the source.
+            documents: documents of the source.
+            first: the number of the first document in the source.
+        """
+        lengths = lengths_of(documents)
+        if self._count == "tokens":
+            return lengths
+        try:
+            columns = find_token_columns(documents)
+        except PackingError as error:
+            raise PackingError(
+                f"streams[{list(self.shares)[number]!r}]: {error}. Rows are counted from document {first} of the source"
+            ) from error
+        trained, rows = np.ones(int(lengths.sum()), dtype=bool), np.arange(len(lengths))
+        for name in columns.keys() & {LABELS, *LOSS_MASKS}:
+            values = columns[name].gather(rows, np.zeros_like(rows), lengths)
+            trained &= values != (IGNORED_LABEL if name == LABELS else 0)
+        return np.diff(offsets_of(trained)[offsets_of(lengths)])
+
+    def _open(self, number: int, place: Place, passes: int = 0, *counts: int) -> _OpenSource:
         """Return a source at a place, where the mixture stands.
 
         In every pass, a source is read in another order, and a piece of the mixture reads the next piece of the source.
         """
         examples = upstream.copied(self.ex_iterables[number])  # two sources may be the same stream
-        order, share = np.random.default_rng([self.mixture.seed, passes]), None
+        order, share = np.random.default_rng([self._seed, passes]), None
         if self._pieces > 1:
             shares = equal_shares(sizes_of_shards(examples), self._pieces)
             share = shares[(self._piece + passes) % self._pieces]
@@ -290,16 +268,15 @@ class MixedExamples(StatefulExamples):
                 share = tuple(share[part] for part in order.permutation(len(share)))
         elif passes:
             examples = upstream.shuffled(examples, order)
-        return _OpenSource(DocumentReader(examples, self.mixture.schema, Place(*place), share), passes, *counts)
+        return _OpenSource(DocumentReader(examples, self._schema, place, share), passes, *counts)
 
     def _active(self, sources: Sequence[_OpenSource]) -> list[int]:
         """Return the sources that still have documents for the mixture; none if the mixture has ended."""
         everything = list(range(len(sources) if self._pieces else 0))
-        going_on = [number for number in everything if not sources[number].passes]
-        how = self.mixture.stopping_strategy
-        if how == "all_exhausted_without_replacement" or going_on == everything:
-            return going_on
-        return everything if how == "all_exhausted" and going_on else []
+        unread = [number for number in everything if not sources[number].passes]
+        if self._stopping_strategy == "all_exhausted_without_replacement" or unread == everything:
+            return unread
+        return everything if self._stopping_strategy == "all_exhausted" and unread else []
 
     def _first_totals(self, counts: Mapping[int, Sequence[int]]) -> list[int]:
         """Return what counts as given of each source before its first document.
@@ -307,10 +284,10 @@ class MixedExamples(StatefulExamples):
         The pieces begin at evenly spaced places between two documents, each source in another order. The source with
         the largest share makes up for the others.
         """
-        shares, pieces = list(self.mixture.shares.values()), self._pieces
+        shares, pieces = list(self.shares.values()), self._pieces
         totals = [0] * len(shares)
         for source in set(counts) - {shares.index(max(shares))}:
-            order = np.random.default_rng([self.mixture.seed, source, pieces]).permutation(pieces)
+            order = np.random.default_rng([self._seed, source, pieces]).permutation(pieces)
             place = (int(order[self._piece]) + 0.5) / pieces
             totals[source] = round((place - 0.5) * sum(counts[source][:1]) / (1 - shares[source]))
         return totals
@@ -318,13 +295,17 @@ class MixedExamples(StatefulExamples):
     def _take(self, sources: Sequence[_OpenSource], chosen: list[int]) -> pa.Table:
         """Return the chosen documents, with the columns of their sources."""
         numbers = np.array(chosen, dtype=np.int16)
-        parts = [source.reader.take(chosen.count(number)) for number, source in enumerate(sources)]
+        parts = []
+        for source, documents in zip(sources, np.bincount(numbers, minlength=len(sources)).tolist(), strict=True):
+            parts.append(source.reader.take(documents))
+            source.documents += documents
         table = pa.concat_tables(parts).take(np.argsort(np.argsort(numbers, kind="stable")))
         lengths = lengths_of(table)
-        table = table.append_column(SOURCE, list_array(np.repeat(numbers, lengths), lengths))
-        if self.mixture.reads_again:
-            epochs = np.array([each.passes - each.empty_passes for each in sources], dtype=np.int32)[numbers]
-            table = table.append_column(SOURCE_EPOCH, list_array(np.repeat(epochs, lengths), lengths))
+        made: dict[str, npt.NDArray[Any]] = {SOURCE: numbers}
+        if self._stopping_strategy == "all_exhausted":
+            made[SOURCE_EPOCH] = np.array([each.passes - each.empty_passes for each in sources], np.int32)[numbers]
+        for name, values in made.items():
+            table = table.append_column(name, list_array(np.repeat(values, lengths), lengths))
         return table
 
     def _end_pass(self, number: int, sources: list[_OpenSource]) -> None:
@@ -338,26 +319,24 @@ class MixedExamples(StatefulExamples):
             self._check_counts(number)
         source.passes += 1
         if number in self._active(sources):
-            sources[number] = self._open(
-                number, tuple(START), source.passes, source.empty_passes + (not source.documents)
-            )
+            sources[number] = self._open(number, START, source.passes, source.empty_passes + (not source.documents))
 
     def _check_counts(self, number: int) -> None:
         """Refuse a source of whose documents nothing counts, in any piece of it."""
-        reader, documents = DocumentReader(upstream.copied(self.ex_iterables[number]), self.mixture.schema), 0
+        reader, documents = DocumentReader(upstream.copied(self.ex_iterables[number]), self._schema), 0
         while rows := (table := reader.at_hand()).num_rows:
-            if self.mixture.counted(table, number, documents).any():
+            if self._counts(number, table, documents).any():
                 return
             documents += rows
             reader.take(rows)
         raise PackingError(
-            f"streams[{list(self.mixture.shares)[number]!r}]: expected documents with tokens to count, as "
-            f"count={self.mixture.count!r} says, got {documents} documents without; leave the source out"
+            f"streams[{list(self.shares)[number]!r}]: expected documents with tokens to count, as "
+            f"count={self._count!r} says, got {documents} documents without; leave the source out"
         )
 
 
 def choose(
-    shares: Sequence[float], counts: Mapping[int, Sequence[int]], total: list[int], paused: int | None
+    shares: Sequence[float], counts: Mapping[int, list[int]], total: list[int], paused: int | None
 ) -> tuple[list[int], int | None, int | None]:
     """Choose the sources of the next documents, until the documents at hand of a source end.
 
@@ -366,7 +345,8 @@ def choose(
 
     Args:
         shares: the share of each source.
-        counts: what counts of each document at hand of a source, in their order; empty if the source has ended.
+        counts: what counts of each document at hand of a source, in their order, without those that are chosen; empty
+            if the source has ended.
         total: what was counted of each source so far; updated.
         paused: the source whose document was the last, if the document counted nothing; else None.
 
@@ -374,13 +354,11 @@ def choose(
         The sources of the documents, in order; a source that is due but has ended, or None; and `paused` after them.
     """
     chosen: list[int] = []
-    used = dict.fromkeys(counts, 0)
 
     def due(source: int) -> float:
-        following = counts[source][used[source]] if counts[source] else 0
-        return (total[source] + following / 2) / shares[source]
+        return (total[source] + sum(counts[source][:1]) / 2) / shares[source]
 
-    at = {source: due(source) for source in used}
+    at = {source: due(source) for source in counts}
     while len(chosen) < _DOCUMENTS_AT_ONCE:
         source = min(at, key=at.__getitem__)
         if source == paused:
@@ -388,11 +366,11 @@ def choose(
             source = min(others, key=at.__getitem__, default=source)
         if not counts[source]:
             return chosen, source, paused
-        counted = counts[source][used[source]]
+        counted = counts[source].pop(0)
+        total[source] += counted
         paused = None if counted else source
-        total[source], used[source] = total[source] + counted, used[source] + 1
         chosen.append(source)
-        if used[source] == len(counts[source]):
+        if not counts[source]:
             break
         at[source] = due(source)
     return chosen, None, paused
@@ -405,19 +383,16 @@ def mixtures_in(examples: upstream.Examples) -> list[MixedExamples]:
     return [mixture for each in upstream.inner(examples) for mixture in mixtures_in(each)]
 
 
-def is_mixture(examples: upstream.Examples) -> bool:
-    """Return whether an object reads a mixture, also through `map` and the like, so that its pieces are mixtures."""
-    if upstream.depends_on_places(examples):
-        return False
-    while getattr(examples, "ex_iterable", None) is not None:
-        examples = examples.ex_iterable
-    return isinstance(examples, MixedExamples)
+def piece_of(examples: upstream.Examples, number: int, of: int) -> upstream.Examples | None:
+    """Return a new object that reads one of so many pieces of a mixture, also through `map` and the like.
 
-
-def piece_of(examples: upstream.Examples, number: int, of: int) -> upstream.Examples:
-    """Return a new object that reads one of so many pieces of a mixture, for which `is_mixture` is true."""
+    The result is None if an object reads something else than pieces of one mixture.
+    """
     if isinstance(examples, MixedExamples):
         return examples.piece(number, of)
+    inside = getattr(examples, "ex_iterable", None)
+    if inside is None or upstream.depends_on_places(examples) or (piece := piece_of(inside, number, of)) is None:
+        return None
     around = copy(examples)
-    around.ex_iterable = piece_of(examples.ex_iterable, number, of)
+    around.ex_iterable = piece
     return around

@@ -11,8 +11,8 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
-from hf_packing.streams.logical import LogicalStreams, warn_of_reading
-from hf_packing.streams.packed import PackedExamples, StreamPacking
+from hf_packing.streams.logical import PackedExamples, warn_of_reading
+from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import open_source
 
 
@@ -39,9 +39,7 @@ def _pack_one(stream: datasets.IterableDataset, packing: Packing, window_packs: 
     for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
         warnings.warn(f"pack {change}", stacklevel=4)
     of_windows = StreamPacking(packing, window_packs, source.schema)
-    if streams is None:
-        packed = PackedExamples(source.examples, of_windows)
-    else:
+    if streams is not None:
         warn_of_reading(source.examples, streams)
-        packed = LogicalStreams(source.examples, of_windows, streams)
+    packed = PackedExamples(source.examples, of_windows, streams or 0)
     return upstream.stream_of(packed, of_windows.features, like=stream)

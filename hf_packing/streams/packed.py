@@ -1,17 +1,16 @@
-"""Pack a stream window by window, as an object that `datasets` reads examples from.
+"""Pack a stream window by window: read documents, plan them, and yield rows with the place at which to go on.
 
 A window has `window_packs` packs, or more if these have few documents. The emptiest packs of a window are not made:
 their documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
-strategy and `window_packs`. The state of the stream is the start of the window and the number of rows that are out: a
+strategy and `window_packs`. The place in the stream is the start of the window and the number of rows that are out: a
 resumed stream reads and plans its window again, and passes over the rows that are out.
 """
 
-import warnings
+from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import datasets
 import numpy as np
@@ -30,22 +29,23 @@ from hf_packing.planning.windows import (
     order_by_cost,
     packs_with_room,
 )
-from hf_packing.rows.changes import describe_changes, labels_left
+from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
-from hf_packing.streams.mix import mixtures_in
-from hf_packing.streams.reader import DocumentReader, lengths_of
-from hf_packing.streams.shards import Share, fingerprint_of_files
-from hf_packing.streams.state import Counts, MadeFrom, StatefulExamples, WindowStart
+from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
+from hf_packing.streams.shards import Share
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
 
 _LEVEL_TOGETHER = 8
 """So many logical streams in a row yield packs of about the same cost in each turn, if packs are ordered by cost."""
+
+Window = dict[str, Any]
+"""The start of a window, as plain values and bytes from which its rows can be made again; see `_start_of_window`."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class StreamPacking:
     window_packs: int
     schema: pa.Schema
     """Names and types of the documents' token columns, without attention_mask."""
-    epoch: int | None = None
-    """A number that changes the seed of the strategy, so that epochs differ; None for the first epoch."""
-    stream: int | None = None
-    """The number of the logical stream, which changes the seed of the strategy too."""
     linear_cost: float | None = None
     """The cost of a token, in units of the cost of a pair of tokens that attend to each other. Neighboring logical
     streams then yield packs of about the same cost in each turn. None to yield packs in the order of the plan."""
+    epoch: int | None = None
+    """A number that changes the seed of the strategy, so that epochs differ; None for the first epoch."""
+    stream: int | None = None
+    """The number of the logical stream, which changes the seed of the strategy too; None without logical streams."""
 
     @property
     def strategy(self) -> Strategy:
@@ -74,6 +74,73 @@ class StreamPacking:
     def features(self) -> datasets.Features:
         """Names and types of the columns of packed rows."""
         return datasets.Features.from_arrow_schema(self.packing.schema(self.schema))
+
+    def rows(
+        self, examples: upstream.Examples, share: Share | None, window: Window | None, rows_out: int
+    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+        """Yield the rows of a stream, or of a share of its shards, from a place on.
+
+        Args:
+            examples: the object that reads the documents.
+            share: the parts of the shards to read; None to read the stream as it is.
+            window: the start of the window to begin with; None for the first.
+            rows_out: the number of rows of this window that are out.
+
+        Yields:
+            Tables with one row, the start of its window, and the number of rows of the window that are then out. At the
+            end, None in place of the table.
+        """
+        if window is None:
+            window = _start_of_window(self.schema.empty_table(), np.zeros(0, np.int8), START, 0, Counter())
+        reader = DocumentReader(examples, self.schema, window["place"], share)
+        while not reader.ended:
+            columns, plan, following = self._plan(reader, window)
+            for first, end in blocks_of_rows(plan.pack_tokens()[rows_out:], _TOKENS_AT_ONCE):
+                table = self.packing.rows(columns, plan, np.arange(rows_out + first, rows_out + end)).table
+                for row in range(end - first):
+                    yield table.slice(row, 1), window, rows_out + first + row + 1
+            window, rows_out = following, 0
+        yield None, window, 0
+
+    def _plan(self, reader: DocumentReader, window: Window) -> tuple[TokenColumns, PackingPlan, Window]:
+        """Read a window and plan it.
+
+        Returns:
+            The token columns of its documents, the plan of the packs to make, and the start of the next window.
+        """
+        waiting = pa.ipc.open_stream(window["waiting"]).read_all()
+        counts: Counter[str] = Counter(window["counts"])
+        size = WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
+        tokens, documents = int(lengths_of(waiting).sum()), waiting.num_rows
+        new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
+        try:
+            columns = find_token_columns(pa.concat_tables([waiting, new]))
+            lengths = check_lengths(columns[INPUT_IDS].length)
+            planned = self.plan(columns, lengths, window["number"])
+        except PackingError as error:
+            raise PackingError(
+                f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
+                f"those from document {counts['documents']} on"
+            ) from error
+        plan, waits = planned.plan, np.zeros(planned.plan.num_packs, dtype=bool)
+        if (labels := labels_left(columns, plan)) is not None:
+            counts["lost_labels"] += labels.documents - labels.left
+            if not window["number"]:
+                labels.check_some_left("strategy", self.strategy)
+        age = np.concatenate([np.frombuffer(window["age"], np.int8), np.zeros(new.num_rows, np.int8)])
+        if not reader.ended:
+            plan, waits = choose_waiting(planned, age, size)
+        made = plan.take_packs(self.order(plan, np.flatnonzero(~waits), counts["packs"]))
+        counts.update(
+            documents=new.num_rows,
+            tokens=int(lengths[documents:].sum(dtype=np.int64)),
+            packed_tokens=int(made.segment_length.sum(dtype=np.int64)),
+            empty_documents=int((lengths[documents:] == 0).sum()),
+            packs=made.num_packs,
+            splits=planned.splits,
+        )
+        left, document = _waiting_documents(columns, plan, waits, self.schema)
+        return columns, made, _start_of_window(left, age[document] + 1, reader.place, window["number"] + 1, counts)
 
     def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
         """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
@@ -103,10 +170,6 @@ class StreamPacking:
         key = derive_key(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
 
-    def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
-        """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
-        return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
-
     def __str__(self) -> str:
         names = ", ".join(self.schema.names)
         by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
@@ -116,122 +179,27 @@ class StreamPacking:
         return f"{self.strategy!r} {windows}, from the columns {names}"
 
 
-class PackedExamples(StatefulExamples):
-    """The packed rows of a stream, for an IterableDataset.
+def _start_of_window(waiting: pa.Table, age: IntArray, place: Place, number: int, counts: Counter[str]) -> Window:
+    """Return the start of a window as plain values and bytes.
 
     Args:
-        examples: the object that reads the documents.
-        packing: how rows are made.
-        share: the parts of the source's shards to read; None to read the source as it is.
+        waiting: the documents, and parts of documents, that wait for the window, in the order of the stream.
+        age: integers [waiting documents]: the number of windows for which each document has waited.
+        place: where the window's new documents begin in the stream.
+        number: the number of the window, from 0.
+        counts: what was read and packed before the window. `splits` says how many shared prefixes ended early, since
+            values of tokens other than input_ids differ; documents that wait for the next window may count again.
     """
-
-    def __init__(self, examples: upstream.Examples, packing: StreamPacking, share: Share | None = None) -> None:
-        super().__init__()
-        self.ex_iterable, self.packing, self._share = examples, packing, share
-        self.counts = Counts()
-        """What was read and packed, once all rows are out."""
-
-    @property
-    def features(self) -> datasets.Features:
-        return self.packing.features
-
-    def shuffle_data_sources(self, generator: np.random.Generator) -> Self:
-        return self.changed(
-            ex_iterable=upstream.shuffled(self.ex_iterable, generator), packing=self.packing.for_epoch(generator)
-        )
-
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Self:
-        return self.changed(ex_iterable=upstream.sharded(self.ex_iterable, num_shards, index, contiguous))
-
-    def reshard_data_sources(self) -> Self:
-        return self.changed(ex_iterable=self.ex_iterable.reshard_data_sources())
-
-    @property
-    def num_shards(self) -> int:
-        return upstream.num_shards(self.ex_iterable)
-
-    def made_from(self) -> MadeFrom:
-        if self.packing.stream is not None:  # LogicalStreams checks the rest
-            return MadeFrom(str(self.packing))
-        return MadeFrom(made_by(self.packing, self.ex_iterable), fingerprint_of_files(self.ex_iterable))
-
-    def blocks(self, place: Any, rows_out: int) -> Iterator[tuple[pa.Table, Any, int]]:
-        start = WindowStart.first(self.packing.schema) if place is None else WindowStart.load(place)
-        reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place, self._share)
-        while not start.ended:
-            columns, plan, following = self._plan(reader, start)
-            here, left = start.saved(), plan.pack_tokens()[rows_out:]
-            for first, end in blocks_of_rows(left, _TOKENS_AT_ONCE):
-                packs = np.arange(rows_out + first, rows_out + end)
-                yield self.packing.packing.rows(columns, plan, packs).table, here, rows_out + first
-            start, rows_out = following, 0
-        yield pa.table({}), start.saved(), 0
-        self.counts = start.counts
-        if self.packing.stream is None:
-            warn_of_losses(self.counts, self.packing.strategy)
-
-    def _plan(self, reader: DocumentReader, start: WindowStart) -> tuple[Any, PackingPlan, WindowStart]:
-        """Read a window and plan it.
-
-        Returns:
-            The token columns of its documents, the plan of the packs to make, and the start of the next window.
-        """
-        schema = self.packing.schema
-        size = WindowSize.of_packs(self.packing.window_packs, self.packing.strategy.largest_capacity)
-        tokens, documents = int(lengths_of(start.waiting).sum()), start.waiting.num_rows
-        new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
-        try:
-            columns = find_token_columns(pa.concat_tables([start.waiting, new]))
-            lengths = check_lengths(columns[INPUT_IDS].length)
-            window = self.packing.plan(columns, lengths, start.number)
-        except PackingError as error:
-            raise PackingError(
-                f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
-                f"those from document {start.counts.documents} on"
-            ) from error
-        age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
-        plan, waits = window.plan, np.zeros(window.plan.num_packs, dtype=bool)
-        labels = labels_left(columns, plan)
-        if labels is not None and not start.number:
-            labels.check_some_left("strategy", self.packing.strategy)
-        if not reader.ended:
-            plan, waits = choose_waiting(window, age, size)
-        waiting, document = _waiting_documents(columns, plan, waits, schema)
-        new_lengths = lengths[start.waiting.num_rows :]
-        packed = int(plan.segment_length.sum(dtype=np.int64))
-        counts = Counts(
-            documents=new.num_rows,
-            tokens=int(new_lengths.sum(dtype=np.int64)),
-            empty_documents=int((new_lengths == 0).sum()),
-            dropped_tokens=int(lengths.sum(dtype=np.int64)) - packed,
-            packs=int((~waits).sum()),
-            splits=window.splits,
-            lost_labels=0 if labels is None else labels.documents - labels.left,
-        )
-        following = WindowStart(
-            place=reader.place,
-            waiting=waiting,
-            age=age[document] + np.int8(1),
-            number=start.number + 1,
-            counts=start.counts.plus(counts),
-            ended=reader.ended,
-        )
-        order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
-        return columns, plan.take_packs(order), following
-
-
-def warn_of_losses(counts: Counts, strategy: Strategy) -> None:
-    """Warn of what packing did to the documents of a stream that has ended."""
-    facts = {
-        "strategy": repr(strategy),
-        "tokens": counts.tokens,
-        "packed_tokens": counts.tokens - counts.dropped_tokens,
-        "lost_labels": counts.lost_labels,
-        "empty_documents": counts.empty_documents,
-        "splits": {"other columns": counts.splits} if counts.splits else {},
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, waiting.schema) as writer:
+        writer.write_table(waiting)
+    return {
+        "waiting": sink.getvalue().to_pybytes(),
+        "age": age.astype(np.int8).tobytes(),
+        "place": place,
+        "number": number,
+        "counts": dict(counts),
     }
-    for change in describe_changes(facts, of=" of a stream"):
-        warnings.warn(f"pack {change}", stacklevel=2)
 
 
 def _waiting_documents(
@@ -251,13 +219,5 @@ def _waiting_documents(
     kept = np.flatnonzero(packs[plan.pack_of_segment()])
     kept = kept[np.lexsort((plan.segment_start[kept], plan.segment_document[kept]))]
     document, start, length = (each[kept] for each in (plan.segment_document, plan.segment_start, plan.segment_length))
-    arrays = {
-        name: list_array(columns[name].gather(document, start, length), length, pa.types.is_large_list(kind))
-        for name, kind in zip(schema.names, schema.types, strict=True)
-    }
+    arrays = {name: list_array(columns[name].gather(document, start, length), length) for name in schema.names}
     return pa.table(arrays).cast(schema), document
-
-
-def made_by(packing: StreamPacking, examples: upstream.Examples) -> str:
-    """Return a text that says what the rows are made of: the packing, and the mixtures that the source reads."""
-    return ", from ".join(map(str, [packing, *mixtures_in(examples)]))

@@ -12,11 +12,9 @@ import pyarrow.compute as pc
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
-    TokenColumn,
-    check_no_padding,
-    check_same_lengths,
     columns_left_out,
     find_token_columns,
     is_token_type,
@@ -77,20 +75,12 @@ def _type_to_read(name: str, kind: pa.DataType) -> pa.DataType:
     return pa.large_list(value) if pa.types.is_large_list(kind) else pa.list_(value)
 
 
-class Place(NamedTuple):
-    """A place between two documents of a stream."""
+Place = tuple[int, Any, int, int]
+"""A place between two documents of a stream, as plain values: the number of the part of the stream's share; the state
+of the part's shard at this place, or shortly before it (None for the start of the shard); and the numbers of documents
+of the shard before that state, and before this place."""
 
-    part: int = 0
-    """The number of the part of the stream's share."""
-    state: dict[str, Any] | None = None
-    """The state of the part's shard at this place, or shortly before it; None for the start of the shard."""
-    at_state: int = 0
-    """The number of documents of the shard before that state."""
-    document: int = 0
-    """The number of documents of the shard before this place."""
-
-
-START = Place()
+START: Place = (0, None, 0, 0)
 """The start of a stream."""
 
 
@@ -102,9 +92,6 @@ class DocumentReader:
         schema: names and types of the columns to read; lists of numbers.
         place: the place to start from.
         share: the parts of the stream's shards to read, in order; None to read the stream as it is.
-
-    Attributes:
-        ended: True if all documents have been read.
     """
 
     def __init__(
@@ -112,32 +99,36 @@ class DocumentReader:
     ) -> None:
         self._examples, self._schema, self._share = examples, schema, share
         self._parts = 1 if share is None else len(share)
-        self._open(place)
-
-    def _open(self, place: Place) -> None:
-        """Go to a place."""
-        self._part, self._at_state, self._next = place.part, place.at_state, place.document
-        self._rest, self._numbers = self._schema.empty_table(), np.zeros(0, np.int64)
-        self.ended = place.part == self._parts
-        if self.ended:
-            return
-        self._shard = self._examples
-        if self._share is not None:
-            shards = upstream.num_shards(self._examples)
-            self._shard = upstream.sharded(self._examples, shards, self._share[place.part].shard)
-        self._shard._init_state_dict()
-        if place.state is not None:
-            self._shard.load_state_dict(place.state)
-        self._tables = _tables_of(self._shard, self._schema)
+        self._tables, self._rest, self._numbers = self._read(*place), schema.empty_table(), np.zeros(0, np.int64)
+        self.place = place
+        """The place after the documents that were taken."""
 
     @property
-    def place(self) -> Place:
-        """The place after the documents that were read."""
-        if self.ended:
-            return Place(self._part)
-        if self._rest.num_rows:
-            return Place(self._part, *self._before, int(self._numbers[0]))
-        return Place(self._part, self._shard.state_dict(), self._at_state, max(self._at_state, self._next))
+    def ended(self) -> bool:
+        """True if all documents have been read."""
+        return self.place[0] == self._parts
+
+    def _read(
+        self, first_part: int, state: Any, at_state: int, first: int
+    ) -> Iterator[tuple[Place, IntArray, pa.Table]]:
+        """Yield tables of documents, from a place on: each with its place, and the documents' numbers in the shard."""
+        for part in range(first_part, self._parts):
+            shard = self._examples
+            if self._share is not None:
+                number, begin, end, of = self._share[part]
+                shard = upstream.sharded(self._examples, upstream.num_shards(self._examples), number)
+            shard._init_state_dict()
+            if state is not None:
+                shard.load_state_dict(state)
+            before = shard.state_dict()
+            for table in _tables_of(shard, self._schema):
+                numbers = np.arange(at_state, at_state + table.num_rows)
+                wanted = numbers >= first
+                if self._share is not None:
+                    wanted &= (numbers % of >= begin) & (numbers % of < end)
+                yield (part, before, at_state, first), numbers[wanted], _documents(table, wanted, self._schema)
+                before, at_state = shard.state_dict(), at_state + table.num_rows
+            state, at_state, first = None, 0, 0
 
     def read(self, tokens: int, documents: int, most_tokens: int) -> pa.Table:
         """Return the next documents: until they have so many tokens and are so many; all that are left if they are few.
@@ -163,29 +154,15 @@ class DocumentReader:
     def at_hand(self) -> pa.Table:
         """Return the next documents, as many as were read together; none if the stream has ended."""
         while not self._rest.num_rows and not self.ended:
-            self._before = self._shard.state_dict(), self._at_state
-            table = next(self._tables, None)
-            if table is None:
-                self._open(Place(self._part + 1))
-            else:
-                self._keep(_selected(table, self._schema))
+            end = (self._parts, None, 0, 0), self._numbers, self._rest
+            self.place, self._numbers, self._rest = next(self._tables, end)
         return self._rest
-
-    def _keep(self, table: pa.Table) -> None:
-        """Keep the documents that are read, of a table of the shard's next documents."""
-        numbers = np.arange(self._at_state, self._at_state + table.num_rows)
-        self._at_state += table.num_rows
-        wanted = numbers >= self._next
-        if self._share is not None:
-            _, first, end, of = self._share[self._part]
-            wanted &= (numbers % of >= first) & (numbers % of < end)
-        if not wanted.all():
-            numbers, table = numbers[wanted], table.filter(pa.array(wanted))
-        self._numbers, self._rest = numbers, _typed(table, self._schema)
 
     def take(self, documents: int) -> pa.Table:
         """Return so many of the documents at hand, and go on after them."""
         taken, self._rest = self._rest.slice(0, documents), self._rest.slice(documents)
+        if documents:
+            self.place = *self.place[:3], int(self._numbers[documents - 1]) + 1
         self._numbers = self._numbers[documents:]
         return taken
 
@@ -196,28 +173,26 @@ def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
     return lengths.astype(np.int64)
 
 
-def _selected(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a schema, of any types, and an attention_mask if there is one."""
-    if missing := [name for name in schema.names if name not in table.column_names]:
+def _documents(table: pa.Table, wanted: npt.NDArray[np.bool_], schema: pa.Schema) -> pa.Table:
+    """Return the wanted rows of a table, with the columns and types of a schema. An attention_mask is only checked."""
+    names = table.column_names
+    if missing := [name for name in schema.names if name not in names]:
         raise PackingError(
             f"column {missing[0]!r}: expected this column in all documents of the stream, got documents with the "
-            f"columns {', '.join(table.column_names)}"
+            f"columns {', '.join(names)}"
         )
-    if late := [name for name in (LABELS, *LOSS_MASKS) if name in table.column_names and name not in schema.names]:
+    if late := [name for name in (LABELS, *LOSS_MASKS) if name in names and name not in schema.names]:
         raise PackingError(
             f"column {late[0]!r}: expected the columns of the first documents, {', '.join(schema.names)}, got a "
             f"document that also has {late[0]!r}; give all documents the same columns, or pass features=, with all "
             "columns, to map or from_generator"
         )
-    return table.select([*schema.names, *([ATTENTION_MASK] if ATTENTION_MASK in table.column_names else [])])
-
-
-def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a schema, with its types. An attention_mask is checked for padding, and left out."""
-    if ATTENTION_MASK in table.column_names and is_token_type(table.schema.field(ATTENTION_MASK).type):
-        columns = {name: TokenColumn(name, table.column(name)) for name in (INPUT_IDS, ATTENTION_MASK)}
-        check_same_lengths(columns)
-        check_no_padding(columns[ATTENTION_MASK])
+    mask = [name for name in names if name == ATTENTION_MASK and is_token_type(table.schema.field(name).type)]
+    table = table.select([*schema.names, *mask])
+    if not wanted.all():
+        table = table.filter(pa.array(wanted))
+    if mask:
+        find_token_columns(table.select([INPUT_IDS, ATTENTION_MASK]))  # refuses padding
     arrays = []
     for field in schema:
         try:
@@ -229,8 +204,8 @@ def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the documents of a stream as tables; of a few documents if they come one by one, as dicts."""
-    if (tables := upstream.tables(examples)) is not None:
-        yield from tables
+    if examples.iter_arrow is not None:
+        yield from (table for _, table in examples.iter_arrow())
         return
     rows = (row for _, row in examples)
     names = dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK))

@@ -3,7 +3,6 @@
 `tests/streams/test_upstream_streams.py` says which name has changed when a new version of `datasets` changes one.
 """
 
-from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -159,11 +158,6 @@ def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
         return examples
 
 
-def tables(examples: Examples) -> Iterator[pa.Table] | None:
-    """Return an iterator over the examples as Arrow tables; None if they come one by one, as dicts."""
-    return None if examples.iter_arrow is None else (table for _, table in examples.iter_arrow())
-
-
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:
     """Return the file of each shard, and the row groups of the file that are in the shard (None for all).
 
@@ -175,5 +169,4 @@ def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] 
     files = arguments.get("base_files") or arguments.get("files")
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         return None
-    groups = arguments.get("row_groups_list") or [None] * len(files)
-    return list(zip(files, groups, strict=True)) if len(groups) == len(files) else None
+    return list(zip(files, arguments.get("row_groups_list") or [None] * len(files), strict=True))

@@ -88,7 +88,7 @@ def test_differences_of_logical_streams_cancel():
 
 
 def _first_tokens(examples, number):
-    tables = upstream.tables(examples)
+    tables = examples.tables()
     found: list[int] = []
     while len(found) < number:
         found += next(tables).column("input_ids").combine_chunks().flatten().to_pylist()

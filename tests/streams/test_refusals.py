@@ -112,9 +112,9 @@ def test_states_of_another_format(streams, packed, monkeypatch):
     first, other = packed(streams=streams), packed(streams=streams)
     next(iter(first))
     state = pickle.loads(pickle.dumps(first.state_dict()))
-    monkeypatch.setattr(state_module, "_FORMAT", 5)
+    monkeypatch.setattr(state_module, "_FORMAT", 99)
     other.load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match="state_dict: .* format 5, got format 4"):
+    with pytest.raises(hfp.PackingError, match="state_dict: .* format 99, got format"):
         next(iter(other))
 
 

@@ -26,8 +26,9 @@ from hf_packing.columns import (
     TREE_COLUMNS,
 )
 from hf_packing.planning.lengths import IntArray
-from hf_packing.streams.logical import LogicalStreams, Position, Turn
+from hf_packing.streams.logical import PackedExamples, Position, Turn
 from hf_packing.streams.mix import MixedExamples
+from hf_packing.streams.packed import Window
 from hf_packing.trees.segments import TreeSegments
 
 Row = dict[str, Any]
@@ -41,8 +42,8 @@ class Move(NamedTuple):
     turns: int
     rows_out: int
     """Number of rows of the window that are out."""
-    window: tuple[Any, ...] | None
-    """The rest of the saved state; None if it is as in the stream's turn before."""
+    window: Window | None
+    """The start of the window; None if it is as in the stream's turn before."""
     ended: bool
 
 
@@ -64,21 +65,19 @@ class _Moves:
         self._windows: dict[int, Any] = {}
 
     def of(self, turn: Turn) -> Move:
-        *made_from, (window, rows_out) = turn.position.saved
+        turns, window, rows_out = turn.position
         known = self._windows.get(turn.stream)
         self._windows[turn.stream] = window
-        sent = None if known is window else (*made_from, window)
-        return Move(turn.stream, turn.position.turns, rows_out, sent, turn.row is None)
+        return Move(turn.stream, turns, rows_out, None if known is window else window, turn.row is None)
 
 
 def moved(before: Position | None, move: Move) -> Position:
     """Return the position of a logical stream after a move."""
-    if move.window is None:
+    window = move.window
+    if window is None:
         assert before is not None
-        *made_from, (window, _) = before.saved
-    else:
-        *made_from, window = move.window
-    return Position(move.turns, (*made_from, (window, move.rows_out)))
+        _, window, _ = before
+    return move.turns, window, move.rows_out
 
 
 class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
@@ -93,7 +92,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         world_size: number of ranks, which divides the number of logical streams.
         rows_per_batch: number of rows in a micro-batch.
         collate: function that joins rows to a batch.
-        state: the state of the logical streams of this rank, for `LogicalStreams.load_state_dict`.
+        state: the state of the logical streams of this rank, for `PackedExamples.load_state_dict`.
         first: the number of the first micro-batch, counted from the beginning of the epoch.
         token_types: whether rows keep `token_type_ids`.
         more: names of further columns with one number for each token to read.
@@ -101,7 +100,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def __init__(
         self,
-        streams: LogicalStreams,
+        streams: PackedExamples,
         rank: int,
         world_size: int,
         rows_per_batch: int,
@@ -174,8 +173,8 @@ def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:
         yield turn
     while True:
         for stream in owned:
-            turns_so_far, saved = last[stream].position
-            last[stream] = Turn(stream, None, Position(turns_so_far + 1, saved))
+            turns_so_far, window, rows_out = last[stream].position
+            last[stream] = Turn(stream, None, (turns_so_far + 1, window, rows_out))
             yield last[stream]
 
 

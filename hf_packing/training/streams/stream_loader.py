@@ -204,7 +204,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def _reader(self, rank: int, positions: dict[int, Position]) -> RankTurns:
         streams = self.stream.of_epoch(self.epoch)
         own = {stream: at for stream, at in positions.items() if stream % self._ranks == rank}
-        turns = sum(position.turns for position in own.values())
+        turns = sum(turns for turns, *_ in own.values())
         return RankTurns(
             streams,
             rank,
@@ -275,7 +275,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 f"in a micro-batch, got {self.stream.max_tokens} tokens for {rows}"
             )
         positions = self.stream.of_epoch(epoch).positions_in(state["streams"])
-        turns = sum(position.turns for position in positions.values())
+        turns = sum(turns for turns, *_ in positions.values())
         if turns % (self._ranks * rows):
             raise PackingError(
                 f"gradient_accumulation_steps: expected as many rows in an optimizer step as when the state was saved, "

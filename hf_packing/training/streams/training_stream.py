@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import datasets
 import numpy as np
@@ -19,9 +19,9 @@ from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
-from hf_packing.streams.logical import LogicalStreams, warn_of_reading
+from hf_packing.streams.logical import PackedExamples, warn_of_reading
 from hf_packing.streams.mix import MixedExamples
-from hf_packing.streams.packed import PackedExamples, StreamPacking
+from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import open_source
 from hf_packing.streams.shards import fingerprint_of_files
 
@@ -40,13 +40,13 @@ the number of shards, so that every shard is read once."""
 class TrainingStream:
     """The logical streams that a training reads, and how its micro-batches are made of their rows."""
 
-    streams: LogicalStreams
+    streams: PackedExamples
     rows_per_batch: int
     """Number of rows in a micro-batch."""
     max_tokens: int
     """The largest number of tokens in a micro-batch."""
 
-    def of_epoch(self, epoch: int) -> LogicalStreams:
+    def of_epoch(self, epoch: int) -> PackedExamples:
         """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order, unless
         `take` or `skip` fix it, and puts rows in another order."""
         return self.streams if not epoch else self.streams.shuffle_data_sources(np.random.default_rng(epoch))
@@ -60,7 +60,7 @@ class TrainingStream:
     def sources(self) -> list[str]:
         """The names of the sources of a mixture; empty without a mixture."""
         examples = self.streams.ex_iterable
-        return list(examples.mixture.shares) if isinstance(examples, MixedExamples) else []
+        return list(examples.shares) if isinstance(examples, MixedExamples) else []
 
     def __str__(self) -> str:
         return (
@@ -75,7 +75,11 @@ def is_stream(dataset: Any) -> bool:
 
 def is_packed_stream(dataset: Any) -> bool:
     """Return whether `pack` has packed a stream as logical streams."""
-    return is_stream(dataset) and isinstance(upstream.examples_of(dataset), LogicalStreams)
+    return is_stream(dataset) and _has_logical_streams(upstream.examples_of(dataset))
+
+
+def _has_logical_streams(examples: upstream.Examples) -> TypeGuard[PackedExamples]:
+    return isinstance(examples, PackedExamples) and examples.streams > 0
 
 
 def shares_prefixes(stream: datasets.IterableDataset, batching: Batching | None) -> bool:
@@ -126,7 +130,7 @@ def training_stream(
             "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
         )
     examples = upstream.examples_of(stream)
-    if isinstance(examples, LogicalStreams):
+    if _has_logical_streams(examples):
         streams, capacity = examples, examples.packing.strategy.largest_capacity
         max_tokens = capacity if batching is None else batching.max_tokens
         rows = _rows_per_batch(capacity, max_tokens)
@@ -189,7 +193,7 @@ def _pack_documents(
     examples: upstream.Examples,
     batching: TokenBudget | None,
     unread: Sequence[str],
-) -> LogicalStreams:
+) -> PackedExamples:
     if isinstance(examples, PackedExamples):
         raise PackingError(
             f"{name}: expected a stream with logical streams, which ranks can share, got a stream of pack without; "
@@ -226,7 +230,7 @@ def _pack_documents(
     while 2 * streams <= min(shards, _MOST_STREAMS):
         streams *= 2
     warn_of_reading(source.examples, streams)
-    return LogicalStreams(source.examples, of_windows, streams)
+    return PackedExamples(source.examples, of_windows, streams)
 
 
 def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:
