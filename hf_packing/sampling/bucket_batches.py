@@ -1,8 +1,9 @@
 """BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import Literal, NamedTuple
+from itertools import chain, cycle, islice
+from typing import Literal
 
 import numpy as np
 
@@ -17,27 +18,17 @@ from hf_packing.sampling.fill import (
     flatten,
     group_by_cost,
     jitter_attention,
-    rounds_of_steps,
+    order_in_steps,
     sum_rows,
 )
 from hf_packing.sampling.sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 
-_Units = list[list[int]]
-"""The rows of each unit, which take the space of one row of a bucket: a row of this bucket, or leftovers of smaller
-buckets. A copy of a row with masked labels has the number of the row plus the number of rows in the dataset."""
-
-
-class _Bucket(NamedTuple):
-    """A bucket that has rows, and how its units make micro-batches."""
-
-    capacity: int
-    """The most tokens that a row of the bucket may hold."""
-    rows_each: int
-    """Number of units in each micro-batch."""
-    joined: int
-    """Number of leftover units that are joined to make one unit of the next larger bucket; 1 in the largest."""
+_Step = tuple[int, MicroBatches]
+"""The bucket of an optimizer step, and its micro-batches, which are made of units. A unit takes the space of one row of
+the bucket: a row of this bucket, or leftovers of smaller buckets. A copy of a row with masked labels has the number of
+the row plus the number of rows in the dataset."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +96,9 @@ class BucketBatches(Batching):
                 "dataset: expected a column 'bucket', got none; pack the dataset with Bucket or BucketByLength, which "
                 "write this column, or use TokenBudget, which does not need this column"
             )
-        if (sizes.tokens > sizes.bucket).any():
-            row = int((sizes.tokens > sizes.bucket).argmax())
+        too_long = sizes.tokens > sizes.bucket
+        if too_long.any():
+            row = int(too_long.argmax())
             raise PackingError(
                 f"column 'bucket': expected at least the number of tokens in the row, but row {row} has "
                 f"{sizes.tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens"
@@ -126,41 +118,55 @@ class BucketBatches(Batching):
 
     def _most_documents(self, rows: FittedRows) -> int:
         """Return the number of documents that no micro-batch of any epoch exceeds."""
-        assert rows.sizes.bucket is not None
-        bucket_of_row, documents = rows.sizes.bucket[rows.kept], rows.sizes.segments[rows.kept]
         most = in_unit = 0
-        for bucket in self._buckets(rows):
-            in_row = int(documents[bucket_of_row == bucket.capacity].max())
-            in_unit = max(in_row, in_unit)
-            most = max(most, bucket.rows_each * in_unit)
-            in_unit *= bucket.joined
+        for capacity, joined, own in _buckets(rows):
+            in_unit = max(in_unit, int(rows.sizes.segments[own].max()))
+            most = max(most, self.tokens_per_batch // capacity * in_unit)
+            in_unit *= joined
         return most
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        buckets = self._buckets(rows)
-        steps, capacities, last_step = _fill_buckets(rows, buckets, epoch, seed)
-        capacity = np.array(capacities, dtype=np.int64)
-        order = self._order_of_steps(capacity, seed)
-        planned, offsets = flatten([*chain.from_iterable(steps[number] for number in order.tolist()), *last_step])
-        in_last_step = [buckets[-1].capacity] * (len(last_step) // epoch.world_size)
+        steps, last_step = self._steps(rows, epoch, seed)
+        order = self._order_of_steps(np.array([capacity for capacity, _ in steps], dtype=np.int64), seed)
+        capacities, micro_batches = zip(*(steps[number] for number in order.tolist()), *last_step, strict=True)
+        planned, offsets = flatten([*chain.from_iterable(micro_batches)])
         return EpochPlan(
             epoch.world_size,
             rows=planned % len(rows.sizes),
             is_copy=planned >= len(rows.sizes),
             offsets=offsets,
             left_out=rows.left_out,
-            bucket=np.append(np.repeat(capacity[order], epoch.accumulation), in_last_step).astype(np.int64),
+            bucket=np.repeat(capacities, [len(of_step) // epoch.world_size for of_step in micro_batches]),
         )
 
-    def _buckets(self, rows: FittedRows) -> list[_Bucket]:
-        """Return the buckets that have rows, smallest bucket first."""
-        assert rows.sizes.bucket is not None
-        capacities = np.unique(rows.sizes.bucket[rows.kept]).tolist()
-        return [
-            _Bucket(capacity, self.tokens_per_batch // capacity, larger // capacity)
-            for capacity, larger in pairwise([*capacities, *capacities[-1:]])
-        ]
+    def _steps(self, rows: FittedRows, epoch: Epoch, seed: int) -> tuple[list[_Step], list[_Step]]:
+        """Return the full optimizer steps, smallest bucket first, and a list of the last step, if there is one.
+
+        The micro-batches of a step are ordered by round, then by rank.
+        """
+        squared_lengths = np.tile(rows.sizes.squared_lengths, 2)
+        steps: list[_Step] = []
+        left: MicroBatches = []
+        for capacity, joined, own in _buckets(rows):
+            units = left + own[random_order(len(own), seed, f"rows of {capacity}")][:, None].tolist()
+            rows_each = self.tokens_per_batch // capacity
+            full = len(units) - len(units) % (rows_each * epoch.slots)
+            if full:
+                balanced = _balance(units[:full], rows_each, epoch.slots, squared_lengths, seed)
+                cost = sum_rows(balanced, squared_lengths).astype(np.float64)
+                of_steps = np.arange(len(balanced)).reshape(-1, epoch.slots)
+                order = order_in_steps(of_steps, cost, len(balanced), epoch.world_size, seed)
+                by_step = order.reshape(-1, epoch.slots).tolist()
+                steps += [(capacity, [balanced[number] for number in of_step]) for of_step in by_step]
+            rest = _fill_up(units[full:], joined, units, len(rows.sizes))
+            left = [list(chain(*rest[first : first + joined])) for first in range(0, len(rest), joined)]
+        if not left:
+            return steps, []
+        if not steps:
+            rows_each = min(rows_each, -(-len(left) // epoch.world_size))
+        filled_up = _fill_up(left, rows_each * epoch.world_size, units, len(rows.sizes))
+        return steps, [(capacity, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed))]
 
     def _order_of_steps(self, capacity: IntArray, seed: int) -> IntArray:
         """Return the indices of all full optimizer steps in the order in which they run, int64 [steps].
@@ -175,56 +181,26 @@ class BucketBatches(Batching):
         return np.lexsort((capacity, indices_in_ranges(0, steps) * self.cycles // np.repeat(steps, steps)))
 
 
-def _fill_buckets(
-    rows: FittedRows, buckets: list[_Bucket], epoch: Epoch, seed: int
-) -> tuple[list[MicroBatches], list[int], MicroBatches]:
-    """Return the micro-batches of full optimizer steps, smallest bucket first, their buckets, and the last step.
+def _buckets(rows: FittedRows) -> Iterator[tuple[int, int, IntArray]]:
+    """Yield the capacity and the rows of each bucket, smallest bucket first.
 
-    The micro-batches of a step are ordered by round, then by rank.
+    Between them is the number of leftover units that are joined to take the space of one row of the next larger bucket;
+    1 for the largest bucket.
     """
     assert rows.sizes.bucket is not None
-    bucket_of_row, squared_lengths = rows.sizes.bucket[rows.kept], np.tile(rows.sizes.squared_lengths, 2)
-    steps: list[MicroBatches] = []
-    capacities: list[int] = []
-    units: _Units = []
-    left: _Units = []
-    for bucket in buckets:
-        own = rows.kept[bucket_of_row == bucket.capacity]
-        own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
-        units = left + own[:, None].tolist()
-        full = len(units) - len(units) % (bucket.rows_each * epoch.slots)
-        if full:
-            balanced = _balance(units[:full], bucket.rows_each, epoch.slots, squared_lengths, seed)
-            steps += _in_rounds(balanced, epoch, squared_lengths, seed)
-            capacities += [bucket.capacity] * (len(steps) - len(capacities))
-        joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
-        left = [list(chain.from_iterable(_complete(each, bucket.joined, units, rows))) for each in joined]
-    if not left:
-        return steps, capacities, []
-    rows_each = buckets[-1].rows_each
-    if not steps:
-        rows_each = min(rows_each, -(-len(left) // epoch.world_size))
-    in_round = rows_each * epoch.world_size
-    filled_up = _complete(left, -(-len(left) // in_round) * in_round, units, rows)
-    return steps, capacities, _balance(filled_up, rows_each, epoch.world_size, squared_lengths, seed)
+    bucket = rows.sizes.bucket[rows.kept]
+    capacities = np.unique(bucket).tolist()
+    for capacity, larger in zip(capacities, [*capacities[1:], capacities[-1]], strict=True):
+        yield capacity, larger // capacity, rows.kept[bucket == capacity]
 
 
-def _in_rounds(micro_batches: MicroBatches, epoch: Epoch, squared_lengths: IntArray, seed: int) -> list[MicroBatches]:
-    """Return the micro-batches of full optimizer steps for each step, ordered by round, then by rank."""
-    cost = sum_rows(micro_batches, squared_lengths).astype(np.float64)
-    steps = np.arange(len(micro_batches)).reshape(-1, epoch.slots)
-    rounds = rounds_of_steps(steps, cost, len(micro_batches), epoch.world_size)
-    assigned = assign_ranks(cost, rounds, epoch.accumulation, seed).reshape(-1, epoch.slots)
-    return [[micro_batches[number] for number in of_step] for of_step in assigned.tolist()]
+def _fill_up(units: MicroBatches, multiple: int, others: MicroBatches, num_rows: int) -> MicroBatches:
+    """Add copies of units in `others`, with masked labels, until the number of units is a multiple of `multiple`."""
+    copied = islice(cycle(others), -len(units) % multiple)
+    return units + [[row % num_rows + num_rows for row in unit] for unit in copied]
 
 
-def _complete(units: _Units, number: int, others: _Units, rows: FittedRows) -> _Units:
-    """Return `number` units: the given units first, and then copies of units in `others`, with masked labels."""
-    copied = (others[place % len(others)] for place in range(number - len(units)))
-    return units + [[row % len(rows.sizes) + len(rows.sizes) for row in unit] for unit in copied]
-
-
-def _balance(units: _Units, rows_each: int, group: int, squared_lengths: IntArray, seed: int) -> MicroBatches:
+def _balance(units: MicroBatches, rows_each: int, group: int, squared_lengths: IntArray, seed: int) -> MicroBatches:
     """Put the units of one bucket into micro-batches; each `group` successive ones have about equal attention cost.
 
     Args:

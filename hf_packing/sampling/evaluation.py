@@ -1,5 +1,6 @@
 """InOrder, a batching for evaluation."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from hf_packing.checks import check_optional_number, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import offsets_of
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, keep_rows
 from hf_packing.sampling.sizes import RowSizes
 
@@ -62,24 +63,18 @@ class InOrder(Batching):
         return keep_rows(sizes, sizes.tokens > 0)
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        begins = self._begins(rows)
+        number = len(rows.kept)
+        begins = [*range(0, number, self.rows_per_batch or number)]
+        if self.rows_per_batch is None:
+            limited = (rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
+            totals = [(offsets_of(has[rows.kept]).tolist(), most) for has, most in limited if most is not None]
+            while (end := min(bisect_right(total, total[begins[-1]] + most) for total, most in totals) - 1) < number:
+                begins.append(end)
         copies = -len(begins) % epoch.world_size
         return EpochPlan(
             epoch.world_size,
-            rows=np.concatenate([rows.kept, np.repeat(rows.kept[:1], copies)]),
-            is_copy=np.arange(len(rows.kept) + copies) >= len(rows.kept),
-            offsets=np.concatenate([begins, len(rows.kept) + np.arange(copies + 1)]),
+            rows=np.append(rows.kept, np.repeat(rows.kept[:1], copies)),
+            is_copy=np.arange(number + copies) >= number,
+            offsets=np.append(begins, number + np.arange(copies + 1)),
             left_out=rows.left_out,
         )
-
-    def _begins(self, rows: FittedRows) -> IntArray:
-        """Return the index of the first row of each micro-batch among the kept rows, int64 [micro-batches]."""
-        if self.rows_per_batch is not None:
-            return np.arange(0, len(rows.kept), self.rows_per_batch)
-        limited = (rows.sizes.tokens, self.max_tokens), (rows.sizes.segments, self.max_documents)
-        totals = [(offsets_of(has[rows.kept]), most) for has, most in limited if most is not None]
-        begins = [0]
-        while begins[-1] < len(rows.kept):
-            ends = (np.searchsorted(total, total[begins[-1]] + most, side="right") for total, most in totals)
-            begins.append(int(min(ends)) - 1)
-        return np.array(begins[:-1], dtype=np.int64)

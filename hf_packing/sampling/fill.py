@@ -10,14 +10,13 @@ All ranks wait for the slowest one. Micro-batches with equal numbers of tokens c
 So they are sorted by cost, and neighbors in that order form an optimizer step (`group_by_cost`). If a step is still
 uneven, its rows are redistributed (`redistribute_rows`). Up to here, only the number of micro-batches in a step counts,
 not the number of ranks. Then neighbors in a step form rounds, in which every rank runs one micro-batch
-(`rounds_of_steps`), and remaining differences are evened out over the rounds of the step (`assign_ranks`).
+(`order_in_steps`), and remaining differences are evened out over the rounds of the step (`assign_ranks`).
 """
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from operator import ge, sub
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,14 @@ from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.permutation import random_order
 
+FloatArray = npt.NDArray[np.float64]
+
 MicroBatches = list[list[int]]
 """The rows of each micro-batch."""
+
+Limits = list[tuple[IntArray, int]]
+"""What is limited: tokens first, then others, such as documents or patches of pictures. Each is a pair of what each row
+has of it, integers [rows], and the most that a micro-batch may have. No row has more, and no row is without tokens."""
 
 LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
@@ -70,29 +75,22 @@ _TRIES = 64
 """If more than tokens is limited, the number of micro-batches to look at before a new one is opened."""
 
 
-class Limits(NamedTuple):
-    """The most that a micro-batch may have of everything that is limited, and what each row has of it."""
-
-    tokens: IntArray
-    """integers [rows], from 1 to max_tokens."""
-    max_tokens: int
-    others: tuple[tuple[IntArray, int], ...] = ()
-    """Further limits, such as documents or patches of pictures: integers [rows], from 0 to the limit; and the limit."""
-
-
 def fewest_micro_batches(limits: Limits) -> int:
     """Return a number of micro-batches that is enough for `fill` in every epoch, and almost the smallest.
 
     If only tokens are limited, the number is that of best-fit decreasing. For at most GRAINS tokens, it is computed
     from the histogram of lengths, which is faster and gives the same result.
     """
-    if limits.others:
+    tokens, max_tokens = limits[0]
+    if not len(tokens):
+        return 0
+    if len(limits) > 1:
         return len(_in_few_micro_batches(limits))
-    if limits.max_tokens <= GRAINS:
-        packs = OpenPacks(limits.max_tokens, max_documents=None)
-        fill_best_fit(packs, np.bincount(limits.tokens))
-        return packs.num_packs
-    return len(best_fit(_longest_first(np.arange(len(limits.tokens)), limits), limits))
+    if max_tokens > GRAINS:
+        return len(best_fit(_longest_first(np.arange(len(tokens)), limits), limits))
+    packs = OpenPacks(max_tokens, max_documents=None)
+    fill_best_fit(packs, np.bincount(tokens))
+    return packs.num_packs
 
 
 def fill(limits: Limits, num_micro_batches: int, slots: int, seed: int) -> MicroBatches:
@@ -106,10 +104,10 @@ def fill(limits: Limits, num_micro_batches: int, slots: int, seed: int) -> Micro
         slots: number of micro-batches in an optimizer step.
         seed: seed that decides which rows share a micro-batch.
     """
-    is_loose = bool(limits.tokens.sum() < _LOOSE * limits.max_tokens * num_micro_batches)
-    for jitter in _LENGTH_JITTERS if limits.others else _LENGTH_JITTERS[: 1 if is_loose else 0]:
-        spread = _spread(_roughly_longest_first(limits, jitter, seed), limits, num_micro_batches)
-        if spread is not None:
+    tokens, max_tokens = limits[0]
+    is_loose = tokens.sum() < _LOOSE * max_tokens * num_micro_batches
+    for jitter in _LENGTH_JITTERS if len(limits) > 1 else _LENGTH_JITTERS[: int(is_loose)]:
+        if spread := _spread(_roughly_longest_first(limits, jitter, seed), limits, num_micro_batches):
             return spread
     for jitter in _LENGTH_JITTERS:
         packed = best_fit(_roughly_longest_first(limits, jitter, seed), limits)
@@ -120,7 +118,7 @@ def fill(limits: Limits, num_micro_batches: int, slots: int, seed: int) -> Micro
     return _split_more(packed, limits, num_micro_batches - len(packed), slots)
 
 
-def jitter_attention(squared_lengths: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float64]:
+def jitter_attention(squared_lengths: IntArray, seed: int) -> FloatArray:
     """Return the attention cost of each micro-batch, reduced at random by up to 1 %, float64 [micro-batches].
 
     Args:
@@ -128,11 +126,11 @@ def jitter_attention(squared_lengths: npt.NDArray[Any], seed: int) -> npt.NDArra
         seed: seed of the random reduction.
     """
     chance = random_order(len(squared_lengths), seed, "nearly") / len(squared_lengths)
-    reduced: npt.NDArray[np.float64] = squared_lengths * (1 - _COST_JITTER * chance)
+    reduced: FloatArray = squared_lengths * (1 - _COST_JITTER * chance)
     return reduced
 
 
-def group_by_cost(cost: npt.NDArray[np.float64], group: int, seed: int) -> IntArray:
+def group_by_cost(cost: FloatArray, group: int, seed: int) -> IntArray:
     """Return the indices of the micro-batches in each group, int64 [groups, group].
 
     The micro-batches of a group have similar cost. The order of groups is random. If the number of micro-batches is not
@@ -147,31 +145,33 @@ def group_by_cost(cost: npt.NDArray[np.float64], group: int, seed: int) -> IntAr
     ascending = chance[np.argsort(cost[chance], kind="stable")]
     full, in_last = divmod(len(cost), group)
     begin = int(random_order(full + 1, seed, "last step")[0]) * group
-    full_groups = np.delete(ascending, slice(begin, begin + in_last)).reshape(full, group)
-    shuffled = full_groups[random_order(full, seed, "order of steps")]
-    missing = -len(cost) % group
-    last = np.append(ascending[begin : begin + in_last], np.arange(len(cost), len(cost) + missing))
-    return np.concatenate([shuffled, last.reshape(-1, group)])
+    last = slice(begin, begin + in_last)
+    missing = np.arange(len(cost), len(cost) + -len(cost) % group)
+    groups = np.concatenate([np.delete(ascending, last), ascending[last], missing]).reshape(-1, group)
+    groups[:full] = groups[random_order(full, seed, "order of steps")]
+    return groups
 
 
-def rounds_of_steps(steps: IntArray, cost: npt.NDArray[np.float64], filled: int, world_size: int) -> IntArray:
-    """Divide optimizer steps into rounds of micro-batches with similar cost, int64 [rounds, world_size].
+def order_in_steps(steps: IntArray, cost: FloatArray, filled: int, world_size: int, seed: int) -> IntArray:
+    """Return indices of micro-batches in the order in which they run, by round and then by rank, int64 [n].
 
-    In a round, every rank runs one micro-batch. The costliest round of a step comes first. Copies run in the last
-    round; rounds that only have copies are left out.
+    In a round, every rank runs one micro-batch. The micro-batches of a round have similar cost, and the costliest round
+    of a step comes first. Copies run in the last round; rounds that only have copies are left out.
 
     Args:
-        steps: int64 [steps, slots]: indices of the micro-batches in each step, from `group_by_cost`.
+        steps: int64 [steps, slots]: indices of the micro-batches in each optimizer step, from `group_by_cost`.
         cost: float64 [micro-batches]: the cost of each micro-batch.
         filled: number of micro-batches that are not copies; micro-batches with higher indices are copies.
         world_size: number of ranks, which divides the number of slots.
+        seed: seed that decides between ranks with equal work.
     """
     copies_first = np.take_along_axis(steps, np.lexsort((cost[steps], steps < filled)), axis=1)
-    rounds = copies_first.reshape(len(steps), -1, world_size)[:, ::-1].reshape(-1, world_size)
-    return rounds[: -(-filled // world_size)]
+    rounds = copies_first.reshape(len(steps), -1, world_size)[:, ::-1]
+    accumulation = rounds.shape[1]
+    return assign_ranks(cost, rounds.reshape(-1, world_size)[: -(-filled // world_size)], accumulation, seed).ravel()
 
 
-def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: int, seed: int) -> IntArray:
+def assign_ranks(cost: FloatArray, rounds: IntArray, accumulation: int, seed: int) -> IntArray:
     """Assign the micro-batches of each round to ranks. Return indices of micro-batches, int64 [rounds, world_size].
 
     Column r of the result belongs to rank r. The costliest micro-batch of a round goes to the rank with the least work
@@ -184,22 +184,20 @@ def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: 
         seed: seed that decides between ranks with equal work.
     """
     world_size = rounds.shape[1]
-    ascending = np.take_along_axis(rounds, np.argsort(cost[rounds], axis=1, kind="stable"), axis=1)
-    optimizer_steps = -(-len(rounds) // accumulation)
-    worked = random_order(optimizer_steps * world_size, seed, "order of ranks").reshape(-1, world_size) * _TIE_BREAK
+    costliest_first = np.take_along_axis(rounds, np.argsort(cost[rounds], axis=1, kind="stable")[:, ::-1], axis=1)
+    steps = -(-len(rounds) // accumulation)
+    worked = random_order(steps * world_size, seed, "order of ranks").reshape(-1, world_size) * _TIE_BREAK
     assigned = np.empty_like(rounds)
     for turn in range(min(accumulation, len(rounds))):
-        costliest_first = ascending[turn::accumulation, ::-1]
-        step = np.arange(len(costliest_first))[:, None]
-        least_worked = np.argsort(worked[: len(costliest_first)], axis=1, kind="stable")
-        assigned[turn::accumulation][step, least_worked] = costliest_first
-        worked[step, least_worked] += cost[costliest_first]
+        of_turn = assigned[turn::accumulation]
+        worked = worked[: len(of_turn)]  # the last step may have fewer rounds
+        least_worked = np.argsort(worked, axis=1, kind="stable")
+        np.put_along_axis(of_turn, least_worked, costliest_first[turn::accumulation], axis=1)
+        worked += cost[of_turn]
     return assigned
 
 
-def redistribute_rows(
-    micro_batches: MicroBatches, steps: IntArray, cost: npt.NDArray[np.float64], limits: Limits
-) -> MicroBatches:
+def redistribute_rows(micro_batches: MicroBatches, steps: IntArray, cost: FloatArray, limits: Limits) -> MicroBatches:
     """Redistribute the rows of every uneven step among the step's micro-batches, and return all micro-batches.
 
     A step stays unchanged if redistribution would not reduce the largest cost of its micro-batches.
@@ -213,33 +211,17 @@ def redistribute_rows(
     evened = list(micro_batches)
     before = sum_rows(micro_batches, cost)
     for neighbors in np.array_split(steps, -(-steps.shape[1] // _MOST_REDISTRIBUTED), axis=1):
-        costs = before[neighbors]
-        for number in np.flatnonzero(costs.mean(axis=1) < _EVEN * costs.max(axis=1)).tolist():
-            places, largest = neighbors[number].tolist(), costs[number].max()
+        is_uneven = before[neighbors].mean(axis=1) < _EVEN * before[neighbors].max(axis=1)
+        for places in neighbors[is_uneven].tolist():
             rows, _ = flatten([micro_batches[place] for place in places])
-            if len(rows) == len(places) or cost[rows].max() >= largest:
-                continue
-            costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
-            dealt = _deal(costliest_first, cost, _pairs(limits), len(places))
-            if dealt is not None and max(cost[of_slot].sum() for of_slot in dealt) < largest:
-                for place, of_slot in zip(places, dealt, strict=True):
-                    evened[place] = of_slot
+            largest = before[places].max()
+            if cost[rows].max() < largest:
+                costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
+                dealt = _deal(costliest_first, cost, limits, len(places))
+                if dealt and max(cost[of_slot].sum() for of_slot in dealt) < largest:
+                    for place, of_slot in zip(places, dealt, strict=True):
+                        evened[place] = of_slot
     return evened
-
-
-def _pairs(limits: Limits) -> list[tuple[IntArray, int]]:
-    """Return pairs of what each row needs, integers [rows], and the most that fits into a micro-batch."""
-    return [(limits.tokens, limits.max_tokens), *limits.others]
-
-
-def _spread(rows: IntArray, limits: Limits, num_micro_batches: int) -> MicroBatches | None:
-    """Place each row in turn in the micro-batch with the fewest tokens, and return the rows of each micro-batch.
-
-    Return None if rows do not fit. There must be at least as many rows as micro-batches.
-    """
-    spread = _deal(rows, limits.tokens, limits.others, num_micro_batches)
-    fits = spread is not None and sum_rows(spread, limits.tokens).max(initial=0) <= limits.max_tokens
-    return spread if fits else None
 
 
 def _in_few_micro_batches(limits: Limits) -> MicroBatches:
@@ -248,19 +230,19 @@ def _in_few_micro_batches(limits: Limits) -> MicroBatches:
     Rows are spread over as many micro-batches as their tokens and the rest need at least. If rows do not fit, more
     micro-batches are tried, and after the second try, at most the number that best fit needs.
     """
-    rows = _longest_first(np.arange(len(limits.tokens)), limits)
-    least, more = max(-(-int(needed.sum()) // most) for needed, most in _pairs(limits)), 0
-    packed: MicroBatches | None = None
-    while packed is None or least + more < len(packed):
-        spread = _spread(rows, limits, min(least + more, len(rows)))
-        if spread is not None:
+    rows = _longest_first(np.arange(len(limits[0][0])), limits)
+    least, more = max(-(-int(needed.sum()) // most) for needed, most in limits), 0
+    packed: MicroBatches = []
+    while not packed or least + more < len(packed):
+        if spread := _spread(rows, limits, min(least + more, len(rows))):
             return spread
-        packed = packed or (best_fit(rows, limits) if more else None)
+        if more and not packed:
+            packed = best_fit(rows, limits)
         more = max(2 * more, least // _FIRST_TRIED, 1)
     return packed
 
 
-def _longest_first(rows: IntArray, limits: Limits, reduced: npt.NDArray[Any] | float = 1.0) -> IntArray:
+def _longest_first(rows: IntArray, limits: Limits, reduced: IntArray | float = 1.0) -> IntArray:
     """Return the rows, longest first; among rows of equal length, rows with more documents, or else patches, first.
 
     Args:
@@ -268,19 +250,13 @@ def _longest_first(rows: IntArray, limits: Limits, reduced: npt.NDArray[Any] | f
         limits: what each row has.
         reduced: numbers [sorted rows], by which the lengths are multiplied before they are compared.
     """
-    by_others = [-needed[rows] for needed, _ in reversed(limits.others)]
-    return rows[np.lexsort((*by_others, -limits.tokens[rows] * reduced))]
+    tokens, *others = (-needed[rows] for needed, _ in limits)
+    return rows[np.lexsort((*reversed(others), tokens * reduced))]
 
 
 def _roughly_longest_first(limits: Limits, jitter: float, seed: int) -> IntArray:
-    """Return all row numbers, sorted by randomly reduced lengths, longest row first.
-
-    Args:
-        limits: what each row has.
-        jitter: the largest share by which a length is reduced, from 0 to 1.
-        seed: seed of the random reduction.
-    """
-    number = len(limits.tokens)
+    """Return all row numbers, longest row first, if lengths are reduced at random by up to the share `jitter`."""
+    number = len(limits[0][0])
     rows = random_order(number, seed, "rows that meet")  # never change this string: it is part of the seed
     return _longest_first(rows, limits, 1 - jitter * (np.arange(number) / number))
 
@@ -288,49 +264,47 @@ def _roughly_longest_first(limits: Limits, jitter: float, seed: int) -> IntArray
 def _split_more(micro_batches: MicroBatches, limits: Limits, more: int, slots: int) -> MicroBatches:
     """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
-    The micro-batches with the smallest sums of squared row lengths are emptied, and their rows are dealt out again,
-    longest row first, to the emptied and the additional micro-batches. If these rows are too few or do not fit, the
-    fullest micro-batches are split instead. If `more` is 0, dealing the rows again only makes micro-batches more even.
+    The micro-batches with the smallest sums of squared row lengths are emptied, and their rows are spread again,
+    longest row first, over the emptied and the additional micro-batches. If these rows are too few or do not fit, the
+    fullest micro-batches are split instead. If `more` is 0, spreading rows again only makes micro-batches more even.
 
     Several micro-batches are emptied for each additional one, so that each has only a few rows fewer than before, and
     so that the shortest rows do not always share a micro-batch. The number of refilled micro-batches is a multiple of
     slots, so that they can form whole optimizer steps.
     """
-    by_squares = np.argsort(sum_rows(micro_batches, limits.tokens.astype(np.int64) ** 2), kind="stable")
+    by_squares = np.argsort(sum_rows(micro_batches, limits[0][0].astype(np.int64) ** 2), kind="stable").tolist()
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_STEPS * slots) // slots) * slots
     emptied = min(refilled - more, len(micro_batches))
-    rows, _ = flatten([micro_batches[number] for number in by_squares[:emptied].tolist()])
-    if len(rows) >= emptied + more:
-        dealt = _spread(_longest_first(rows, limits), limits, emptied + more)
-        if dealt is not None:
-            return [micro_batches[number] for number in by_squares[emptied:].tolist()] + dealt
+    rows, _ = flatten([micro_batches[number] for number in by_squares[:emptied]])
+    if len(rows) >= emptied + more and (spread := _spread(_longest_first(rows, limits), limits, emptied + more)):
+        return [micro_batches[number] for number in by_squares[emptied:]] + spread
     return _split_fullest(micro_batches, limits, more)
 
 
 def _split_fullest(micro_batches: MicroBatches, limits: Limits, more: int) -> MicroBatches:
-    """Repeat `more` times: split one micro-batch in two. Return all micro-batches.
-
-    The micro-batch to split is always the one with the most tokens among all micro-batches with two or more rows.
-    """
+    """Split the micro-batch with the most tokens of those with several rows, `more` times. Return all micro-batches."""
+    tokens, _ = limits[0]
     split = list(micro_batches)
-    totals = enumerate(sum_rows(micro_batches, limits.tokens).tolist())
-    fullest = [(-total, number) for number, total in totals if len(split[number]) > 1]
+    fullest = [(-total, number) for number, total in enumerate(sum_rows(split, tokens).tolist())]
     heapq.heapify(fullest)
-    for _ in range(more):
+    while len(split) < len(micro_batches) + more:
         _, number = heapq.heappop(fullest)
-        halves = _deal(_longest_first(np.array(split[number]), limits), limits.tokens, [], 2)
-        assert halves is not None
-        split[number] = halves[0]
-        split.append(halves[1])
-        for place in (number, len(split) - 1):
-            if len(split[place]) > 1:
-                heapq.heappush(fullest, (-int(limits.tokens[split[place]].sum()), place))
+        if len(split[number]) > 1:
+            split[number], half = _spread(_longest_first(np.array(split[number]), limits), limits, 2)
+            split.append(half)
+            for place in (number, len(split) - 1):
+                heapq.heappush(fullest, (-int(tokens[split[place]].sum()), place))
     return split
 
 
-def _deal(
-    rows: IntArray, cost: npt.NDArray[Any], within: Sequence[tuple[IntArray, int]], num_micro_batches: int
-) -> MicroBatches | None:
+def _spread(rows: IntArray, limits: Limits, num_micro_batches: int) -> MicroBatches:
+    """Place each row in turn in the micro-batch with the fewest tokens. Return an empty list if rows do not fit."""
+    (tokens, max_tokens), *others = limits
+    spread = _deal(rows, tokens, others, num_micro_batches)
+    return spread if spread and sum_rows(spread, tokens).max() <= max_tokens else []
+
+
+def _deal(rows: IntArray, cost: IntArray, within: Limits, num_micro_batches: int) -> MicroBatches:
     """Place each row in turn in the micro-batch that has the least cost so far among those with space for the row.
 
     There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
@@ -338,25 +312,25 @@ def _deal(
     Args:
         rows: the rows to place, int64 [placed rows].
         cost: numbers [rows]: the cost of each row.
-        within: limits of every micro-batch: pairs of what each row needs, integers [rows], and the most that fits.
+        within: the limits to keep to.
         num_micro_batches: number of micro-batches to make.
 
     Returns:
-        The rows of each micro-batch, or None if a row fits in no micro-batch.
+        The rows of each micro-batch, or an empty list if a row fits in no micro-batch.
     """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
-    needs_and_room = [(needed[rows].tolist(), [most] * num_micro_batches) for needed, most in within]
+    limited = [(needed[rows].tolist(), [most] * num_micro_batches) for needed, most in within]
     cheapest = [(0, number) for number in range(num_micro_batches)]
     for turn, (row, more) in enumerate(zip(rows.tolist(), cost[rows].tolist(), strict=True)):
         too_full = []
-        while needs_and_room and cheapest and any(room[cheapest[0][1]] < needs[turn] for needs, room in needs_and_room):
+        while limited and cheapest and any(left[cheapest[0][1]] < needed[turn] for needed, left in limited):
             too_full.append(heapq.heappop(cheapest))
         if not cheapest:
-            return None
+            return []
         total, number = cheapest[0]
         dealt[number].append(row)
-        for needs, room in needs_and_room:
-            room[number] -= needs[turn]
+        for needed, left in limited:
+            left[number] -= needed[turn]
         heapq.heapreplace(cheapest, (total + more, number))
         for micro_batch in too_full:
             heapq.heappush(cheapest, micro_batch)
@@ -365,77 +339,62 @@ def _deal(
 
 def best_fit(rows: IntArray, limits: Limits) -> MicroBatches:
     """Place each row in turn in the fullest micro-batch with enough space, or else in a new micro-batch."""
-    grain = -(-limits.max_tokens // GRAINS)
-    lengths = limits.tokens[rows]
-    others = [_OtherLimit(needed[rows].tolist(), most, int(needed.min()), []) for needed, most in limits.others]
+    grain = -(-limits[0][1] // GRAINS)
+    least = [int(needed.min()) for needed, _ in limits]
     micro_batches: MicroBatches = []
-    room_in: list[int] = []
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []
-    for turn, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        place, index = bisect_left(rooms, -(-length // grain)), -1
-        if others:
-            place, index = _within_others(turn, others, rooms, with_room, place)
+    left: list[list[int]] = []  # of each micro-batch, what is left of everything that is limited
+    with_room: dict[int, list[int]] = {}  # the micro-batches with each amount of free space
+    rooms: list[int] = []  # these amounts, ascending
+    needs_of_rows = zip(*(needed[rows].tolist() for needed, _ in limits), strict=True)
+    for row, needs in zip(rows.tolist(), needs_of_rows, strict=True):
+        place, index = bisect_left(rooms, -(-needs[0] // grain)), -1
+        if len(limits) > 1:
+            place, index = _within_all(needs, left, rooms, with_room, place)
         if place == len(rooms):
             number = len(micro_batches)
             micro_batches.append([])
-            room_in.append(limits.max_tokens)
-            for other in others:
-                other.left.append(other.most)
+            left.append([most for _, most in limits])
         else:
-            number = with_room[rooms[place]].pop(index)
-            if not with_room[rooms[place]]:
+            numbers = with_room[rooms[place]]
+            number = numbers.pop(index)
+            if not numbers:
                 del with_room[rooms[place]], rooms[place]
         micro_batches[number].append(row)
-        room_in[number] -= length
-        for other in others:
-            other.left[number] -= other.needed[turn]
-        is_full = any(other.left[number] < other.least for other in others)
-        room = 0 if is_full else room_in[number] // grain
-        if room in with_room:
-            with_room[room].append(number)
-        elif room:
-            with_room[room] = [number]
-            insort(rooms, room)
+        left[number] = list(map(sub, left[number], needs))
+        if all(map(ge, left[number], least)):  # else no row fits any more
+            room = left[number][0] // grain
+            if room in with_room:
+                with_room[room].append(number)
+            else:
+                with_room[room] = [number]
+                insort(rooms, room)
     return micro_batches
 
 
-class _OtherLimit(NamedTuple):
-    """A limit beside that of tokens, while rows are placed."""
-
-    needed: list[int]
-    """What each row needs, in the order of placing."""
-    most: int
-    least: int
-    """What the row with the least needs."""
-    left: list[int]
-    """What is left in each micro-batch."""
-
-
-def _within_others(
-    turn: int, others: list[_OtherLimit], rooms: list[int], with_room: dict[int, list[int]], place: int
+def _within_all(
+    needs: tuple[int, ...], left: list[list[int]], rooms: list[int], with_room: dict[int, list[int]], first: int
 ) -> tuple[int, int]:
     """Find the fullest micro-batch with enough space for a row, and give up after _TRIES micro-batches.
 
     Args:
-        turn: the row's number in the order of placing.
-        others: the limits beside that of tokens.
+        needs: what the row has of everything that is limited.
+        left: what is left of it in each micro-batch.
         rooms: amounts of free space, ascending, for which there are micro-batches.
         with_room: the micro-batches with each amount of free space.
-        place: index in `rooms` of the least free space that is enough for the row's tokens.
+        first: index in `rooms` of the least free space that is enough for the row's tokens.
 
     Returns:
         The index in `rooms`, and the index among the micro-batches with this space; (len(rooms), -1) if none is found.
     """
     tries = _TRIES
-    for room in range(place, len(rooms)):
-        numbers = with_room[rooms[room]]
-        for index in range(-1, -1 - min(tries, len(numbers)), -1):  # the latest first
-            if all(other.left[numbers[index]] >= other.needed[turn] for other in others):
-                return room, index
-        tries -= len(numbers)
-        if tries <= 0:
-            break
+    for place in range(first, len(rooms)):
+        numbers = with_room[rooms[place]]
+        for index in range(len(numbers) - 1, -1, -1):  # the latest first
+            if not tries:
+                return len(rooms), -1
+            if all(map(ge, left[numbers[index]], needs)):
+                return place, index
+            tries -= 1
     return len(rooms), -1
 
 
@@ -449,7 +408,7 @@ def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
     return rows, offsets_of([*map(len, micro_batches)])
 
 
-def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def sum_rows(micro_batches: MicroBatches, of_row: IntArray) -> IntArray:
     """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
 
     Args:
@@ -457,5 +416,5 @@ def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArr
         of_row: numbers [rows]: the value of each row, such as its number of tokens.
     """
     rows, offsets = flatten(micro_batches)
-    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
+    total: IntArray = np.add.reduceat(of_row[rows], offsets[:-1])
     return total

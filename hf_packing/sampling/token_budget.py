@@ -14,14 +14,13 @@ from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows,
 from hf_packing.sampling.fill import (
     LINEAR_COST,
     Limits,
-    assign_ranks,
     fewest_micro_batches,
     fill,
     flatten,
     group_by_cost,
     jitter_attention,
+    order_in_steps,
     redistribute_rows,
-    rounds_of_steps,
     sum_rows,
 )
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
@@ -210,17 +209,14 @@ class TokenBudget(Batching):
         copies = np.resize(np.argsort(tokens, kind="stable"), (steps.size - len(filled), 1)).tolist()
         cost = self._cost(tokens, squared_lengths)
         micro_batches = redistribute_rows(filled + copies, steps, cost, limits)
-        costs = sum_rows(micro_batches, cost)
-        rounds = rounds_of_steps(steps, costs, len(filled), epoch.world_size)
-        order = assign_ranks(costs, rounds, epoch.accumulation, seed).ravel()
+        order = order_in_steps(steps, sum_rows(micro_batches, cost), len(filled), epoch.world_size, seed)
 
         planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
         is_copy = np.repeat(order >= len(filled), np.diff(offsets))
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _limits(self, rows: FittedRows) -> Limits:
-        (tokens, max_tokens), *others = ((has[rows.kept], most) for has, most in self._limited(rows.sizes).values())
-        return Limits(tokens, max_tokens, tuple(others))
+        return [(has[rows.kept], most) for has, most in self._limited(rows.sizes).values()]
 
     def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
         """Return what is limited: what each row has of it, integers [rows], and the limit, by unit, tokens first."""

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_packing.sampling.fill import Limits, assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
+from hf_packing.sampling.fill import assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
 
 
 @settings(max_examples=200)
@@ -75,7 +75,7 @@ def slow_redistribute(groups, rounds, cost, tokens, max_tokens):
 
 def check_redistribute(rows, max_tokens, world_size, seed):
     tokens, cost = np.array(rows).T
-    limits = Limits(tokens, max_tokens)
+    limits = [(tokens, max_tokens)]
     wanted = -(-fewest_micro_batches(limits) // world_size) * world_size
     if wanted > len(rows):
         return set()
@@ -111,7 +111,7 @@ def test_documents_stay_within_their_limit():
     """The costly rows have three documents each, of at most four in a micro-batch: dealing them is impossible."""
     tokens, cost = np.full(4, 4), np.array([9.0, 9, 1, 1])
     for documents, expected in (([1, 1, 1, 1], [10, 10]), ([2, 2, 3, 3], [18, 2])):
-        limits = Limits(tokens, 16, ((np.array(documents), 4),))
+        limits = [(tokens, 16), (np.array(documents), 4)]
         micro_batches = [[0, 1], [2, 3]]
         evened = redistribute_rows(micro_batches, np.array([[0, 1]]), cost, limits)
         assert [cost[group].sum() for group in evened] == expected

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packing.planning.permutation import random_order
-from hf_packing.sampling.fill import Limits, best_fit, fewest_micro_batches, fill
+from hf_packing.sampling.fill import best_fit, fewest_micro_batches, fill
 
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=60).map(np.array)
 PACKS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=60).map(np.array)
@@ -15,7 +15,7 @@ MOST_DOCUMENTS = st.one_of(st.none(), st.integers(4, 12))
 
 def limits_of(tokens, max_tokens, documents=None, max_documents=None):
     documents = np.ones_like(tokens) if documents is None else documents
-    return Limits(tokens, max_tokens, () if max_documents is None else ((documents, max_documents),))
+    return [(tokens, max_tokens)] if max_documents is None else [(tokens, max_tokens), (documents, max_documents)]
 
 
 def total(rows, tokens):
@@ -131,7 +131,7 @@ def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, max_d
     assert len(groups) == wanted
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[group].sum()) for group in groups) <= max_tokens
-    assert all(max(int(has[group].sum()) for group in groups) <= most for has, most in limits.others)
+    assert all(max(int(has[group].sum()) for group in groups) <= most for has, most in limits)
     assert all(groups)
     return ways
 
