@@ -6,6 +6,7 @@ A segment is a document, or a part of a document, in a row. All columns that des
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from hf_packing.batch.segments import check_length, check_mask, check_shapes, fill_to_shape, lengths_in_column
 from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.batch.worker_batch import WorkerBatch
+from hf_packing.checks import check_whole_numbers
 from hf_packing.columns import (
     ATTENTION_MASK,
     COPIED_SEGMENT,
@@ -120,8 +122,12 @@ class PackingCollator:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         _refuse_dispatched_batches(self)
-        _check_rows(rows)
-        batch = self._batch_of_trees(rows) if _are_trees(rows) else self._flat_batch(rows)
+        if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
+            raise PackingError(
+                f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
+            )
+        may_be_trees = not set().union(*rows).isdisjoint(TREE_COLUMNS)
+        batch = self._batch_of_trees(rows) if may_be_trees and any(map(is_tree_row, rows)) else self._flat_batch(rows)
         return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
     def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -136,14 +142,11 @@ class PackingCollator:
             )
         for number, row in enumerate(rows):
             check_tree_row(row, number)
-        columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in TREE_COLUMNS}
+        columns = {name: _read_column(name, rows) for name in TREE_COLUMNS}
         return {**collate_trees(columns), **_passed_on(rows, columns[TREE_INPUT_IDS])}
 
     def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
-        if not set().union(*rows).isdisjoint(LOSS_MASKS):
-            for number, row in enumerate(rows):
-                _check_loss_masks(row, number)
-        tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
+        tokens = _read_column(INPUT_IDS, rows)
         if not any(map(len, tokens)):
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
@@ -151,21 +154,19 @@ class PackingCollator:
         cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seq_lens[1:])
         begin = cu_seq_lens[:-1]
-        labels = _read_token_column(LABELS, rows, tokens)
-        labels = input_ids.copy() if labels is None else labels
+        labels = _labels_of(rows, tokens)
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
         position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
         position_ids -= np.repeat(begin, lengths)
         _check_positions(rows, tokens, position_ids)
-        seq_idx = np.repeat(_number_segments(rows, tokens, begin), lengths)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
             LABELS: torch.from_numpy(labels[None]),
             POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
             **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
-            SEQ_IDX: torch.from_numpy(seq_idx[None]),
+            SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
             **_passed_on(rows, tokens),
         }
         if self.tokens is not None and self.max_segments is not None:
@@ -173,61 +174,50 @@ class PackingCollator:
         return batch
 
 
+def _labels_of(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
+    """Return the labels of the rows, int64 [tokens of all rows], which are the tokens if no row has labels.
+
+    Raises:
+        PackingError: a loss mask is not applied to the labels, so that masked tokens would be trained on.
+    """
+    names = set().union(*rows)
+    same = LABELS not in names or all(row.get(LABELS) is row[INPUT_IDS] for row in rows)  # lists are not read again
+    labels = tokens if same else _read_column(LABELS, rows)
+    joined = np.concatenate(tokens, dtype=np.int64, casting="unsafe") if same else _join(LABELS, labels, tokens)
+    for number, row in enumerate(() if names.isdisjoint(LOSS_MASKS) else rows):
+        masks = {name: np.asarray(row[name]).ravel() for name in LOSS_MASKS if name in row}
+        for name, mask in masks.items():
+            if LABELS not in row:
+                raise PackingError(
+                    f"column {name!r}: expected labels that are -100 where the mask is 0, but row {number} has no "
+                    "labels; pack() and map(strategy) apply the mask to the labels"
+                )
+            check_length(name, mask, len(labels[number]), number)
+        if found := find_unmasked_label(labels[number], masks):
+            name, token = found
+            raise PackingError(
+                f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row "
+                f"{number} has the label {labels[number][token]}; apply the mask to the labels, or remove the mask"
+            )
+    return joined
+
+
 def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:
     """Number the segments of a batch, int32 [segments]: from 0, but those of copies of rows from COPIED_SEGMENT down.
 
-    Args:
-        rows: packed rows or documents.
-        tokens: the input_ids of each row, integers [tokens of the row].
-        begin: integers [segments]: the index of each segment's first token in the batch.
+    `begin` has the index of each segment's first token in the batch.
     """
-    copies = [
-        SEQ_IDX in row and len(ids) > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT
-        for row, ids in zip(rows, tokens, strict=True)
-    ]
     numbers = np.arange(len(begin), dtype=np.int32)
-    if not any(copies):
+    if not any(SEQ_IDX in row for row in rows):
         return numbers
-    copied = np.repeat(copies, [*map(len, tokens)])[begin]
-    return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
+    first_numbers = [next(iter(row.get(SEQ_IDX, ())), 0) for row in rows]
+    is_copy = np.repeat(np.array(first_numbers) <= COPIED_SEGMENT, [*map(len, tokens)])[begin]
+    return np.where(is_copy, COPIED_SEGMENT - numbers, np.cumsum(~is_copy) - 1).astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:
     """Return whether a batch of a `PackingCollator` is made of rows of trees."""
     return PARENTS in batch
-
-
-def _are_trees(rows: Sequence[Row]) -> bool:
-    """Return whether any of the rows is a row of trees, perhaps one that has lost some of its columns."""
-    return not set().union(*rows).isdisjoint(TREE_COLUMNS) and any(is_tree_row(row) for row in rows)
-
-
-def _check_rows(rows: Any) -> None:
-    if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
-        raise PackingError(
-            f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
-        )
-
-
-def _check_loss_masks(row: Row, number: int) -> None:
-    """Raise PackingError if a row's loss mask is not applied to the labels: masked tokens would be trained on."""
-    if not (names := [name for name in LOSS_MASKS if name in row]):
-        return
-    if LABELS not in row:
-        raise PackingError(
-            f"column {names[0]!r}: expected labels that are -100 where the mask is 0, but row {number} has no labels; "
-            "pack() and map(strategy) apply the mask to the labels"
-        )
-    labels = read_integers(LABELS, row, number)
-    masks = {name: np.asarray(row[name]).ravel() for name in names}
-    for name, mask in masks.items():
-        check_length(name, mask, len(labels), number)
-    if found := find_unmasked_label(labels, masks):
-        name, token = found
-        raise PackingError(
-            f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row {number} "
-            f"has the label {labels[token]}; apply the mask to the labels, or remove the mask"
-        )
 
 
 def read_integers(name: str, row: Row, number: int) -> IntArray:
@@ -248,36 +238,25 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
         raise PackingError(
             f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
         )
-    try:
-        values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
-    except ValueError as error:
-        raise PackingError(
-            f"column {name!r}: expected a list of integers, but NumPy cannot read the values of row {number}: {error}"
-        ) from error
-    if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
-        raise PackingError(
-            f"column {name!r}: expected a list of integers, got {values.dtype} of shape {values.shape} in row {number}"
-        )
-    return values
+    values = row[name]
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        return values
+    if isinstance(values, list):
+        with suppress(TypeError, ValueError, OverflowError):  # an empty list raises ValueError
+            return np.frombuffer(array("q", values), dtype=np.int64)  # takes half as long as np.asarray
+    return check_whole_numbers(f"column {name!r}, row {number}", values)
 
 
-def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
-    """Return a list as a NumPy array. For integers, this function takes half as long as np.asarray."""
-    try:
-        return np.frombuffer(array("q", values), dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
-        return np.asarray(values)
+def _read_column(name: str, rows: Sequence[Row]) -> list[IntArray]:
+    """Return the integers of each row in a column that all rows must have."""
+    return [read_integers(name, row, number) for number, row in enumerate(rows)]
 
 
-def _read_token_column(name: str, rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray | None:
-    """Return the values of a column, int64 [tokens of all rows]; None if no row has the column."""
-    if not any(name in row for row in rows):
-        return None
-    same = all(row.get(name) is row.get(INPUT_IDS) for row in rows)  # labels made from the tokens are not read again
-    values = tokens if same else [read_integers(name, row, number) for number, row in enumerate(rows)]
+def _join(name: str, values: Sequence[Any], tokens: Sequence[IntArray], dtype: Any = np.int64) -> npt.NDArray[Any]:
+    """Return the values of all rows, of which each must have as many as tokens."""
     for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
         check_length(name, given, len(ids), number)
-    return np.concatenate(values, dtype=np.int64, casting="unsafe")
+    return np.concatenate(values, dtype=dtype, casting="unsafe")
 
 
 def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, torch.Tensor]:
@@ -295,28 +274,25 @@ def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, tor
     Raises:
         PackingError: a row does not have one number for each token in a column that has numbers in other rows.
     """
-    token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
-    found = {} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}
-    for name in sorted(set().union(*rows) - KNOWN_COLUMNS):
+    names, found = set().union(*rows), {}
+    if TOKEN_TYPE_IDS in names:
+        found[TOKEN_TYPE_IDS] = _join(TOKEN_TYPE_IDS, _read_column(TOKEN_TYPE_IDS, rows), tokens)
+    for name in sorted(names - KNOWN_COLUMNS):
         of_rows = [numbers_in(row.get(name)) for row in rows]
-        if all(values is None for values in of_rows):
-            continue
-        for number, (values, ids) in enumerate(zip(of_rows, tokens, strict=True)):
-            check_length(name, () if values is None else values, len(ids), number)
-        joined = np.concatenate([values for values in of_rows if values is not None and len(values)])
-        kind = {"f": np.float32, "b": np.bool_}.get(joined.dtype.kind, np.int64)
-        found[name] = torch.from_numpy(joined.astype(kind)[None])
-    return found
+        if any(values is not None for values in of_rows):
+            kinds = {values.dtype.kind for values in of_rows if values is not None and len(values)}
+            dtype = np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64
+            found[name] = _join(name, [() if values is None else values for values in of_rows], tokens, dtype)
+    return {name: torch.from_numpy(values[None]) for name, values in found.items()}
 
 
 def numbers_in(values: Any) -> npt.NDArray[Any] | None:
     """Return a list of numbers or booleans as a NumPy array; None for anything else."""
-    if not isinstance(values, (list, tuple, np.ndarray, torch.Tensor)):
+    try:
+        found = np.asarray(values)
+    except ValueError:  # lists of different lengths
         return None
-    if isinstance(values, (list, tuple)) and values and not isinstance(values[0], (int, float, np.generic)):
-        return None
-    array = np.asarray(values)
-    return array if array.ndim == 1 and array.dtype.kind in "iufb" else None
+    return found if found.ndim == 1 and found.dtype.kind in "iufb" else None
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
@@ -356,51 +332,33 @@ def _datasets_being_read() -> list[Any]:
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
-    A row without tokens has no segments; any other row without segment columns is one segment. If a row has
-    position_ids and another segment column, the position_ids are not read here; `_check_positions` checks them.
+    A row without tokens has no segments; any other row without segment columns is one segment. Positions are only read
+    in rows without another segment column; `_check_positions` checks them.
+
+    Raises:
+        PackingError: rows have lost their segment columns, or the columns of a row disagree.
     """
     if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
         for dataset in _datasets_being_read():
             refuse_lost_borders(dataset, sorted(names))
-    if names.isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
+    if ATTENTION_MASK in names:
+        for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+            check_mask(row.get(ATTENTION_MASK, np.ones(len(ids))), len(ids), number)
+    if names.isdisjoint(SEGMENT_COLUMNS):
         return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
-    return np.concatenate(
-        [_segments_of_row(row, len(ids), number, compare_positions=False) for number, (row, ids) in numbered]
-    )
+    return np.concatenate([_segments_of_row(row, len(ids), number) for number, (row, ids) in numbered])
 
 
-def _check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Check that position_ids, in rows that have this column, count from 0 in every segment.
-
-    Args:
-        rows: packed rows or documents.
-        tokens: the input_ids of each row, integers [tokens of the row].
-        position_ids: int32 [tokens of all rows], the expected positions.
-
-    Raises:
-        PackingError: the position_ids of a row differ from the expected positions; the message names the row.
-    """
-    end = 0
-    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        begin, end = end, end + len(ids)
-        if POSITION_IDS not in row:
-            continue
-        if not np.array_equal(read_integers(POSITION_IDS, row, number), position_ids[begin:end]):
-            _segments_of_row(row, len(ids), number, compare_positions=True)
-
-
-def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:
+def _segments_of_row(row: Row, tokens: int, number: int) -> IntArray:
     """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
     found = [name for name in SEGMENT_COLUMNS if name in row]
-    if ATTENTION_MASK in row:
-        check_mask(row[ATTENTION_MASK], tokens, number)
     if not found:
         return np.array([tokens] if tokens else [], dtype=np.int64)
     first, *others = found
     lengths = lengths_in_column(first, read_integers(first, row, number), tokens, number)
     for other in others:
-        if compare_positions or other != POSITION_IDS:
+        if other != POSITION_IDS:
             same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
@@ -408,3 +366,21 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
                     f"column {first!r}, got lengths {same.tolist()}; remove the wrong column"
                 )
     return lengths
+
+
+def _check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
+    """Raise PackingError unless position_ids, in rows that have this column, are the expected ones, int32 [tokens]."""
+    end = 0
+    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+        begin, end = end, end + len(ids)
+        if POSITION_IDS in row:
+            given, expected = read_integers(POSITION_IDS, row, number), position_ids[begin:end]
+            check_length(POSITION_IDS, given, len(ids), number)
+            if (wrong := given != expected).any():
+                token = int(wrong.argmax())
+                raise PackingError(
+                    "column 'position_ids': expected positions that restart at 0 at every segment, such as "
+                    f"{expected[token]} at token {token} of row {number}, got {given[token]}. Remove the column, and "
+                    "give the length of every segment in the column 'seq_lengths'; the collator then computes the "
+                    "positions"
+                )

@@ -1,6 +1,6 @@
 """The segments of a row or a batch: read from columns, cut by extra borders, or filled up to a fixed shape."""
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from hf_packing.planning.lengths import IntArray
 def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> IntArray:
     """Return a row's segment lengths, int64 [segments], in tokens.
 
+    Of position_ids, only the zeros are read; the collator compares all positions with those that it computes.
+
     Args:
         name: the name of a column in SEGMENT_COLUMNS.
         values: the row's values in this column.
@@ -37,7 +39,21 @@ def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> Int
     Raises:
         PackingError: the values do not describe segments that cover all tokens of the row.
     """
-    return _READERS[name](name, values, tokens, row)
+    if name in (SEQ_IDX, POSITION_IDS):
+        check_length(name, values, tokens, row)
+        begins = np.ones(tokens, dtype=bool)
+        begins[1:] = values[1:] == 0 if name == POSITION_IDS else values[1:] != values[:-1]
+        return np.diff(np.flatnonzero(begins), append=tokens)
+    lengths, starts = values.astype(np.int64), [0]
+    expected = "positive lengths that add up"
+    if name != SEQ_LENGTHS:
+        lengths, starts = np.diff(lengths), lengths[:1].tolist()
+        expected = "cumulative lengths that rise from 0"
+    if starts != [0] or lengths.sum() != tokens or (lengths < 1).any():
+        raise PackingError(
+            f"column {name!r}: expected {expected} to the {tokens} tokens of row {row}, got {values.tolist()}"
+        )
+    return lengths
 
 
 def check_length(name: str, values: Sized, tokens: int, row: int) -> None:
@@ -58,60 +74,6 @@ def check_mask(mask: Any, tokens: int, row: int) -> None:
             f"{row}; if the values number the documents of the row, replace this column by a column 'seq_lengths' with "
             "the documents' lengths"
         )
-
-
-def _from_lengths(name: str, lengths: IntArray, tokens: int, row: int) -> IntArray:
-    if lengths.sum(dtype=np.int64) != tokens or (len(lengths) and lengths.min() < 1):
-        raise PackingError(
-            f"column {name!r}: expected positive lengths that add up to the {tokens} tokens of row {row}, "
-            f"got {lengths.tolist()}"
-        )
-    return lengths.astype(np.int64)
-
-
-def _from_cumulative_lengths(name: str, cu_seq_lens: IntArray, tokens: int, row: int) -> IntArray:
-    lengths = np.diff(cu_seq_lens.astype(np.int64))
-    if not len(cu_seq_lens) or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != tokens or (lengths < 1).any():
-        raise PackingError(
-            f"column {name!r}: expected cumulative lengths that rise from 0 to the {tokens} tokens of row {row}, "
-            f"got {cu_seq_lens.tolist()}"
-        )
-    return lengths
-
-
-def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -> IntArray:
-    """Return a row's segment lengths, given each token's segment number. A segment begins where the number changes."""
-    check_length(name, numbers, tokens, row)
-    return np.diff(_begins(numbers, step=0), append=tokens)
-
-
-def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """Return a row's segment lengths, given each token's position. Segments begin where positions do not rise by 1."""
-    check_length(name, positions, tokens, row)
-    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small dtypes would wrap around
-    if (elsewhere := positions[begin] != 0).any():
-        token = int(begin[elsewhere.argmax()])
-        raise PackingError(
-            f"column {name!r}: expected positions that restart at 0 at every segment, got {positions[token]} at token "
-            f"{token} of row {row}. Remove the column, and give the length of every segment in the column "
-            "'seq_lengths'; the collator then computes the positions"
-        )
-    return np.diff(begin, append=tokens)
-
-
-def _begins(values: IntArray, step: int) -> IntArray:
-    """Return the indices at which segments begin: 0, and all indices at which values do not rise by `step`."""
-    inside = np.flatnonzero(np.diff(values) != step) + 1
-    return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
-
-
-_READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
-    SEQ_LENGTHS: _from_lengths,
-    **dict.fromkeys(CU_SEQ_LENS, _from_cumulative_lengths),
-    SEQ_IDX: _from_segment_numbers,
-    POSITION_IDS: _from_positions,
-}
-"""Functions (name, values, number of tokens in the row, row number) -> segment lengths, by name of the column."""
 
 
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
@@ -179,21 +141,15 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
             f"max_segments: expected at most {max_segments} segments in a batch, with the one that fills it up to "
             f"{tokens} tokens, got {needed} segments"
         )
-    filling = {
-        INPUT_IDS: batch[INPUT_IDS][0, 0],
-        LABELS: IGNORED_LABEL,
-        POSITION_IDS: torch.arange(tokens - given) % borders.diff().max(),
-        SEQ_IDX: PADDING_SEGMENT,
-    }
-    filled = dict(batch)
-    for name, values in batch.items():
-        if isinstance(values, torch.Tensor) and values.shape == (1, given):
-            filled[name] = values.new_empty(1, tokens)
-            filled[name][:, :given] = values
-            filled[name][:, given:] = filling.get(name, 0)
-    empty = borders.new_full((max_segments - segments,), tokens)
-    return {
-        **filled,
-        **dict.fromkeys(CU_SEQ_LENS, torch.cat([borders, empty])),
-        **dict.fromkeys(MAX_LENGTHS, tokens),
-    }
+    missing = tokens - given
+    filled = {name: F.pad(values, (0, missing)) for name, values in batch.items() if name not in _OF_SEGMENTS}
+    filled[INPUT_IDS][:, given:] = filled[INPUT_IDS][0, 0]
+    filled[LABELS][:, given:] = IGNORED_LABEL
+    filled[POSITION_IDS][:, given:] = torch.arange(missing) % batch[MAX_LENGTHS[0]]
+    filled[SEQ_IDX][:, given:] = PADDING_SEGMENT
+    borders = F.pad(borders, (0, max_segments - segments), value=tokens)
+    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, tokens)}
+
+
+_OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
+"""The entries of a batch that do not have a value for each token."""

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_packing.batch.segments import check_length
 from hf_packing.columns import (
     ATTENTION_MASK,
     ENDS,
@@ -30,14 +29,13 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import count_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, count_ranges, offsets_of, sums_of
 from hf_packing.trees.segments import TreeSegments
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
 
-_Integers = npt.NDArray[np.int64]
-_Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
+Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
 """The values of each row, by name of the column."""
 
 
@@ -69,7 +67,7 @@ def check_tree_row(row: Mapping[str, Any], number: int) -> None:
         )
 
 
-def collate_trees(columns: _Columns) -> dict[str, Any]:
+def collate_trees(columns: Columns) -> dict[str, Any]:
     """Concatenate rows of trees into one batch.
 
     Args:
@@ -81,33 +79,34 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     Raises:
         PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    _check_lengths(columns)
-    joined = {name: np.concatenate(values, dtype=np.int64, casting="unsafe") for name, values in columns.items()}
-    tokens, labels, ends = (joined[name] for name in (TREE_INPUT_IDS, TREE_LABELS, ENDS))
+    tokens, in_rows = _join(columns[TREE_INPUT_IDS])
+    labels, labels_in_rows = _join(columns[TREE_LABELS])
+    trained, numbers_in_rows = _join(columns[TRAINED])
     if not len(tokens):
-        raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
-    in_rows = {name: np.array([len(values) for values in columns[name]]) for name in TREE_COLUMNS}
-    segments, documents, runs = in_rows[PARENTS], in_rows[ENDS], in_rows[TRAINED] // 3
-    first_segment, first_document = offsets_of(segments)[:-1], offsets_of(documents)[:-1]
-
-    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
-    outside = (ends < 0) | (ends >= np.repeat(segments, documents))
-    _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
-    ends = ends + np.repeat(first_segment, documents)
-    trained = joined[TRAINED].reshape(-1, 3)
-    outside = (trained[:, 0] < 0) | (trained[:, 0] >= np.repeat(documents, runs))
+        raise PackingError(f"rows: expected at least one token, got {len(in_rows)} rows without tokens")
+    _refuse(TREE_LABELS, labels_in_rows != in_rows, "one value for each token", labels_in_rows)
+    _refuse(TRAINED, numbers_in_rows % 3 > 0, "three values for each run", numbers_in_rows)
+    trees, ends, documents = read_tree_rows(columns, in_rows)
+    trained, runs = trained.reshape(-1, 3), numbers_in_rows // 3
+    document, first, length = trained.T
+    outside = (document < 0) | (document >= np.repeat(documents, runs))
     _refuse(TRAINED, outside, "runs of documents of the row", trained, runs)
-    owner = trained[:, 0] + np.repeat(first_document, runs)
-    _check_runs(owner, trained, (trees.depths + np.diff(trees.begins))[ends], runs)
-    trained[:, 0] = owner
+    document += np.repeat(offsets_of(documents)[:-1], runs)
+    left = (trees.depths + np.diff(trees.begins))[ends[document]] - first
+    wrong = (first < 1) | (length < 1) | (length > left)
+    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", trained, runs)
+    too_early = np.diff(document) < 0
+    too_early |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
+    wrong[1:] = too_early
+    _refuse(TRAINED, wrong, "runs in the order of the tokens that do not overlap", trained, runs)
     ranges = trees.find_runs(ends, trained)
     is_trained = count_ranges(ranges.begin, ranges.length, len(tokens)) > 0
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
-    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows[TREE_LABELS])
+    _refuse(TREE_LABELS, (labels != IGNORED_LABEL) != is_trained, expected, labels, in_rows)
     batch = {
         INPUT_IDS: tokens[None],
         POSITION_IDS: trees.position_ids[None].astype(np.int64),
-        SEGMENT_LENGTHS: joined[SEGMENT_LENGTHS],
+        SEGMENT_LENGTHS: np.array(trees.lengths, np.int64),
         PARENTS: np.array(trees.parents, np.int64),
         ENDS: ends,
         TRAINED: trained,
@@ -116,41 +115,44 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
-def _check_lengths(columns: _Columns) -> None:
-    """Raise PackingError unless the columns of each row have lengths that fit together."""
-    for number, tokens in enumerate(columns[TREE_INPUT_IDS]):
-        check_length(TREE_LABELS, columns[TREE_LABELS][number], len(tokens), number)
-        lengths, parents, trained = (columns[name][number] for name in (SEGMENT_LENGTHS, PARENTS, TRAINED))
-        total, runs = int(lengths.sum()), -(-len(trained) // 3)
-        for name, expected, got, what in (
-            (SEGMENT_LENGTHS, len(tokens), total, "the number of tokens, as the sum"),
-            (PARENTS, len(lengths), len(parents), "values, one for each segment"),
-            (TRAINED, 3 * runs, len(trained), "values, three for each run"),
-        ):
-            if expected != got:
-                raise PackingError(f"column {name!r}: expected {expected} {what}, in row {number}, got {got}")
-
-
-def _check_runs(owner: _Integers, trained: _Integers, lengths: _Integers, runs: _Integers) -> None:
-    """Raise PackingError unless documents train on runs of their tokens, but the first, in order and without overlaps.
+def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, IntArray, IntArray]:
+    """Read the segments and documents of rows of trees, which are counted on from row to row.
 
     Args:
-        owner: int64 [runs]: the document in the batch.
-        trained: int64 [runs, 3]: document in the row, place in the document, number of tokens.
-        lengths: int64 [documents]: the number of tokens in each document.
-        runs: int64 [rows]: the number of runs.
+        columns: the values of each row in the columns SEGMENT_LENGTHS, PARENTS and ENDS: integers [values].
+        tokens: integers [rows]: the number of tokens in each row.
+
+    Returns:
+        The segments; int64 [documents], the segment in which each document ends; int64 [rows], the number of documents
+        in each row.
+
+    Raises:
+        PackingError: the columns of a row contradict each other; the error names the row.
     """
-    _, first, length = trained.T
-    wrong = (first < 1) | (length < 1) | (length > lengths[owner] - first)
-    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", trained, runs)
-    before, after = owner[:-1], owner[1:]
-    wrong[1:] = (after < before) | ((after == before) & (first[1:] < (first + length)[:-1]))
-    _refuse(TRAINED, wrong, "runs in the order of the tokens that do not overlap", trained, runs)
+    lengths, segments = _join(columns[SEGMENT_LENGTHS])
+    _, parents = _join(columns[PARENTS])
+    ends, documents = _join(columns[ENDS])
+    _refuse(PARENTS, parents != segments, "one value for each segment", parents)
+    first_segment = offsets_of(segments)
+    found = sums_of(lengths, first_segment)
+    _refuse(SEGMENT_LENGTHS, found != tokens, "lengths that add up to the tokens", found)
+    outside = (ends < 0) | (ends >= np.repeat(segments, documents))
+    _refuse(ENDS, outside, "numbers of segments of the row", ends, documents)
+    trees = TreeSegments.of_rows(columns[SEGMENT_LENGTHS], columns[PARENTS])
+    return trees, ends + np.repeat(first_segment[:-1], documents), documents
 
 
-def _refuse(name: str, wrong: npt.NDArray[np.bool_], expected: str, values: _Integers, per_row: _Integers) -> None:
-    """Raise PackingError if a value is wrong; `per_row` has the number of values in each row."""
+def _join(rows: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """Return the values of all rows, int64 [values], and the number of values in each row, int64 [rows]."""
+    joined = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
+    return joined, np.array([*map(len, rows)], np.int64)
+
+
+def _refuse(
+    name: str, wrong: npt.NDArray[np.bool_], expected: str, values: IntArray, per_row: IntArray | None = None
+) -> None:
+    """Raise PackingError if a value is wrong; `per_row` has the number of values in each row, None for one."""
     if wrong.any():
         place = int(wrong.argmax())
-        row = int(np.searchsorted(np.cumsum(per_row), place, side="right"))
+        row = place if per_row is None else int(np.searchsorted(np.cumsum(per_row), place, side="right"))
         raise PackingError(f"column {name!r}: expected {expected}, got {values[place].tolist()} in row {row}")

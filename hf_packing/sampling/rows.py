@@ -16,7 +16,6 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
-    OFFSET_MAPPING,
     PARENTS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
@@ -68,18 +67,20 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     ) -> None:
         self._stored: _TableRows | None = None
         self._lazy = lazy_rows(dataset)
-        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            columns = _columns_to_read(visible_columns(dataset), unread, more)
-            fields = dataset.data.table.schema
+        self.unread, self.apply_masks, self.sampler = unread, apply_masks, sampler
+        self._per_token = (*_PER_TOKEN, *more)
+        names = [name for name in (*self._per_token, *SEGMENT_COLUMNS, *_OF_SEGMENTS) if name not in unread]
+        if self._lazy is not None:
+            names = [name for name in names if name in dataset.format["columns"]]
+        elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            shown, fields = visible_columns(dataset), dataset.data.table.schema
+            names = [name for name in names if name in shown]
             # a subclass of Dataset may change rows when they are read
-            if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in columns):
-                self._stored = _TableRows(dataset, columns)
-            dataset = dataset.with_format("numpy", columns=columns)
+            if type(dataset) is datasets.Dataset and all(_has_numbers(fields.field(name).type) for name in names):
+                self._stored = _TableRows(dataset, names)
+            dataset = dataset.with_format("numpy", columns=names)
+        self._names = names
         self.dataset = dataset
-        self.unread = unread
-        self.more = more
-        self.apply_masks = apply_masks
-        self.sampler = sampler
 
     @property
     def batches(self) -> Iterable[list[Any]]:
@@ -122,12 +123,12 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             return self._stored.read(numbers)
         if self._lazy is not None:
             lazy, packs = self._lazy
-            rows = [{name: row[name] for name in self.dataset.format["columns"]} for row in lazy.read(packs[numbers])]
+            rows = lazy.read(packs[numbers])
         elif hasattr(self.dataset, "__getitems__"):
-            rows = list(self.dataset.__getitems__(numbers))
+            rows = self.dataset.__getitems__(numbers)
         else:
             rows = [self.dataset[number] for number in numbers]
-        return [{name: row[name] for name in _columns_to_read(row, self.unread, self.more)} for row in rows]
+        return [{name: row[name] for name in self._names if name in row} for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -159,26 +160,19 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got {tokens}; rows "
                 "must not change from one reading to the next"
             )
-        for name in (*_PER_TOKEN, *self.more):
-            expected = (tokens, 2) if name == OFFSET_MAPPING else (tokens,)
-            if name in row and (shape := _shape_of(row[name])) != expected:
+        for name in self._per_token:
+            if name in row and (found := _length_of(row[name])) != tokens:
                 raise PackingError(
-                    f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got shape "
-                    f"{shape}"
+                    f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got {found}"
                 )
 
 
-def _columns_to_read(names: Iterable[str], unread: Iterable[str], more: Iterable[str]) -> list[str]:
-    """Return the columns to read: per-token columns, columns with segment borders and `more`, except `unread`."""
-    known = set(names).difference(unread)
-    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS, *_OF_SEGMENTS, *more) if name in known]
-
-
-def _shape_of(values: Any) -> tuple[int | str, ...]:
+def _length_of(values: Any) -> int | str:
+    """Return the number of values in a list, or what there is instead of a list, as a text."""
     try:
-        return tuple(np.shape(values))
-    except ValueError:  # nested lists of different lengths
-        return (len(values), "several lengths")
+        return len(values)
+    except TypeError:
+        return f"{values!r:.80}"
 
 
 def _with_masked_labels(row: Row) -> Row:

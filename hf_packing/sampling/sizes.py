@@ -11,11 +11,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
+from hf_packing.batch.segments import lengths_in_column
+from hf_packing.batch.trees import read_tree_rows
 from hf_packing.checks import check_whole_number, check_whole_numbers
 from hf_packing.columns import (
     BUCKET,
@@ -38,14 +39,13 @@ from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
-    is_list,
     is_token_type,
     read_rows,
     row_numbers,
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.trees.segments import TreeSegments, attention_costs
+from hf_packing.trees.segments import attention_costs
 
 _SAMPLED = (INPUT_IDS, LABELS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 """The columns of which a sample is taken."""
@@ -116,9 +116,10 @@ class RowSizes:
     def fingerprint(self) -> str:
         """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
         digest = hashlib.sha256(self.sample)
-        patches = [] if self.patches is None else [self.patches]
-        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket, *patches):
-            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
+        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
+            digest.update(b"none" if array is None else array.astype("<i8").tobytes())
+        if self.patches is not None:
+            digest.update(self.patches.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -132,17 +133,20 @@ def sizes_of_documents(lengths: IntArray) -> RowSizes:
     return RowSizes(tokens, (tokens > 0).astype(np.int64), tokens**2)
 
 
-def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | None = None) -> RowSizes:
+def sizes_of_packs(
+    seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | None = None, depths: IntArray | int = 0
+) -> RowSizes:
     """Return the sizes of rows that hold one pack each.
 
     Args:
         seq_lengths: integers [segments], tokens: the lengths of all segments, row by row.
         offsets: integers [rows + 1]: the segments of row r have lengths seq_lengths[offsets[r]:offsets[r + 1]].
         bucket: integers [rows], tokens: the capacity of each pack; None if packs have no bucket.
+        depths: integers [segments]: the number of tokens above each segment in a tree; 0 for packs of documents.
     """
     lengths = seq_lengths.astype(np.int64)
-    tokens, squared = (sums_of(values, offsets) for values in (lengths, lengths**2))
-    return RowSizes(tokens, np.diff(offsets), squared, None if bucket is None else bucket.astype(np.int64), packed=True)
+    tokens, work = (sums_of(values, offsets) for values in (lengths, attention_costs(lengths, depths)))
+    return RowSizes(tokens, np.diff(offsets), work, None if bucket is None else bucket.astype(np.int64), packed=True)
 
 
 def sizes_of(dataset: Any) -> RowSizes:
@@ -187,19 +191,19 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     names, numbers = visible_columns(dataset), row_numbers(dataset)
     _check_columns(names)
     table = with_typed_empty_lists(dataset.data.table.select(names))
-    tokens_in, of_sizes = _columns_of_sizes(names)
+    tokens_in, of_segments = _columns_of_sizes(names)
     columns: dict[str, TokenColumn] = {}
-    for name in (*of_sizes, *(name for name in _SAMPLED if name in names)):
+    for name in (tokens_in, *of_segments, *(name for name in _SAMPLED if name in names)):
         kind = table.schema.field(name).type
-        if name in (*of_sizes, tokens_in) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
-            raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
         if is_token_type(kind):
             columns[name] = TokenColumn(name, table.column(name), numbers)
+        if name in (tokens_in, *of_segments) and not (name in columns and pa.types.is_integer(kind.value_type)):
+            raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
     bucket = None
-    if of_sizes and BUCKET in names:
+    if of_segments and BUCKET in names:
         bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
         bucket = bucket if numbers is None else bucket[numbers]
-    lists = {name: columns[name].read(np.arange(len(dataset))) for name in of_sizes}
+    lists = {name: columns[name].read(np.arange(len(dataset))) for name in of_segments}
     sampled = {name: columns[name] for name in _SAMPLED if name in columns}
     sample = _sample_of_rows(read_rows(sampled, rows_to_sample(len(dataset))))
     return replace(_sizes(lists, columns[tokens_in].length, bucket), sample=sample)
@@ -215,20 +219,15 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
     """
     plan = rows.plan
     segments = np.diff(plan.pack_offsets)[packs]
-    chosen, offsets = indices_in_ranges(plan.pack_offsets[packs], segments), offsets_of(segments)
+    chosen = indices_in_ranges(plan.pack_offsets[packs], segments)
     lengths = plan.segment_length[chosen].astype(np.int64)
-    shared = np.zeros_like(lengths) if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
-    tokens, work = (sums_of(v, offsets) for v in (lengths - shared, attention_costs(lengths - shared, shared)))
+    shared = 0 if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
+    bucket = plan.pack_capacity[packs] if BUCKET in names else None
+    sizes = sizes_of_packs(lengths - shared, offsets_of(segments), bucket, shared)
+    if plan.segment_shared is not None:
+        sizes = replace(sizes, trees=TreeCounts(len(lengths), int(lengths.sum()), int(sizes.tokens.sum())))
     sampled = rows.read(packs[rows_to_sample(len(packs))])
-    return RowSizes(
-        tokens,
-        segments,
-        work,
-        bucket=plan.pack_capacity[packs].astype(np.int64) if BUCKET in names else None,
-        packed=True,
-        sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]),
-        trees=None if plan.segment_shared is None else TreeCounts(len(lengths), int(lengths.sum()), int(tokens.sum())),
-    )
+    return replace(sizes, sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]))
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
@@ -246,14 +245,14 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
                 f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
                 "row 0"
             )
-        column, of_sizes = _columns_of_sizes(row)
-        for name in of_sizes:
+        tokens_in, of_segments = _columns_of_sizes(row)
+        for name in of_segments:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
-        if lists and BUCKET in first:
+        if of_segments and BUCKET in first:
             buckets.append(check_whole_number(f"column 'bucket', row {number}", row.get(BUCKET)))
-        few = row[column][:1] if hasattr(row[column], "__getitem__") else row[column]
-        check_whole_numbers(f"column {column!r}, row {number}", few)
-        tokens.append(len(row[column]))
+        ids = row[tokens_in]
+        check_whole_numbers(f"column {tokens_in!r}, row {number}", ids[:1] if hasattr(ids, "__getitem__") else ids)
+        tokens.append(len(ids))
     sizes = _sizes(lists, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
@@ -270,47 +269,22 @@ def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
 def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
     """Return the sizes of rows, from the columns with the sizes of segments and the number of tokens of each row."""
     if SEGMENT_LENGTHS in lists:
-        return _sizes_of_trees(tokens, lists[SEGMENT_LENGTHS], lists[PARENTS], lists[ENDS], bucket)
+        trees, ends, documents = read_tree_rows(lists, tokens)
+        offsets = offsets_of([*map(len, lists[SEGMENT_LENGTHS])])
+        own = np.diff(trees.begins)
+        sizes = sizes_of_packs(own, offsets, bucket, trees.depths)
+        raw = int((trees.depths + own)[ends].sum())
+        return replace(sizes, segments=documents, trees=TreeCounts(len(ends), raw, trees.tokens))
     if SEQ_LENGTHS not in lists:
         return sizes_of_documents(tokens)
-    lengths, offsets = _joined(lists[SEQ_LENGTHS])
+    rows = lists[SEQ_LENGTHS]
+    lengths = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
+    offsets = offsets_of([*map(len, rows)])
     sizes = sizes_of_packs(lengths, offsets, bucket)
     wrong = (sizes.tokens != tokens) | (sums_of(lengths < 1, offsets) > 0)
-    _refuse_rows(wrong, SEQ_LENGTHS, lists[SEQ_LENGTHS], "positive lengths that add up to the tokens")
+    for row in np.flatnonzero(wrong)[:1].tolist():
+        lengths_in_column(SEQ_LENGTHS, rows[row], int(tokens[row]), row)  # raises the error
     return sizes
-
-
-def _sizes_of_trees(
-    tokens: IntArray,
-    segments: Sequence[IntArray],
-    parents: Sequence[IntArray],
-    ends: Sequence[IntArray],
-    bucket: IntArray | None,
-) -> RowSizes:
-    """Return the sizes of rows of trees, from their number of tokens and the other columns of each row."""
-    (lengths, offsets), (end, end_offsets) = _joined(segments), _joined(ends)
-    of_row, documents = np.diff(offsets), np.diff(end_offsets)
-    _refuse_rows(of_row != [*map(len, parents)], PARENTS, parents, "one parent for each of the segments")
-    outside = (end < 0) | (end >= np.repeat(of_row, documents))
-    _refuse_rows(sums_of(outside, end_offsets) > 0, ENDS, ends, "numbers of the segments")
-    depths = TreeSegments.of_rows(segments, parents).depths
-    found, work = (sums_of(values, offsets) for values in (lengths, attention_costs(lengths, depths)))
-    _refuse_rows(found != tokens, SEGMENT_LENGTHS, segments, "lengths that add up to the tokens")
-    raw = int((depths + lengths)[end + np.repeat(offsets[:-1], documents)].sum())
-    return RowSizes(found, documents, work, bucket, True, trees=TreeCounts(len(end), raw, int(found.sum())))
-
-
-def _joined(rows: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
-    """Return the values of all rows, int64 [values], and where those of each row begin, int64 [rows + 1]."""
-    values = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
-    return values, offsets_of([*map(len, rows)])
-
-
-def _refuse_rows(wrong: npt.NDArray[np.bool_], name: str, rows: Sequence[IntArray], expected: str) -> None:
-    """Raise PackingError if the values of a row in a column are wrong; `wrong` is bool [rows]."""
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise PackingError(f"column {name!r}: expected {expected} of row {row}, got {rows[row].tolist()}")
 
 
 def _check_columns(names: Any) -> None:

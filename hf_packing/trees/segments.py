@@ -164,12 +164,12 @@ class TreeSegments:
         return _find_ranges(ends[document], first, first + length, self.begins, self.depths, parents)
 
 
-def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
     """Return twice the pairs of a token of each segment and a token that it attends to, int64 [segments].
 
     Args:
         lengths: int64 [segments]: number of tokens in each segment.
-        depths: int64 [segments]: number of tokens above each segment, to which its tokens attend as well.
+        depths: int64 [segments]: number of tokens above each segment, to which its tokens attend as well; or 0.
     """
     return lengths * (2 * depths + lengths)
 

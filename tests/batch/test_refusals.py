@@ -13,14 +13,18 @@ OF_ROWS = [
     (None, "rows: expected at least one token, got 0 rows", []),
     (None, "rows: expected at least one token, got 1 rows", [{"input_ids": []}]),
     ("input_ids", "columns of row 1: ids", [TWO, {"ids": [1]}]),
-    ("input_ids", r"got int64 of shape \(1, 2\) in row 0", [{"input_ids": [[1, 2]]}]),
+    ("input_ids", r"row 0: .*shape \(1, 2\)", [{"input_ids": [[1, 2]]}]),
     ("input_ids", "got float64", [{"input_ids": [1.5]}]),
-    ("input_ids", "but NumPy", [{"input_ids": [[1], [1, 2]]}]),
+    ("input_ids", "row 0: .* NumPy", [{"input_ids": [[1], [1, 2]]}]),
     ("labels", "columns of row 1: input_ids", [TWO | {"labels": [1, 2]}, TWO]),
     ("labels", "expected 2 values in row 0, one for each token, got 1", [TWO | {"labels": [1]}]),
-    ("labels", "got int64", [TWO | {"labels": 1}]),
+    ("labels", "row 0: .* 1-d array, got int", [TWO | {"labels": 1}]),
     ("completion_mask", "but row 0 has no labels", [TWO | {"completion_mask": [0, 1]}]),
-    ("assistant_masks", "token 1 of row 1", [TWO, TWO | {"labels": [1, 2], "assistant_masks": [1, 0]}]),
+    (
+        "assistant_masks",
+        "token 1 of row 1",
+        [TWO | {"labels": [1, 2]}, TWO | {"labels": [1, 2], "assistant_masks": [1, 0]}],
+    ),
     ("assistant_masks", "expected 2 values in row 0", [TWO | {"labels": [1, 2], "assistant_masks": [1]}]),
     ("completion_mask", "expected 2 values in row 0", [TWO | {"labels": [1, 2], "completion_mask": 1}]),
 ]
@@ -29,19 +33,19 @@ OF_SEGMENTS = [
     ("seq_lengths", r"6 tokens of row 1, got \[1\]", {"seq_lengths": [1]}),
     ("seq_lengths", r"positive lengths .* got \[6, 0\]", {"seq_lengths": [6, 0]}),
     ("seq_lengths", "got float64", {"seq_lengths": [5.5, 0.5]}),
-    ("seq_lengths", "got object", {"seq_lengths": None}),
+    ("seq_lengths", "got NoneType", {"seq_lengths": None}),
     ("cu_seq_lens_q", r"got \[0, 3, 5\]", {"cu_seq_lens_q": [0, 3, 5]}),
     ("position_ids", "expected 6 values", {"position_ids": [0]}),
-    ("position_ids", "got 2 at token 0 of row 1", {"position_ids": [2, 3, 4, 5, 2, 3]}),
-    ("position_ids", "got 2 at token 0", {"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]}),
+    ("position_ids", "0 at token 0 of row 1, got 2", {"position_ids": [2, 3, 4, 5, 2, 3]}),
+    ("position_ids", "at token 0 of row 1, got 2", {"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]}),
     ("position_ids", "expected 6 values in row 1", {"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}),
-    ("position_ids", r"got .*\[2, 4\]; remove", {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]}),
-    ("position_ids", r"got .*\[6\]", {"seq_lengths": [4, 2], "position_ids": [*range(6)]}),
-    ("position_ids", r"got .*\[3, 3\]", {"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}),
+    ("position_ids", "2 at token 2 of row 1, got 0", {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]}),
+    ("position_ids", "0 at token 4 of row 1, got 4", {"seq_lengths": [4, 2], "position_ids": [*range(6)]}),
+    ("position_ids", "3 at token 3 of row 1, got 0", {"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}),
     ("position_ids", r"shape \(3, 6\)", {"seq_lengths": [6], "position_ids": [[*range(6)]] * 3}),
     ("position_ids", "got float64", {"seq_lengths": [6], "position_ids": [*map(float, range(6))]}),
     ("seq_idx", r"as in column 'seq_lengths', .*\[3, 3\]", {"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]}),
-    ("position_ids", r"lengths \[3, 3\] .*\[6\]", {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]}),
+    ("position_ids", "0 at token 3 of row 1, got 3", {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]}),
     ("attention_mask", "got a 2 in row 1", {"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}),
     ("attention_mask", "got a 0 in row 1", {"attention_mask": [1, 1, 1, 1, 0, 0]}),
     ("attention_mask", "expected 6 values in row 1", {"seq_lengths": [6], "attention_mask": [[1] * 6]}),
@@ -97,12 +101,12 @@ def refused(message, rows, **arguments):
 
 @pytest.mark.parametrize(("column", "message", "rows"), OF_ROWS, ids=str)
 def test_rows(column, message, rows):
-    refused(f"^column '{column}': .*{message}" if column else f"^{message}", rows)
+    refused(f"^column '{column}'.*{message}" if column else f"^{message}", rows)
 
 
 @pytest.mark.parametrize(("column", "message", "columns"), OF_SEGMENTS, ids=str)
 def test_columns_of_segments(column, message, columns):
-    refused(f"^column '{column}': .*{message}", [SIX, SIX | columns])
+    refused(f"^column '{column}'.*{message}", [SIX, SIX | columns])
 
 
 @pytest.mark.parametrize(("message", "arguments"), OF_SHAPES, ids=str)
@@ -119,7 +123,7 @@ def test_a_column_that_only_the_last_row_has(bad):
 @pytest.mark.parametrize(("column", "changes"), OF_TREES, ids=str)
 def test_columns_of_trees_that_contradict_each_other(column, changes):
     types = {"token_type_ids": [0] * 8} if "token_type_ids" in changes else {}
-    refused(f"^column '{column}': expected .* row 1", [TREE | types, TREE | changes, TREE | types])
+    refused(f"^column '{column}'.*row 1", [TREE | types, TREE | changes, TREE | types])
 
 
 @pytest.mark.parametrize("name", list(TREE))
@@ -154,7 +158,7 @@ def test_other_rows_of_trees():
     refused("^keep_first_labels: expected False for rows of trees, got True", [TREE], keep_first_labels=True)
     refused("^tokens: expected None for rows of trees, .* got 99", [TREE], tokens=99, max_segments=9)
     longer, shorter = ({**TREE, "segment_lengths": TREE["segment_lengths"][:-1] + [last]} for last in (3, 1))
-    refused("^column 'segment_lengths': expected 8 .* in row 0, got 9", [longer, shorter])  # they add up over the rows
+    refused("^column 'segment_lengths': .* got 9 in row 0", [longer, shorter])  # they add up over the rows
 
 
 def test_depths_are_no_positions_of_a_packed_row():

@@ -115,11 +115,11 @@ REFUSED = [
     (read({"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}), "column 'seq_lengths': .* of row 0, got \\[2, 2"),
     (read({"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}), "column 'seq_lengths', row 0"),
     (read(ONE | {"seq_lengths": [1], "bucket": None}), "column 'bucket', row 0"),
-    (read(TREE, TREE | {"segment_lengths": [1, 1, 2, 1]}), "column 'segment_lengths': .* of row 1"),
-    (read(TREE, TREE | {"parents": [-1, 0, 0]}), "column 'parents': .* of row 1"),
-    (read(TREE, TREE | {"parents": [-1, 0, 3, -1]}), "column 'parents': .* of row 1"),
-    (read(TREE, TREE | {"ends": [1, 2, 4]}), "column 'ends': .* of row 1"),
-    (read(TREE, TREE | {"ends": [1, -1, 3]}), "column 'ends': .* of row 1"),
+    (read(TREE, TREE | {"segment_lengths": [1, 1, 2, 1]}), "column 'segment_lengths': .* row 1"),
+    (read(TREE, TREE | {"parents": [-1, 0, 0]}), "column 'parents': .* row 1"),
+    (read(TREE, TREE | {"parents": [-1, 0, 3, -1]}), "column 'parents': .* row 1"),
+    (read(TREE, TREE | {"ends": [1, 2, 4]}), "column 'ends': .* row 1"),
+    (read(TREE, TREE | {"ends": [1, -1, 3]}), "column 'ends': .* row 1"),
 ]
 
 
