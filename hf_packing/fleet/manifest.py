@@ -235,7 +235,7 @@ class PackedCorpus:
         return sum(file.rows for file in self.files)
 
     @property
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> dict[str, int]:
         """Counts of what was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
         "num_padding_slots", and those of "trained_tokens", of "skipped_rows", which cannot be used, and of
         "shortened_chats", of which the template leaves something out."""
