@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, indent
 from typing import Any
 
 import torch
@@ -19,15 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_packing.attention import (
-    IsolationReport,
-    NoLanguageModelError,
-    architectures,
-    check_isolation,
-    patch_model,
-    small_copy_of,
-    tiny_model,
-)
+from hf_packing.attention import IsolationReport, architectures, check_isolation, patch_model, small_copy_of, tiny_model
 from hf_packing.cli.screen import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
@@ -43,7 +35,7 @@ _ADVICE = ". hf_packing.patch_model("
 
 
 def run(given: argparse.Namespace) -> int:
-    """Check whether a model isolates documents, before and after patch_model, and print the results.
+    """Check whether a model isolates documents, before and after patch_model, and print each result when it is known.
 
     Args:
         given: the parsed command line flags.
@@ -51,17 +43,24 @@ def run(given: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if the patched model isolates documents; 1 if it does not, or if the model cannot be patched.
     """
-    refusal = ""
-    with _quiet():
-        model, checked = _model_named(given.model, given.weights, given.trust_remote_code)
-        try:
-            stock = check_isolation(model)
-            patched = check_isolation(patch_model(model))
-        except ModelNotSupportedError as error:
-            refusal = str(error)
-            patched = IsolationReport(False, math.nan, refusal)
-            if isinstance(error, NoLanguageModelError):  # of which nothing can be checked
-                stock = patched
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    say = (lambda _: None) if given.json else _say_wrapped
+    model, checked = _model_named(given.model, given.weights, given.trust_remote_code)
+    stock, refusal = None, ""
+    if not given.json:
+        print(f"{given.model}: {checked}", flush=True)
+    try:
+        stock = check_isolation(model)
+        shown = replace(stock, reason=stock.reason.partition(_ADVICE)[0])
+        say(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
+        patched = check_isolation(patch_model(model))
+        say(f"after patch_model: {patched}")
+    except ModelNotSupportedError as error:
+        refusal = str(error)
+        patched = IsolationReport(False, math.nan, refusal)
+        say(f"patch_model refuses the model: {refusal}")
+    stock = stock or patched  # a model is refused before the check if it is no language model
     if given.json:
         facts = {
             "model": given.model,
@@ -69,42 +68,23 @@ def run(given: argparse.Namespace) -> int:
             "isolated": patched.isolated,
             "stock_isolated": stock.isolated,
             "stock_reason": stock.reason,
-            "stock_max_leak": _finite(stock.max_leak),
+            "stock_max_leak": stock.max_leak,
             "route": patched.route.name if patched.route else None,
-            "max_leak": _finite(patched.max_leak),
-            "max_gradient_leak": _finite(patched.max_gradient_leak),
+            "max_leak": patched.max_leak,
+            "max_gradient_leak": patched.max_gradient_leak,
             "refusal": refusal,
         }
-        print_json(facts)
-    else:
-        print(f"{given.model}: {checked}")
-        if stock.reason != refusal:
-            shown = replace(stock, reason=stock.reason.partition(_ADVICE)[0])
-            _say_wrapped(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
-        _say_wrapped(f"patch_model refuses the model: {refusal}" if refusal else f"after patch_model: {patched}")
+        infinite = {
+            name: None for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)
+        }
+        print_json(facts | infinite)
     return 0 if patched.isolated else _NOT_ISOLATED
-
-
-def _finite(leak: float | None) -> float | None:
-    return leak if leak is not None and math.isfinite(leak) else None
 
 
 def _say_wrapped(text: str) -> None:
     """Print a text in lines of at most WIDE columns, indented except for the first."""
-    lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False) or [""]]
-    print("\n  ".join(lines))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager: within the block, hide Python warnings, and all log messages of transformers except errors."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.set_verbosity(before)
+    lines = "\n".join(fill(line, WIDE, break_long_words=False) for line in text.split("\n"))
+    print(indent(lines, "  ").strip(), flush=True)
 
 
 def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
@@ -170,22 +150,24 @@ def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tu
     Raises:
         PackingError: the model is neither a causal nor a masked language model.
     """
-    named = list(getattr(config, "architectures", None) or [])
+    named = getattr(config, "architectures", None) or []
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
-    brought = getattr(config, "auto_map", None) or {}
-    if trust_remote_code or not known:
-        for auto, where in brought.items():
-            if auto.startswith("AutoModel") and str(where).rpartition(".")[2] in named:
-                return getattr(transformers, auto), ""
+    brought = [
+        getattr(transformers, auto)
+        for auto, where in (getattr(config, "auto_map", None) or {}).items()
+        if auto.startswith("AutoModel") and str(where).rpartition(".")[2] in named
+    ]
+    if brought and (trust_remote_code or not known):
+        return brought[0], ""
     if known:
         return known[0], ""
+    by_type = [head for head, types in _KINDS.values() if config.model_type in types]
+    if not by_type:
+        raise PackingError(
+            f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
+        )
     missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
-    note = f"; the configuration names {missing if named else 'no class'}"
-    if by_type := [head for head, types in _KINDS.values() if config.model_type in types]:
-        return by_type[-1], note
-    raise PackingError(
-        f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
-    )
+    return by_type[-1], f"; the configuration names {missing if named else 'no class'}"
 
 
 def _is_model(cls: Any) -> bool:

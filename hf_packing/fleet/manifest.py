@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,12 +38,17 @@ _UNFINISHED, _ABANDONED = ".unfinished-", 600.0
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of a path or URL, and the path within it. Local file systems take no options."""
+    """Return the file system of a path or URL, and the path within it. Local file systems ignore the options."""
     try:
-        system, path = url_to_fs(url, **(options if "://" in url and not url.startswith("file://") else {}))
+        system, path = url_to_fs(url, **options)
     except (ValueError, ImportError) as error:
         raise PackingError(f"expected a local path or a URL that fsspec can open, got {url!r}: {error}") from None
     return system, path
+
+
+def url_of(system: Any, path: str) -> str:
+    """Return the name of a file for users and other programs: a local path, or a URL."""
+    return path if is_local(system) else str(system.unstrip_protocol(path))
 
 
 def is_local(system: Any) -> bool:
@@ -51,112 +56,97 @@ def is_local(system: Any) -> bool:
     return isinstance(system, LocalFileSystem)
 
 
-def identity_of(name: str, options: Mapping[str, Any]) -> Identity:
+def identity_of(system: Any, path: str) -> Identity:
     """Return what differs between two versions of a file to pack."""
-    system, path = file_system(name, options)
     system.invalidate_cache(path)  # of the time when files were listed
     return list(size_and_version(system, path, times=True))
 
 
-def check_unchanged(name: str, before: Identity, now: Identity) -> None:
-    """Raise PackingError if a file is not what it was when packing began."""
-    if now != before:
-        raise PackingError(
-            f"{name}: expected the file as it was when packing began, with size and last change {before}, got {now}; "
-            "pack changed files into a new folder"
-        )
+def sha256_of(system: Any, path: str) -> str:
+    """Return the sha256 of a file."""
+    with system.open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
 class Folder:
-    """An output folder: a path or URL, and arguments for its file system if that is not local."""
+    """An output folder.
 
-    url: str
-    options: Mapping[str, Any]
+    Args:
+        url: a path or URL.
+        options: arguments for file systems that are not local.
+    """
 
-    def at(self, name: str) -> tuple[Any, str]:
-        """Return the file system of the folder, and the path of a file within it."""
-        system, root = file_system(self.url, self.options)
-        return system, f"{root}/{name}"
-
-    def path(self, name: str) -> str:
-        """Return the path or URL of a file, for other programs."""
-        system, path = self.at(name)
-        return path if is_local(system) else str(system.unstrip_protocol(path))
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.options = options
+        self.system, self.root = file_system(url, options)
+        self.url = url_of(self.system, self.root)
 
     def names(self) -> list[str]:
-        """Return the names of the files in the folder."""
-        system, root = file_system(self.url, self.options)
-        system.invalidate_cache(root)
-        return [Path(each).name for each in system.ls(root, detail=False)] if system.isdir(root) else []
+        """Return the names of the files in the folder, without those of `tasks/`."""
+        self.system.invalidate_cache()
+        return [Path(each).name for each in self.system.find(self.root, maxdepth=1)]
 
     def read(self, name: str) -> Any:
         """Return the content of a JSON file; None if there is no such file."""
-        system, path = self.at(name)
         try:
-            return json.loads(system.cat_file(path))
+            return json.loads(self.system.cat_file(f"{self.root}/{name}"))
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise PackingError(f"output: expected JSON in {self.path(name)!r}, got the error: {error}") from None
+            raise PackingError(f"output: expected JSON in {self.url}/{name}, got the error: {error}") from None
 
     def digest(self, name: str) -> str | None:
         """Return the sha256 of a file; None if there is no such file."""
-        system, path = self.at(name)
-        system.invalidate_cache(path)
+        self.system.invalidate_cache()
         try:
-            with system.open(path, "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return sha256_of(self.system, f"{self.root}/{name}")
         except FileNotFoundError:
             return None
 
     @contextmanager
-    def unfinished(self) -> Iterator[Path]:
-        """Context manager: yield the path of a new local file, which is removed at the end.
+    def new_file(self, name: str) -> Iterator[Path]:
+        """Context manager: yield a local path to write to. At the end, the file gets its name in the folder.
 
         Raises:
-            PackingError: the block cannot write a file, as when the disk is full.
+            PackingError: the file cannot be written, as when the disk is full; or there is a file of this name with
+                another content.
         """
-        system, parent = self.at("")
-        path = Path(parent if is_local(system) else tempfile.gettempdir(), f"{_UNFINISHED}{uuid4().hex}")
+        local, path = is_local(self.system), f"{self.root}/{name}"
+        fresh = Path(self.root if local else tempfile.gettempdir(), f"{_UNFINISHED}{uuid4().hex}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield path
+            Path(path if local else fresh).parent.mkdir(parents=True, exist_ok=True)
+            yield fresh
+            try:
+                self.put(fresh, path)
+            except OSError:
+                if (found := self.digest(name)) is None:
+                    raise
+                if found != sha256_of(LocalFileSystem(), str(fresh)):
+                    raise PackingError(
+                        f"output: expected {self.url}/{name} as this run writes it, but the file has another content: "
+                        "it is damaged, or of another run; remove it, and start this run again"
+                    ) from None
         except OSError as error:
             raise PackingError(f"output: expected to write to {self.url!r}, got the error: {error}") from error
         finally:
-            path.unlink(missing_ok=True)
+            fresh.unlink(missing_ok=True)
 
-    def put(self, fresh: Path, name: str) -> str:
-        """Put a finished file in place, unless there is one of this content; return the sha256.
-
-        Raises:
-            PackingError: there is a file of this name with another content.
-        """
-        system, path = self.at(name)
-        with open(fresh, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    def put(self, fresh: Path, path: str) -> None:
+        """Give a finished file its name, which raises OSError if the name is taken."""
+        if not is_local(self.system):
+            self.system.put_file(str(fresh), path, mode="create")
+            return
         try:
-            if is_local(system):
-                Path(path).parent.mkdir(exist_ok=True)
-                _link(fresh, path)
-            else:
-                system.put_file(str(fresh), path, mode="create")
-        except OSError as error:
-            if (found := self.digest(name)) is None:
+            os.link(fresh, path)
+        except OSError:
+            if os.path.exists(path):
                 raise
-            if found != digest:
-                raise PackingError(
-                    f"output: expected {self.path(name)!r} as this run writes it, but the file has another content: it "
-                    "is damaged, or of another run; remove it, and start this run again"
-                ) from error
-        return digest
+            os.rename(fresh, path)  # on a file system without hard links
 
-    def put_json(self, name: str, content: Any) -> None:
-        """Put a JSON file in place, as `put` does."""
-        with self.unfinished() as fresh:
+    def write(self, name: str, content: Any) -> None:
+        """Write a JSON file."""
+        with self.new_file(name) as fresh:
             fresh.write_text(json.dumps(content, indent=1))
-            self.put(fresh, name)
 
     def claim(self, run: Mapping[str, Any]) -> None:
         """Write what is packed, and how, into a new folder; or check that this run has begun in the folder.
@@ -164,41 +154,32 @@ class Folder:
         Raises:
             PackingError: the folder has rows of another run, or a file to pack has changed.
         """
-        others = [name for name in self.names() if name.endswith(".parquet")]
         if (found := self.read(RUN)) is None:
-            if others:
+            if others := [name for name in self.names() if name.endswith(".parquet")]:
                 raise PackingError(f"output: expected a new folder, but {self.url!r} has the file {others[0]!r}")
-            self.put_json(RUN, run)
-            found = run
-        for name, value in run.items():
-            before = found.get(name)
-            if name == "inputs" and before.keys() == value.keys():
-                for file, now in value.items():
-                    check_unchanged(file, before[file], now)
-            elif before != value:
-                other = "other files to pack" if name == "inputs" else f"{name} {before!r}, not {value!r}"
-                raise PackingError(
-                    f"output: expected a new folder, or the folder of this run, but the run in {self.url!r} has "
-                    f"{other}; choose another folder"
-                )
+            self.write(RUN, run)
+        elif found != run:
+            before, now = ({**each, **each["inputs"], "inputs": None} for each in (found, run))
+            name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+            raise PackingError(
+                f"output: expected a new folder, or that of a run with {name} {now.get(name)!r}, but the run in "
+                f"{self.url!r} has {before.get(name)!r}; choose another folder"
+            )
 
     def finish(self, run: Mapping[str, Any], files: Sequence["PackedFile"]) -> None:
-        """Write the manifest, and remove what killed processes have left of unfinished files."""
-        self.put_json(MANIFEST, {**run, "files": [asdict(file) for file in files]})
+        """Write the manifest, and remove what killed processes have left of unfinished files.
+
+        Raises:
+            PackingError: the documents of two tasks have other columns.
+        """
+        kinds = {file.columns: file.inputs[0] for file in files if file.rows}
+        if len(kinds) > 1:
+            raise PackingError(f"files: expected the same columns in all files, got {kinds}")
+        self.write(MANIFEST, {**run, "files": [asdict(file) for file in files]})
         for name in self.names():
-            system, path = self.at(name)
-            if name.startswith(_UNFINISHED) and time.time() - os.stat(path).st_mtime > _ABANDONED:
-                system.rm_file(path)
-
-
-def _link(fresh: Path, path: str) -> None:
-    """Give a file its name, which raises OSError if the name is taken."""
-    try:
-        os.link(fresh, path)
-    except OSError:
-        if os.path.exists(path):
-            raise
-        os.rename(fresh, path)  # on a file system without hard links
+            file = Path(self.root, name)
+            if name.startswith(_UNFINISHED) and time.time() - file.stat().st_mtime > _ABANDONED:
+                file.unlink()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +191,8 @@ class PackedFile:
     """Names of the files whose documents were packed."""
     rows: int
     sha256: str
-    columns: Mapping[str, str]
-    """Types of the columns of the documents by name."""
+    columns: str
+    """Names and types of the columns of the documents."""
     counts: Mapping[str, int]
     """What was packed and what was not; see `PackedCorpus.counts`."""
     splits: Mapping[str, int]
@@ -246,7 +227,7 @@ class PackedCorpus:
     @property
     def data_files(self) -> list[str]:
         """Paths or URLs of the files of rows, in order."""
-        return [self.folder.path(file.name) for file in self.files]
+        return [f"{self.folder.url}/{file.name}" for file in self.files]
 
     @property
     def num_rows(self) -> int:
@@ -258,27 +239,31 @@ class PackedCorpus:
         """Counts of what was packed and what was not: the numbers of `plan.metrics()`, from "num_documents" to
         "num_padding_slots", and those of "trained_tokens", of "skipped_rows", which cannot be used, and of
         "shortened_chats", of which the template leaves something out."""
-        return sum_of(file.counts for file in self.files)
+        return self._sum("counts")
+
+    def _sum(self, name: str) -> Counter[str]:
+        """Return the sum of the counts of this name of all files."""
+        total = Counter[str]()
+        for file in self.files:
+            total.update(getattr(file, name))
+        return total
 
     def changes(self) -> list[str]:
         """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
-
-        def all_of(name: str) -> list[str]:
-            return list(dict.fromkeys(value for file in self.files for value in getattr(file, name)))
-
         counts = self.counts
         facts = {
             "strategy": self.strategy,
-            "loss_masks": all_of("loss_masks"),
-            "splits": sum_of(file.splits for file in self.files),
+            "loss_masks": list(self._sum("loss_masks")),
+            "splits": self._sum("splits"),
             "trained_tokens": counts["trained_tokens"],
             "packed_tokens": counts["num_tokens"] - counts["num_dropped_tokens"],
             "tokens": counts["num_tokens"],
             "empty_documents": counts["num_empty_documents"],
         }
-        said = describe_changes(facts, left_out=all_of("left_out"))
+        said = describe_changes(facts, left_out=list(self._sum("left_out")))
         if number := counts["skipped_rows"]:
-            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {all_of('skipped')[0]}")
+            first, *_ = self._sum("skipped")
+            said.append(f"leaves out {number:,} rows that cannot be used; the first one: {first}")
         if number := counts["shortened_chats"]:
             said.append(f"has {number:,} chats without content, thinking or tool calls, which the template leaves out")
         return said
@@ -297,20 +282,10 @@ class PackedCorpus:
         return "\n".join([*lines, *(f"pack {change}" for change in self.changes())])
 
 
-def sum_of(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """Return the sum of counts; unlike that of counters, it has the counts that are 0."""
-    total = Counter[str]()
-    for each in counts:
-        total.update(each)
-    return total
-
-
-def read_manifest(output: str, options: Mapping[str, Any] | None = None) -> PackedCorpus | None:
-    """Return what the manifest of an output folder says; None if there is none, since tasks are missing."""
-    folder = Folder(output, options or {})
-    if (known := folder.read(MANIFEST)) is None:
+def read_manifest(output: str) -> PackedCorpus | None:
+    """Return what the manifest of an output folder says; None if there is no manifest of a fleet."""
+    folder = Folder(output, {})
+    known = folder.read(MANIFEST)
+    if known is None or "hf_packing" not in known:
         return None
-    try:
-        return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])
-    except (KeyError, TypeError) as error:
-        raise PackingError(f"output: expected the manifest of a fleet in {output!r}, got another: {error!r}") from None
+    return PackedCorpus(folder, known["strategy"], [PackedFile(**file) for file in known["files"]])

@@ -11,17 +11,19 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 import hf_packing
@@ -33,10 +35,11 @@ from hf_packing.fleet.manifest import (
     Identity,
     PackedCorpus,
     PackedFile,
-    check_unchanged,
     file_system,
     identity_of,
     is_local,
+    sha256_of,
+    url_of,
 )
 from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packed_rows import blocks_of_packs
@@ -53,7 +56,6 @@ Inputs = dict[str, Identity]
 """Files to pack: what differs between two versions of them, the size first, by path or URL."""
 
 _BYTES_OF_A_TASK = 1 << 26
-_TABLES = (".parquet", ".arrow")
 _TRIES = 3
 """How often processes of this machine are started, if one dies."""
 _ROWS_AT_ONCE = 100_000
@@ -129,41 +131,36 @@ def pack_files(
         PackingError: an argument is wrong, a file cannot be packed or has changed since packing began, or a file in the
             output folder is damaged or of another run.
     """
-    folder = Folder(str(output), dict(storage_options or {}))
+    folder = Folder(str(output), storage_options or {})
     inputs = find_inputs(files, folder.options)
-    texts = None
-    if tokenizer is not None or not all(name.lower().endswith(_TABLES) for name in inputs):
-        texts = {
-            "tokenizer": tokenizer,
-            "trust_remote_code": trust_remote_code,
-            "text_field": text_field,
-            "end_documents": end_documents,
-            "separator": separator,
-            "train_on": train_on,
-            "skip_bad": skip_bad,
-        }
     packing = Packing.of(strategy, position_ids, share_prefixes)
+    settings = {"text_field": text_field, "end_documents": end_documents, "separator": separator, "train_on": train_on}
+    texts, digest = _text_tokenizer(tokenizer, trust_remote_code, settings) if tokenizer is not None else (None, None)
     groups = group_files(inputs, tasks)
     run = {
         "hf_packing": hf_packing.__version__,
         "strategy": repr(strategy),
         "position_ids": position_ids,
         "share_prefixes": packing.fewest_shared,
-        "texts": None if texts is None else texts | {"tokenizer": _digest_of_tokenizer(texts)},
+        "tokenizer": digest,
+        **settings,
+        "skip_bad": skip_bad,
         "tasks": len(groups),
         "inputs": inputs,
     }
     folder.claim(run)
-    todo = [Task(folder, packing, texts, number, len(groups), group) for number, group in enumerate(groups, start=1)]
+    todo = [
+        Task(folder, packing, texts, skip_bad, f"packed-{number:05d}-of-{len(groups):05d}.parquet", number, group)
+        for number, group in enumerate(groups, start=1)
+    ]
     if task is None:
-        done = all_done = _do_all(todo, executor, workers)
+        done = known = _do_all(todo, executor, workers)
     else:
         number = check_whole_number("task", task, maximum=tasks or len(groups))
         done = [do_task(each) for each in todo[number - 1 : number]]  # none if there are more tasks than files
-        all_done = [PackedFile(**known) for each in todo if (known := folder.read(each.record))]
-    if len(all_done) == len(todo):
-        _check_same_columns(all_done)
-        folder.finish(run, all_done)
+        known = [PackedFile(**record) for each in todo if (record := folder.read(each.record))]
+    if len(known) == len(todo):
+        folder.finish(run, known)
     packed = PackedCorpus(folder, repr(strategy), done)
     for change in packed.changes():
         warnings.warn(f"pack {change}", stacklevel=2)
@@ -175,17 +172,14 @@ class Task(NamedTuple):
 
     folder: Folder
     packing: Packing
-    texts: Mapping[str, Any] | None
-    """How texts become tokens; None if the files are tables with input_ids."""
+    texts: Any
+    """The TextTokenizer; None if the rows have input_ids."""
+    skip_bad: bool
+    name: str
+    """The name of the file of rows."""
     number: int
     """From 1."""
-    of: int
     inputs: Inputs
-
-    @property
-    def name(self) -> str:
-        """The name of the file of rows."""
-        return f"packed-{self.number:05d}-of-{self.of:05d}.parquet"
 
     @property
     def record(self) -> str:
@@ -199,17 +193,18 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     Raises:
         PackingError: there is no such file, or a file is given twice.
     """
-    names: list[str] = []
+    found: list[tuple[str, Identity]] = []
     for each in [files] if isinstance(files, (str, Path)) else files:
         system, path = file_system(str(each), options)
-        found = system.glob(path) if any(mark in path for mark in "*?[") else system.find(path)
-        shown = [name for name in found if not Path(name).name.startswith((".", "_"))]
+        names = system.glob(path) if any(mark in path for mark in "*?[") else system.find(path)
+        shown = [name for name in names if not Path(name).name.startswith((".", "_"))]
         if not shown:
             raise PackingError(f"files: expected files to pack, got none in {str(each)!r}")
-        names += shown if is_local(system) else map(system.unstrip_protocol, shown)
-    if not names or len(set(names)) < len(names):
+        found += [(url_of(system, name), identity_of(system, name)) for name in shown]
+    inputs = dict(sorted(found))
+    if not inputs or len(inputs) < len(found):
         raise PackingError(f"files: expected files to pack, each of them once, got {files!r}")
-    return {name: identity_of(name, options) for name in sorted(names)}
+    return inputs
 
 
 def group_files(inputs: Inputs, tasks: int | None = None) -> list[Inputs]:
@@ -219,9 +214,9 @@ def group_files(inputs: Inputs, tasks: int | None = None) -> list[Inputs]:
         inputs: the files, of which only names and sizes count.
         tasks: number of tasks, of which no more than files are made; None to have one for about 64 MiB.
     """
-    by_size = max(1, sum(size for size, _ in inputs.values()) // _BYTES_OF_A_TASK)
-    most = by_size if tasks is None else check_whole_number("tasks", tasks)
-    groups: list[Inputs] = [{} for _ in range(min(most, len(inputs)))]
+    if tasks is None:
+        tasks = max(1, sum(size for size, _ in inputs.values()) // _BYTES_OF_A_TASK)
+    groups: list[Inputs] = [{} for _ in range(min(check_whole_number("tasks", tasks), len(inputs)))]
     smallest = [(0, number) for number in range(len(groups))]
     for name in sorted(inputs, key=lambda name: (-inputs[name][0], name)):
         size, number = smallest[0]
@@ -230,66 +225,63 @@ def group_files(inputs: Inputs, tasks: int | None = None) -> list[Inputs]:
     return [dict(sorted(group.items())) for group in groups]
 
 
-def _do_all(todo: Sequence[Task], executor: Any, workers: int | None) -> Sequence[PackedFile]:
+def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the TextTokenizer, and a digest of everything about the tokenizer that tokens depend on."""
+    from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
+
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = load_tokenizer(str(tokenizer), trust_remote_code)
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
+    texts = text_tokenizer(tokenizer, **settings)
+    parts = (texts.backend.to_str(), str(texts.template.source), texts.end)
+    return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _do_all(todo: Sequence[Task], executor: Any, workers: int | None) -> list[PackedFile]:
     """Do all tasks that are missing, check those that are done, and return what is known of them."""
-    if executor is None:
-        results = _on_this_machine(todo, workers)
-    elif executor == "ray":
-        results = _results(_Ray(), todo)
-    elif hasattr(executor, "submit"):
-        results = _results(executor, todo)
-    else:
+    if executor == "ray":
+        return _results(_ray_submit(), todo)
+    if hasattr(executor, "submit"):
+        return _results(executor.submit, todo)
+    if executor is not None:
         raise PackingError(f'executor: expected None, "ray" or an object with submit, got {executor!r}')
-    done: dict[str, PackedFile] = {}
-    with tqdm(total=len(todo), desc="Packing files", unit=" tasks", disable=None) as bar:
-        for file in results:
-            done[file.name] = file
-            bar.update(len(done) - bar.n)
-    return [done[task.name] for task in todo]
-
-
-class _Ray:
-    """Tasks of a Ray cluster. Ray does a task again whose process or machine dies."""
-
-    def submit(self, function: Any, task: Task) -> Any:
-        try:
-            import ray
-        except ImportError:
-            raise MissingDependencyError(
-                'executor="ray" needs Ray, which is not installed; run pip install "hf-packing[ray]"'
-            ) from None
-        if not ray.is_initialized():
-            ray.init()
-        return ray.remote(function).remote(task).future()
-
-
-def _results(executor: Any, todo: Sequence[Task]) -> Iterator[PackedFile]:
-    """Yield what is known of each task when it is done. After an error, tasks that have not begun are not done."""
-    futures = [executor.submit(do_task, task) for task in todo]
-    try:
-        for future in as_completed(futures):
-            if (error := future.exception()) is not None:
-                raise getattr(error, "cause", None) or error  # Ray wraps the errors of tasks
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def _on_this_machine(todo: Sequence[Task], workers: int | None) -> Iterator[PackedFile]:
-    """Yield the results of tasks as `_results` does, by processes of this machine, again if one of them dies."""
-    number = min(check_whole_number("workers", os.cpu_count() if workers is None else workers), len(todo))
-    for _ in range(_TRIES):
-        try:
-            with ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), _prepare_worker) as pool:
-                yield from _results(pool, todo)
-            return
-        except BrokenProcessPool:  # tasks that are done are only checked in the next try
-            continue
+    if workers is not None:
+        check_whole_number("workers", workers)
+    for _ in range(_TRIES):  # tasks that are done are only checked in the next try
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare_worker)
+        with suppress(BrokenProcessPool), pool:
+            return _results(pool.submit, todo)
     raise PackingError(
         f"executor: a process died {_TRIES} times, as when memory is short, or when a script calls fleet.pack outside "
         'of `if __name__ == "__main__":`. The same call goes on with the tasks that are not done'
     )
+
+
+def _ray_submit() -> Callable[..., Any]:
+    """Return what gives a task to the Ray cluster. Ray does a task again whose process or machine dies."""
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependencyError(
+            'executor="ray" needs Ray, which is not installed; run pip install "hf-packing[ray]"'
+        ) from None
+    if not ray.is_initialized():
+        ray.init()
+    return lambda function, task: ray.remote(function).remote(task).future()
+
+
+def _results(submit: Callable[..., "Future[PackedFile]"], todo: Sequence[Task]) -> list[PackedFile]:
+    """Return what is known of each task. After an error, tasks that have not begun are not done."""
+    futures = [submit(do_task, task) for task in todo]
+    try:
+        for future in tqdm(as_completed(futures), "Packing files", len(futures), unit=" tasks", disable=None):
+            if error := future.exception():
+                raise getattr(error, "cause", error)  # Ray wraps the errors of tasks
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def _prepare_worker() -> None:
@@ -300,30 +292,23 @@ def _prepare_worker() -> None:
 
 
 def do_task(task: Task) -> PackedFile:
-    """Pack the files of a task into one file, or check the file if this is done. Return what is known of it."""
+    """Pack the files of a task into one file, unless it is there, undamaged. Return what is known of it."""
     folder = task.folder
     known = folder.read(task.record)
-    if known is not None and (digest := folder.digest(task.name)) is not None:
-        if digest != known["sha256"]:
-            raise PackingError(
-                f"output: expected {folder.path(task.name)!r} as it was written, but the file is damaged; remove it, "
-                "and start this run again"
-            )
+    if known is not None and known["sha256"] == folder.digest(task.name):
         return PackedFile(**known)
-    with folder.unfinished() as fresh:
+    with folder.new_file(task.name) as fresh:
         file = _write_rows(task, fresh)
-        file = replace(file, sha256=folder.put(fresh, task.name))
-    folder.put_json(task.record, asdict(file))
+    folder.write(task.record, asdict(file))
     return file
 
 
 def _write_rows(task: Task, fresh: Path) -> PackedFile:
-    """Pack the files of a task, write the rows to a local file, and return what is known of it, but for its digest."""
-    packing = task.packing
+    """Pack the files of a task, write the rows to a local file, and return what is known of it."""
     read = [_read(task, name) for name in task.inputs]
-    for name, before in task.inputs.items():
-        check_unchanged(name, before, identity_of(name, task.folder.options))
-    filled = [each.table for each in read if each.table.num_rows] or [read[0].table]
+    tables, left_out, skipped, shortened = zip(*read, strict=True)
+    filled = [table for table in tables if table.num_rows] or [tables[0]]
+    packing = task.packing
     try:
         columns = find_token_columns(pa.concat_tables(filled))
         plan, splits = packing.plan(columns)
@@ -338,115 +323,69 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     with pq.ParquetWriter(fresh, schema, **options) as writer:
         for packs in blocks_of_packs(plan, _TOKENS_IN_A_ROW_GROUP):
             rows = packing.rows(columns, plan, packs)
-            writer.write_table(rows.table, row_group_size=rows.table.num_rows)
+            writer.write_table(rows.table, len(packs))
             trained += rows.trained_tokens
-    skipped = [row for each in read for row in each.skipped]
+    metrics = vars(plan.metrics())
     return PackedFile(
         name=task.name,
         inputs=list(task.inputs),
         rows=plan.num_packs,
-        sha256="",
-        columns={each.name: str(each.type.value_type) for each in filled[0].schema},
+        sha256=sha256_of(LocalFileSystem(), str(fresh)),
+        columns=", ".join(sorted(f"{each.name} ({each.type.value_type})" for each in filled[0].schema)),
         counts={
-            **{name: value for name, value in vars(plan.metrics()).items() if name.startswith("num_")},
+            **{name: metrics[name] for name in metrics if name.startswith("num_")},
             "slots": int(plan.pack_capacity.sum(dtype=np.int64)),
             "trained_tokens": trained,
-            "skipped_rows": len(skipped),
-            "shortened_chats": sum(each.shortened_chats for each in read),
+            "skipped_rows": sum(map(len, skipped)),
+            "shortened_chats": sum(shortened),
         },
         splits=splits,
         loss_masks=[name for name in LOSS_MASKS if name in columns],
-        left_out=list(dict.fromkeys(column for each in read for column in each.left_out)),
-        skipped=skipped[:1],
+        left_out=list(dict.fromkeys(chain(*left_out))),
+        skipped=list(chain(*skipped))[:1],
     )
 
 
-class _Documents(NamedTuple):
-    """The documents of a file."""
+def _read(task: Task, name: str) -> tuple[pa.Table, list[str], list[str], int]:
+    """Read a file, and tokenize its rows if they are texts. Errors name the file.
 
-    table: pa.Table
-    """The token columns, without attention_mask."""
-    left_out: Sequence[str]
-    skipped: Sequence[str]
-    shortened_chats: int
-
-
-def _read(task: Task, name: str) -> _Documents:
-    """Read a file, and tokenize its rows if they are texts. Errors name the file."""
+    Returns:
+        The token columns; the columns that are left out; the rows that are left out, with the reasons; and the number
+        of chats of which the template leaves something out.
+    """
     system, path = file_system(name, task.folder.options)
+    local, skipped, shortened = path, list[str](), 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            if task.texts is None:
-                table, skipped, shortened = _read_table(system, path), [], 0
+            if not is_local(system):
+                local = f"{folder}/{Path(path).name}"
+                system.get_file(path, local)
+            if task.texts is None and name.lower().endswith((".parquet", ".arrow")):
+                table = _read_table(local)
             else:
                 from hf_packing.text.read import Documents
 
-                if not is_local(system):
-                    copy = f"{folder}/{Path(path).name}"
-                    system.get_file(path, copy)
-                    path = copy
-                documents = Documents(path, skip_bad=task.texts["skip_bad"])
-                tokens = documents.tokens(_text_tokenizer(task.texts), Path(folder, "tokens"))
-                table, skipped, shortened = tokens.data.table, documents.skipped, documents.lacking
+                documents = Documents(local, skip_bad=task.skip_bad)
+                table = documents.tokens(task.texts, Path(folder, ".tokens")).data.table
+                skipped, shortened = [each.replace(local, name) for each in documents.skipped], documents.lacking
             task.packing.check_names(table.column_names)
-            filled = with_typed_empty_lists(table)
-            columns = list(find_token_columns(filled))
-            left_out = columns_left_out(filled.schema)
-            return _Documents(
-                filled.select(columns), left_out, [each.replace(path, name) for each in skipped], shortened
-            )
+            table = with_typed_empty_lists(table)
+            columns = list(find_token_columns(table))
         except (PackingError, OSError, pa.ArrowException) as error:
-            text = str(error).replace(path, name)
+            text = str(error).replace(local, name)
             raise PackingError(text if name in text else f"{name}: {text}") from None
+    if (now := identity_of(system, path)) != task.inputs[name]:
+        raise PackingError(
+            f"{name}: expected the file as it was when packing began, with size and last change {task.inputs[name]}, "
+            f"got {now}; pack changed files into a new folder"
+        )
+    return table.select(columns), columns_left_out(table.schema), skipped, shortened
 
 
-def _read_table(system: Any, path: str) -> pa.Table:
+def _read_table(path: str) -> pa.Table:
     """Return a parquet or Arrow file as a table."""
-    with system.open(path, "rb") as stream:
-        if path.lower().endswith(".arrow"):
-            return pa.ipc.open_stream(stream).read_all()
-        parquet = pq.ParquetFile(path if is_local(system) else stream, pre_buffer=True)
+    if path.lower().endswith(".arrow"):
+        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+    with pq.ParquetFile(path, pre_buffer=True) as parquet:
         batches = parquet.iter_batches(_ROWS_AT_ONCE, use_threads=False)
         return pa.Table.from_batches(batches, parquet.schema_arrow.remove_metadata())
-
-
-def _text_tokenizer(texts: Mapping[str, Any]) -> Any:
-    """Return the TextTokenizer; None if rows have input_ids."""
-    from hf_packing.text.tokenize import text_tokenizer
-
-    tokenizer = texts["tokenizer"]
-    if isinstance(tokenizer, (str, Path)):
-        tokenizer = _loaded(str(tokenizer), texts["trust_remote_code"])
-    if tokenizer is None:
-        return None
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
-    options = ("text_field", "end_documents", "separator", "train_on")
-    return text_tokenizer(tokenizer, **{name: texts[name] for name in options})
-
-
-@lru_cache(maxsize=1)
-def _loaded(name: str, trust_remote_code: bool) -> Any:
-    """Load a tokenizer once for all tasks of a process."""
-    from hf_packing.text.tokenize import load_tokenizer
-
-    return load_tokenizer(name, trust_remote_code)
-
-
-def _digest_of_tokenizer(texts: Mapping[str, Any]) -> str | None:
-    """Return a digest of everything about a tokenizer that tokens depend on; None if rows have input_ids."""
-    if (tokenizer := _text_tokenizer(texts)) is None:
-        return None
-    parts = (tokenizer.backend.to_str(), str(tokenizer.template.source), tokenizer.end)
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _check_same_columns(files: Sequence[PackedFile]) -> None:
-    """Raise PackingError unless the documents of all files of rows have the same columns."""
-    filled = [file for file in files if file.rows]
-    for file in filled:
-        if file.columns != filled[0].columns:
-            raise PackingError(
-                f"files: expected the same columns in all files, but {file.inputs[0]} has {file.columns} and "
-                f"{filled[0].inputs[0]} has {filled[0].columns}"
-            )

@@ -1,31 +1,25 @@
 """Whatever dies, fills up or is damaged: the same call leaves the files of an undisturbed run, or refuses by name."""
 
 import errno
-import json
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import fleet_driver
 import pytest
+from fleet_driver import HANGS, run_driver, start_driver
 from fleet_files import Killed, Together, check_complete, contents, pack_here, write_files
 
 import hf_packing as hfp
 from hf_packing.fleet import manifest, pack_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
-
-HANGS = 240
-"""Seconds after which processes are taken to hang, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +145,7 @@ def test_a_changed_file_is_refused(files, tmp_path):
     pack_here(files, output)
     before = contents(output)
     os.utime(files[2], ns=(0, 0))
-    with pytest.raises(hfp.PackingError, match=f"{files[2]}: expected the file as it was .* into a new folder"):
+    with pytest.raises(hfp.PackingError, match=f"output: .*{files[2]}.*; choose another folder"):
         pack_here(files, output)
     os.remove(files[2])
     with pytest.raises(hfp.PackingError, match=f"files: expected files to pack, got none in '{files[2]}'"):
@@ -161,8 +155,8 @@ def test_a_changed_file_is_refused(files, tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(files, tmp_path, monkeypatch):
     files = [shutil.copy(file, tmp_path) for file in files]
-    read = pack_files._read
-    monkeypatch.setattr(pack_files, "_read", lambda task, name: (read(task, name), os.utime(name, ns=(0, 0)))[0])
+    read = pack_files._read_table
+    monkeypatch.setattr(pack_files, "_read_table", lambda name: (read(name), os.utime(name, ns=(0, 0)))[0])
     with pytest.raises(hfp.PackingError, match=rf"{tmp_path}/\d.parquet: expected the file as it was"):
         pack_here(files, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -185,28 +179,6 @@ def test_abandoned_files_are_removed(files, tmp_path):
         os.utime(output / f".unfinished-{name}", (time.time() - age,) * 2)
     pack_here(files, output)
     assert [path.name for path in output.glob(".*")] == [".unfinished-new"]
-
-
-def start_driver(files, output, limit=None, **settings):
-    """Start a driver in a session of its own; its workers are in the same session."""
-    command = [sys.executable, fleet_driver.__file__, f"{Path(files[0]).parent}/*.parquet", str(output)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(
-        [*command, json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=limit,
-    )
-
-
-def run_driver(*arguments, **settings):
-    """Run a driver to its end, and return its exit code and what it printed."""
-    process = start_driver(*arguments, **settings)
-    _, errors = process.communicate(timeout=HANGS)
-    return process.returncode, errors
 
 
 def has_ended(leader):
@@ -263,6 +235,13 @@ def test_the_driver_is_killed_ten_times(tmp_path):
         assert contents(tmp_path / "out").items() <= contents(tmp_path / "undisturbed").items()
     assert run_driver(files, tmp_path / "out", **settings)[0] == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_two_processes_are_drivers_at_once(files, tmp_path, undisturbed):
+    drivers = [start_driver(files, tmp_path / "out") for _ in range(2)]
+    assert [driver.communicate(timeout=HANGS)[1] for driver in drivers] == ["", ""]
+    assert contents(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.slow

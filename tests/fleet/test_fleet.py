@@ -271,7 +271,7 @@ def test_other_settings_are_refused(files, tmp_path):
         ("position_ids", {"position_ids": False}),
         ("share_prefixes", {"share_prefixes": True}),
         ("tasks", {"tasks": 2}),
-        ("other files", {"files": files[1:]}),
+        (files[0], {"files": files[1:]}),
     ):
         with pytest.raises(hfp.PackingError, match=f"output: .*{named}.*; choose another folder"):
             pack_here(**{"files": files, "output": tmp_path / "out", **changed})

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 from chat_templates import FROM_TRL, tokenizer_with
+from fleet_driver import HANGS, start_driver
 from fleet_files import STRATEGY, Here, Killed, Together, pack_here, write_files
 
 import hf_packing as hfp
@@ -149,6 +150,14 @@ def test_two_drivers_at_once(bucket, local):
     bucket.check(local[1])
 
 
+@pytest.mark.slow
+def test_two_processes_are_drivers_at_once(bucket, local):
+    inputs = [f"s3://{bucket.name}/in/0.parquet"]
+    drivers = [start_driver(inputs, bucket.output, storage_options=bucket.server.options) for _ in range(2)]
+    assert [driver.communicate(timeout=HANGS)[1] for driver in drivers] == ["", ""]
+    bucket.check(local[1])
+
+
 def test_changed_and_damaged_files_are_refused_by_name(bucket, local):
     packed = bucket.pack()
     name = packed.files[1].name
@@ -161,7 +170,7 @@ def test_changed_and_damaged_files_are_refused_by_name(bucket, local):
     bucket.check(local[1])
     key = "in/2.parquet"
     bucket.write(key, bucket.client.get_object(Bucket=bucket.name, Key="in/0.parquet")["Body"].read())
-    with pytest.raises(hfp.PackingError, match=f"s3://{bucket.name}/{key}: expected the file as it was"):
+    with pytest.raises(hfp.PackingError, match=f"output: .*s3://{bucket.name}/{key}"):
         bucket.pack()
 
 

@@ -1,6 +1,6 @@
 """A driver of a fleet in a process of its own, whose workers die where a test asks for it.
 
-python fleet_driver.py FILES OUTPUT [SETTINGS AS JSON]
+python fleet_driver.py FOLDER OUTPUT [SETTINGS AS JSON]
 
 "kill" among the settings is [number of a task, point, file]; the worker that reaches this point of the task kills
 itself, unless the file is there, which it makes before:
@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from contextlib import suppress
@@ -25,7 +26,25 @@ from pathlib import Path
 import hf_packing as hfp
 from hf_packing.fleet import manifest, pack_files
 
+HANGS = 240
+"""Seconds after which processes are taken to hang, also on a busy machine."""
+
 do_task = pack_files.do_task
+
+
+def start_driver(files, output, limit=None, **settings):
+    """Start a driver that packs the folder of some files, in a session of its own; its workers are in this session."""
+    command = [sys.executable, __file__, os.path.dirname(files[0]), str(output), json.dumps(settings)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=limit, **pipes)
+
+
+def run_driver(*arguments, **settings):
+    """Run a driver to its end, and return its exit code and what it printed."""
+    process = start_driver(*arguments, **settings)
+    _, errors = process.communicate(timeout=HANGS)
+    return process.returncode, errors
 
 
 def dying_task(number, point, mark, task):
