@@ -290,15 +290,3 @@ def test_a_module_that_was_exchanged(architecture):
         model.set_submodule(name, other)
         with pytest.raises(hfp.PackingError, match=f"{name}: expected the same .* got another module"):
             packed_logits(model, documents_of([3, 4]))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "inputs", "argument"),
-    [
-        ("mamba", {"position_ids": torch.tensor([[0, 1, 0], [0, 1, 0]]), "logits_to_keep": 1}, "logits_to_keep"),
-        ("llama", {"attention_mask": torch.ones(1, 9)}, "attention_mask"),
-    ],
-)
-def test_other_shapes_are_refused(architecture, inputs, argument):
-    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected"):
-        patched_tiny(architecture, "causal")(torch.tensor([[5, 6, 7], [8, 9, 4]]), **inputs)
