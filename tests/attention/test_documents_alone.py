@@ -118,7 +118,11 @@ def once(name, trees=False):
 
 def stock_and_patched(name, trees=False):
     """A model as it is, and the same one patched; for one test alone, in training mode, without dropout."""
-    return [copy.deepcopy(each).train() for each in once(name, trees)]
+    models = [copy.deepcopy(each).train() for each in once(name, trees)]
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return models
 
 
 def close_of(name, form):

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from compare_trees import CHAT, check_documents, inputs_of
+from compare_trees import CHAT, inputs_of
+from forms import check, tree
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
@@ -61,7 +62,7 @@ def test_modules_run_few_paths_at_once(monkeypatch):
     assert max(shape[0] for shape in calls) == 5
     calls.clear()
     monkeypatch.setattr(tree_row, "MOST_TOKENS_OF_CALL", 32)
-    check_documents(stock, model, trees, 1e-4)
+    check(stock, model, tree(trees), close=1e-5)
     assert max(shape[0] for shape in calls if shape[1] == 16) == 2
     with torch.no_grad():
         assert torch.allclose(model(**inputs_of(trees)).logits, expected, atol=1e-4)
