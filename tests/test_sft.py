@@ -1,6 +1,5 @@
 """recipes/sft.py, run: what its flags do."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -58,83 +57,43 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_resumed_run_is_the_unbroken_one(train, tmp_path):
-    whole = train("--save_steps", 2, steps=4)
-    for name, flag in (("one", "True"), ("two", "last"), ("three", tmp_path / "output" / "checkpoint-2")):
-        copy = tmp_path / name
-        copy.mkdir()
-        shutil.copytree(tmp_path / "output" / "checkpoint-2", copy / "checkpoint-2")
-        rest = train("--save_steps", 2, "--resume_from_checkpoint", flag, output=copy, steps=4)
-        assert losses(rest) == losses(whole)
-        assert len(losses(rest)) == 4
-        assert weights(copy) == weights(tmp_path / "output")
-        assert (copy / "checkpoint-4").is_dir()
-        assert rest.callback_handler.train_dataloader.dataset.sampler.first_micro_batch == 0
-
-
-def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):
-    flags = {
-        "data": data,
-        "model_name_or_path": tiny_model,
-        "max_tokens": 80,
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-    }
-    flags |= {"report_to": "none", "use_cpu": True, "bf16": False, "ddp_timeout": HANGS, "ddp_backend": "gloo"}
-    flags |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "ddp_bucket_cap_mb": 5}
-    flags |= {"full_determinism": True}
-
-    def run(output, **more):
-        given = flags | {"output_dir": output} | more
-        arguments = [each for name, value in given.items() for each in (f"--{name}", value)]
-        done = run_script(sft.__file__, *arguments, ranks=2)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-        return [entry["loss"] for entry in history], weights(output)
-
-    whole = run(tmp_path / "whole")
-    assert len(whole[0]) == 4
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "rest" / "checkpoint-2")
-    assert run(tmp_path / "rest", resume_from_checkpoint="last") == whole
-
-
 def weights(folder):
     return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
 
 
-def test_a_half_written_checkpoint_is_not_the_last(train, tmp_path, capsys):
-    train("--save_steps", 1, steps=2)
-    state = tmp_path / "output" / "checkpoint-2" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
-    (tmp_path / "output" / "checkpoint-3").mkdir()
-    assert len(losses(train("--resume_from_checkpoint", "last", steps=2))) == 2
-    assert f"resuming from {tmp_path}/output/checkpoint-1" in capsys.readouterr().out
+def test_every_way_to_name_a_checkpoint(train, tmp_path):
+    whole = train("--save_steps", 2, steps=4)
+    for name, flag in (("one", "True"), ("two", "last"), ("three", tmp_path / "output" / "checkpoint-2")):
+        copy = tmp_path / name
+        shutil.copytree(tmp_path / "output" / "checkpoint-2", copy / "checkpoint-2")
+        rest = train("--save_steps", 2, "--resume_from_checkpoint", flag, output=copy, steps=4)
+        assert losses(rest) == losses(whole)
+        assert weights(copy) == weights(tmp_path / "output")
+        assert rest.callback_handler.train_dataloader.dataset.sampler.first_micro_batch == 0
+    more = train("--resume_from_checkpoint", "last", "--ignore_data_skip", "True", output=copy, steps=5)
+    assert len(losses(more)) == 5
 
 
-def test_a_finished_run_trains_nothing(train, tmp_path, capsys):
-    """Nor does it overwrite anything; a run that was killed before it saved its model saves it now."""
+def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(train, tmp_path):
     train(steps=2)
     saved = weights(tmp_path / "output")
-    for files in ((), (tmp_path / "output").glob("*.*")):
-        for file in files:
-            file.unlink()
-        with pytest.raises(SystemExit, match="^0$"):
-            train("--resume_from_checkpoint", "last", steps=2)
-        assert "checkpoint-2 has the last step of the run: nothing is left to train" in capsys.readouterr().out
-        assert weights(tmp_path / "output") == saved
+    for file in (tmp_path / "output").glob("*.*"):
+        file.unlink()
+    with pytest.raises(SystemExit, match="^0$"):
+        train("--resume_from_checkpoint", "last", steps=2)
+    assert weights(tmp_path / "output") == saved
     assert not list((tmp_path / "output").glob("optimizer*"))
     assert sft.AutoTokenizer.from_pretrained(tmp_path / "output").eos_token == "<|endoftext|>"
-    kept = (tmp_path / "output" / "checkpoint-2" / "trainer_state.json").stat().st_mtime_ns
-    for flags, argument in (((), "output_dir"), (("--resume_from_checkpoint", "last", *LEARNING), "learning_rate")):
-        with pytest.raises(ValueError, match=f"--{argument}: expected"):
-            train(*flags, steps=3)
-    assert (tmp_path / "output" / "checkpoint-2" / "trainer_state.json").stat().st_mtime_ns == kept
-    more = train("--resume_from_checkpoint", "last", "--ignore_data_skip", "True", steps=3)
-    assert len(losses(more)) == 3
 
 
-LEARNING = ("--learning_rate", "1e-3")
+def test_flags_of_ddp(tiny_model, data, tmp_path):
+    flags = ["--data", data, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "output", *QUIET, *CPU]
+    flags += ["--max_steps", 2, "--max_tokens", 80, "--ddp_timeout", HANGS, "--ddp_backend", "gloo"]
+    flags += ["--ddp_find_unused_parameters", "False", "--ddp_broadcast_buffers", "False", "--ddp_bucket_cap_mb", 5]
+    done = run_script(sft.__file__, *flags, "--full_determinism", "True", ranks=2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert weights(tmp_path / "output")
+
 
 REFUSED = [
     (("--resume_from_checkpoint", "last"), "--resume_from_checkpoint"),
@@ -205,16 +164,14 @@ def test_help_has_one_default_for_each_flag(capsys):
 
 
 def test_lora(train, tmp_path):
-    trainer = train("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--save_steps", 1)
+    flags = ("--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--save_steps", 1)
+    trainer = train(*flags)
     trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
     assert trained
     assert all(".lora_" in name for name in trained)
     assert (tmp_path / "output" / "adapter_model.safetensors").is_file()
     shutil.rmtree(tmp_path / "output" / "checkpoint-2")
-    rest = train(
-        "--use_peft", "--lora_r", 4, "--lora_target_modules", "q_proj", "v_proj", "--resume_from_checkpoint", "last"
-    )
-    assert losses(rest) == losses(trainer)
+    assert losses(train(*flags, "--resume_from_checkpoint", "last")) == losses(trainer)
 
 
 def trained(trainer):
@@ -382,15 +339,8 @@ def test_flags_that_change_the_loss_and_others(train, tmp_path, flags, is_same):
 
 def test_other_flags(train):
     flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
-    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3)
-    flags += (
-        "--dataloader_persistent_workers",
-        "True",
-        "--torch_empty_cache_steps",
-        1,
-        "--debug",
-        "underflow_overflow",
-    )
+    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
+    flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
     trainer = train(*flags, "--logging_steps", 2)
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
@@ -399,14 +349,9 @@ def test_other_flags(train):
 
 
 def test_yaml_says_what_flags_say(tiny_model, data, tmp_path):
-    settings = {
-        "data": str(data),
-        "model_name_or_path": str(tiny_model),
-        "max_tokens": 160,
-        "max_steps": 2,
-        "report_to": "none",
-    }
+    settings = {"data": str(data), "model_name_or_path": str(tiny_model), "max_tokens": 160, "max_steps": 2}
     settings |= {"bf16": True, "learning_rate": "1e-3", "logging_steps": 1, "disable_tqdm": True, "loss": "sequence"}
+    settings["report_to"] = "none"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "yaml")}))
     of_file = sft.main(["--config", str(tmp_path / "run.yaml")])
     flags = settings | {"output_dir": tmp_path / "flags"}
@@ -415,9 +360,7 @@ def test_yaml_says_what_flags_say(tiny_model, data, tmp_path):
     assert of_flags.args.bf16
     assert losses(of_file) == losses(of_flags)
     assert len(losses(of_file)) == 2
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"packing": True}))
-    with pytest.raises(ValueError, match="--packing: expected none"):
-        sft.main(["--config", str(tmp_path / "run.yaml")])
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"no_such": True}))
-    with pytest.raises(ValueError, match="no_such"):
-        sft.main(["--config", str(tmp_path / "run.yaml")])
+    for name, message in (("packing", "--packing: expected none"), ("no_such", "no_such")):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {name: True}))
+        with pytest.raises(ValueError, match=message):
+            sft.main(["--config", str(tmp_path / "run.yaml")])

@@ -1,8 +1,8 @@
-"""The recipes with trainers: classifiers, preferences, rewards, GRPO, masks and answers, run as a user runs them."""
+"""The recipes that train, run as a user runs them: what each does, what it refuses, and how it stops and goes on."""
 
-import shutil
 from pathlib import Path
 
+import accelerate_loop
 import classify
 import common
 import datasets
@@ -10,13 +10,15 @@ import dpo
 import grpo
 import mlm
 import numpy as np
+import pretrain_bucket
 import pytest
 import reward
+import sft
 import squad
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from processes import run_script
-from recipe_inputs import questions, save_tiny_model, write
+from recipe_inputs import prompts, questions, save_tiny_model, write
 from safetensors.torch import load_file
 from tiers import fast_only
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorForLanguageModeling
@@ -24,7 +26,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-MAIN = {each.__name__: each.main for each in (classify, dpo, reward, mlm, grpo, squad)}
+RECIPES_THAT_TRAIN = (classify, dpo, reward, mlm, grpo, squad, sft, accelerate_loop, pretrain_bucket)
+MAIN = {each.__name__: each.main for each in RECIPES_THAT_TRAIN}
+CPU = ("--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--disable_tqdm", "True")
 FLAGS = {
     "classify": ("--max_tokens", 256, "--max_length", 20),
     "dpo": ("--max_tokens", 400),
@@ -32,6 +36,9 @@ FLAGS = {
     "mlm": ("--max_tokens", 100, "--max_length", 16, "--whole_words"),
     "grpo": ("--max_completion_length", 8, "--num_generations", 4, "--per_device_train_batch_size", 8),
     "squad": ("--max_length", 32, "--doc_stride", 8),
+    "sft": ("--max_tokens", 80, *CPU, "--model_name_or_path", "{model}"),
+    "accelerate_loop": ("--max_tokens", 512, "--loss", "sequence", "--model", "{model}"),
+    "pretrain_bucket": ("--max_tokens", 128, "--buckets", 16, 32, 64, "--model", "{model}"),
 }
 ENDS = {
     "classify": "accuracy on 6 rows",
@@ -40,6 +47,9 @@ ENDS = {
     "mlm": "loss on ",
     "grpo": "mean reward: ",
     "squad": "on 4 questions: exact match",
+    "sft": "2 x ",
+    "accelerate_loop": "evaluation loss ",
+    "pretrain_bucket": "of the last ",
 }
 """What one of two processes prints once at the end."""
 
@@ -79,12 +89,19 @@ ROWS = {
     "mlm": texts(),
     "grpo": [{"prompt": "say " * (n % 4 + 1)} for n in range(12)],
     "squad": questions(),
+    "sft": prompts(),
+    "accelerate_loop": texts(80),
+    "pretrain_bucket": texts(300),
 }
 
 
 def flags_of(recipe, folder, *more, rows=None):
     data = write(folder / "rows.jsonl", rows or ROWS[recipe])
-    return [*map(str, ("--data", data, *FLAGS[recipe], "--output_dir", folder / "out", *more))]
+    model = folder / "model"
+    if "{model}" in FLAGS[recipe] and not model.exists():
+        save_tiny_model(model)
+    known = [str(each).format(model=model) for each in FLAGS[recipe]]
+    return [*map(str, ("--data", data, *known, "--output_dir", folder / "out", *more))]
 
 
 @pytest.mark.parametrize("pair", fast_only([False, True], True))
@@ -255,26 +272,36 @@ def test_refused(tmp_path, recipe, rows, flags, message):
         MAIN[recipe](flags_of(recipe, tmp_path, *flags, rows=rows))
 
 
+LAST = ("--resume_from_checkpoint", "last")
+
+
+def weights(folder):
+    return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
+
+
 @pytest.mark.parametrize("recipe", fast_only(MAIN, "classify"))
 def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path, capsys):
-    flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--save_steps", 1, "--gradient_accumulation_steps", 2)
-    whole = MAIN[recipe](flags)
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="has some of an earlier run"):
+    """A finished run trains nothing, and a checkpoint that was not written to its end is not the last."""
+    flags, out = flags_of(recipe, tmp_path, "--max_steps", 2, "--save_steps", 1), tmp_path / "out"
+    flags += ["--gradient_accumulation_steps", "2"]
+    whole, trained = MAIN[recipe](flags), weights(out)
+    written = out.stat().st_mtime_ns, (out / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="--output_dir: expected .* has some of an earlier run"):
         MAIN[recipe](flags)
-    with pytest.raises(SystemExit) as ended:
-        MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
-    assert ended.value.code == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        MAIN[recipe]([*flags, *LAST])
     assert "has the last step of the run: nothing is left to train" in capsys.readouterr().out
-    for name in ("checkpoint-2", "model.safetensors"):
-        path = tmp_path / "out" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    before = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
-    assert any(not torch.equal(before[name], weights[name]) for name in weights)
-    again = MAIN[recipe]([*flags, "--resume_from_checkpoint", "last"])
-    resumed = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
-    if recipe not in ("dpo", "grpo"):
+    with pytest.raises(ValueError, match="--learning_rate: expected .*, as in the checkpoint, got 0.5"):
+        MAIN[recipe]([*flags, *LAST, "--learning_rate", "0.5", "--max_steps", "3"])
+    assert written == (out.stat().st_mtime_ns, (out / "model.safetensors").stat().st_mtime_ns)
+    (out / "model.safetensors").unlink()
+    state = out / "checkpoint-2" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    (out / "checkpoint-3").mkdir()
+    assert weights(out / "checkpoint-1") != trained
+    again = MAIN[recipe]([*flags, *LAST])
+    assert weights(out) == trained
+    if isinstance(whole, dict):
         assert again["eval_loss"] == whole["eval_loss"]
 
 
@@ -284,16 +311,26 @@ def test_two_processes(recipe, tmp_path):
     """Without the name of a model; what is refused, and a run that is finished, are told by one of them."""
 
     def run(*more):
-        done = run_script(RECIPES / f"{recipe}.py", *flags_of(recipe, tmp_path, *more), ranks=2)
+        flags = flags_of(recipe, tmp_path, "--save_steps", 1, *more)
+        done = run_script(RECIPES / f"{recipe}.py", *flags, ranks=2, ACCELERATE_USE_CPU="true")
         return done.returncode, done.stdout + done.stderr
 
-    code, said = run()
+    short = ("--max_steps", 2) if recipe in ("sft", "accelerate_loop", "pretrain_bucket") else ()
+    code, said = run(*short)
     assert code == 0, said[-6000:]
     assert said.count(ENDS[recipe]) == 1
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    code, said = run("--resume_from_checkpoint", "last")
+    trained = weights(tmp_path / "out")
+    code, said = run(*short, *LAST)
     assert code == 0, said[-6000:]
     assert said.count("nothing is left to train") == 1
-    code, said = run()
+    code, said = run(*short)
     assert code == 1
     assert said.count("has some of an earlier run") == 1
+    if short:
+        first = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-1", "--output_dir", tmp_path / "rest")
+        code, said = run(*short, *first)
+        assert code == 0, said[-6000:]
+        assert weights(tmp_path / "rest") == trained
+        code, said = run(*short, *first, "--learning_rate", 1)
+        assert code == 1
+        assert said.count("--learning_rate: expected") == 1

@@ -33,12 +33,6 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
         model.get_submodule(name)(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 
 
-def test_labels_that_would_be_predicted_from_the_row_before():
-    ids = torch.tensor([[5, 6, 7], [8, 9, 4]])
-    with pytest.raises(hfp.PackingError, match="labels: expected -100 at the first token of every packed row"):
-        patched_tiny("mamba")(ids, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), labels=ids)
-
-
 @pytest.mark.slow
 def test_the_route_is_found_once():
     first, second = (hfp.check_isolation(hfp.patch_model(tiny_model("mamba", "causal"))).route for _ in range(2))

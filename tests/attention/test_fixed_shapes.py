@@ -15,7 +15,6 @@ import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.patched_forward import PatchedForward
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import _cut_into_chunks
 from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
@@ -46,29 +45,6 @@ def check_that_padding_changes_nothing(model, collator, padding, rows=ROWS, atol
         scale = max(1.0, float(expected_gradients[name].abs().max()))
         assert torch.allclose(gradient, expected_gradients[name], atol=atol * scale), name
     return found
-
-
-def jamba():
-    model = tiny_model("jamba", "causal", torch.float64)
-    model.set_experts_implementation("eager")  # the grouped one has no float64
-    return hfp.patch_model(model)
-
-
-MODELS = {
-    "attention": lambda: patched("Llama", torch.float64),
-    "256 positions": lambda: patched("GPT2", torch.float64),
-    "a state": lambda: patched_tiny("mamba", "causal", torch.float64),
-    "attention and a state": jamba,
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_documents_notice_nothing_of_padding(kind):
-    model = MODELS[kind]()
-    assert bool(model._hf_packing_patch.route.by_segment) == ("state" in kind)
-    for padding in (0, 1, 300) if kind == "attention" else (300,):
-        collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
-        check_that_padding_changes_nothing(model, collator, padding, atol=1e-9 if "state" in kind else 1e-12)
 
 
 def test_a_rotary_embedding_that_changes_with_the_largest_position():

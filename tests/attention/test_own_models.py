@@ -210,12 +210,6 @@ def test_a_forward_that_passes_on_whatever_it_is_given():
         assert torch.allclose(hfp.patch_model(model)(ids).logits, expected, atol=1e-5)
 
 
-def test_more_arguments_than_a_forward_has():
-    model = hfp.patch_model(build("Llama"))
-    with pytest.raises(hfp.PackingError, match="forward: expected at most"):
-        model(torch.tensor([[5, 6, 7]]), *[None] * 19)
-
-
 def test_another_attention_for_a_part_of_the_model():
     """Of models with several configurations, such as those that see images."""
     model = hfp.patch_model(build("Llama"))

@@ -119,29 +119,3 @@ class TestBorders:
         assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
         assert "attention_mask" not in inputs
         assert inputs["use_cache"] is True
-
-    @pytest.mark.parametrize(
-        ("given", "argument"),
-        [
-            ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask"),
-            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask"),
-            ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask"),
-            ({"attention_mask": {"full": None}}, "attention_mask"),
-            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
-            ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q"),
-            ({"position_ids": torch.arange(3)}, "position_ids"),
-            ({"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])}, "position_ids"),
-            ({"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx"),
-            ({"position_ids": torch.arange(3)[None], "seq_lengths": torch.tensor([[2, 1]])}, "seq_lengths"),
-            ({"seq_lengths": [[3]]}, "seq_lengths"),
-            ({"encoder_hidden_states": torch.zeros(1, 3, 4)}, "encoder_hidden_states"),
-            ({"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])}, "cu_seq_lens_k"),
-            ({"input_ids": None}, "input_ids"),
-            ({"training": True}, "position_ids"),
-        ],
-    )
-    def test_refused(self, given, argument):
-        inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.long), **given}
-        training = inputs.pop("training", False)
-        with pytest.raises(hfp.PackingError, match=f"^{argument}: expected"):
-            read_row(inputs, training=training)

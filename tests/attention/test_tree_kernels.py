@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compare_trees import CHAT, check_documents, inputs_of
+from compare_trees import CHAT, inputs_of
 from forests import forests
+from forms import check as check_documents
+from forms import tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, half, of_flash_attn, stand_in
@@ -223,7 +225,7 @@ def test_models_run_on_kernels(monkeypatch, name):
     hfp.patch_model(model, trees=True)
     for most in (1000, 40):  # 40 keys at a time need several calls
         monkeypatch.setattr(path_keys, "MOST_KEYS", most)
-        check_documents(stock, model, CHAT, 1e-5)
+        check_documents(stock, model, tree(), close=1e-5)
     report = hfp.check_isolation(model, trees=True)
     assert report.isolated
     assert str(report).endswith("\nkernel: flash-attn 2")

@@ -3,17 +3,12 @@
 import copy
 import re
 import warnings
-from contextlib import suppress
 from functools import cache
 
-import peft
 import pytest
 import torch
-from compare_trees import CHAT, check_documents, inputs_of
-from forests import forests
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from padded_models import SEQUENCE
+from compare_trees import CHAT, inputs_of
+from forms import check, tree
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
@@ -25,41 +20,6 @@ from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
-
-TINY = ["gpt2", "llama", "mamba", "qwen3_next", "bloom", "rwkv", "jamba", "falcon_h1", "recurrent_gemma", "lfm2"]
-OWN = ["Mistral", "Gemma2", "GptOss", "DeepseekV3"]
-CLOSE = {"gpt2": 1e-12, "llama": 1e-5, "Mistral": 1e-5}
-"""GPT-2 has no part in float32; others have some, such as rotary angles, recurrent states or experts."""
-
-
-def model_of(name):
-    if name in OWN:
-        return build(name, torch.float64)
-    model = tiny_model(name, "causal", torch.float64)
-    with suppress(ValueError):
-        model.set_experts_implementation("eager")  # the grouped one has no float64
-    return model
-
-
-@pytest.mark.parametrize("name", fast_only([*TINY, *OWN], "qwen3_next", "Mistral"))
-def test_every_document_is_as_alone(name):
-    stock = model_of(name)
-    model = hfp.patch_model(copy.deepcopy(stock), trees=True)
-    assert route_of(model).takes_trees
-    assert "trees: shared prefixes are computed once" in route_of(model).describe()
-    for trees in (CHAT, TreeSegments((30, 1, 8, 3, 4, 20, 2), (-1, 0, 1, 1, 0, -1, 5))):
-        check_documents(stock, model, trees, CLOSE.get(name, 1e-4))
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return tiny_model("gpt2", "causal", torch.float64), patched_tiny("gpt2", "causal", torch.float64, trees=True)
-
-
-@given(forests(), st.integers(0, 10))
-@settings(max_examples=20)
-def test_random_trees(gpt2, forest, seed):
-    check_documents(*gpt2, TreeSegments(*forest), 1e-12, seed)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
@@ -102,27 +62,10 @@ def test_modules_run_few_paths_at_once(monkeypatch):
     assert max(shape[0] for shape in calls) == 5
     calls.clear()
     monkeypatch.setattr(tree_row, "MOST_TOKENS_OF_CALL", 32)
-    check_documents(stock, model, trees, 1e-4)
+    check(stock, model, tree(trees), close=1e-5)
     assert max(shape[0] for shape in calls if shape[1] == 16) == 2
     with torch.no_grad():
         assert torch.allclose(model(**inputs_of(trees)).logits, expected, atol=1e-4)
-
-
-def test_checkpointing_and_lora():
-    stock = tiny_model("gpt2", "causal", torch.float64)
-    stock.train()
-    model = patched_tiny("gpt2", "causal", torch.float64)
-    model.train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer versions of transformers have another name for it
-        model.gradient_checkpointing_enable()
-    check_documents(stock, model, CHAT, 1e-12)
-    lora = peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(1)
-        adapted = peft.get_peft_model(copy.deepcopy(stock), lora)
-    check_documents(copy.deepcopy(adapted), hfp.patch_model(adapted, trees=True), CHAT, 1e-12)
 
 
 def without_window(*arguments, **options):
@@ -190,47 +133,6 @@ def test_unstable_prefixes_are_refused_in_those_words(name):
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
         hfp.patch_model(model, trees=True)
     assert route_of(model) is not None, "the model was patched before"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("bert", "masked", "the outputs for a prefix are not stable"),
-        ("llama", SEQUENCE, "LlamaForSequenceClassification returns outputs for whole rows"),
-    ],
-)
-def test_encoders_and_classifiers_take_no_trees(name, kind, message):
-    with pytest.raises(hfp.PackingError, match=message):
-        patched_tiny(name, kind)(**inputs_of(CHAT))
-
-
-ONES = torch.ones(1, CHAT.tokens, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({name: ONES}, f"{name}: expected None") for name in ("labels", "attention_mask", "seq_idx")),
-        ({"cu_seq_lens_q": torch.tensor([0, 63])}, "cu_seq_lens_q: expected None"),
-        ({"parents": None}, "parents: expected a tensor"),
-        ({"parents": torch.tensor([-1, 2, 0, 2, 2, 4])}, "got parent 2 for segment 1"),
-        ({"segment_lengths": [63]}, "segment_lengths: expected a tensor"),
-        ({"segment_lengths": torch.tensor([9, 14, 6, 17, 5, 11])}, r"single row of \[1, 63\] tokens, got 62"),
-        ({"position_ids": ONES.cumsum(1) - 1}, "position_ids: expected the depth"),
-        ({"input_ids": None}, "input_ids: expected"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, message):
-    with pytest.raises(hfp.PackingError, match=message):
-        patched_tiny("gpt2")(**inputs_of(CHAT) | changes)
-
-
-def test_embeddings_and_depths_are_taken(gpt2):
-    _, model = gpt2
-    batch = inputs_of(CHAT)
-    depths = {"position_ids": torch.from_numpy(CHAT.position_ids).long()[None]}
-    embedded = {"inputs_embeds": model.get_input_embeddings()(batch.pop("input_ids"))}
-    assert torch.equal(model(**inputs_of(CHAT)).logits, model(**batch, **depths, **embedded).logits)
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ def run_script(script, *arguments, ranks=1, cwd=None, **variables):
         prints = [[Path(folder) / f"{kind}-{rank}" for kind in ("stdout", "stderr")] for rank in range(ranks)]
         processes = []
         for rank in range(ranks):
+            for file in prints[rank]:
+                file.touch()  # a process may be stopped before it has begun
             own = known | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
             given = (str(script), [str(each) for each in arguments], own, prints[rank], cwd or os.getcwd())
             processes.append(SERVER.Process(target=_run_here, args=given))

@@ -1,0 +1,109 @@
+"""Inputs that a patched model refuses, with the name of the argument."""
+
+import pytest
+import torch
+from compare_trees import CHAT, inputs_of
+from padded_models import SEQUENCE
+from patched_models import patched, patched_tiny
+
+import hf_packing as hfp
+
+ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
+ROWS = {"input_ids": torch.full((2, 4), 9)}
+TREE = inputs_of(CHAT)
+
+PADDED = {"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
+RESTARTING = {"position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
+ONES = torch.ones(1, CHAT.tokens, dtype=torch.long)
+
+
+def borders(*places):
+    return {"cu_seq_lens_q": torch.tensor(places)}
+
+
+def positions(*places):
+    return {"position_ids": torch.tensor([places])}
+
+
+MASKS = [
+    torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]]),
+    torch.tensor([[0] * 4] * 2),
+    torch.tensor([[1, 1, 2, 1], [1] * 4]),
+    *(torch.ones(2, 4), torch.ones(2, 9).long(), torch.ones(2, 1, 4, 4).long(), {"full_attention": None}),
+]
+
+LLAMA, BERT = ("llama", "causal"), ("bert", SEQUENCE)
+
+REFUSED = [
+    *((model, ROWS, {"attention_mask": mask}, "attention_mask") for model in (LLAMA, BERT) for mask in MASKS),
+    *((LLAMA, ROW, borders(*places), "cu_seq_lens_q") for places in ([0, 2], [0, 4], [0, 2, 1, 3], [1, 3])),
+    (LLAMA, ROW, {"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q"),
+    (LLAMA, ROW, borders(0, 3) | {"cu_seq_lens_k": torch.tensor([0, 1, 3])}, "cu_seq_lens_k"),
+    (LLAMA, ROW, borders(0, 3) | positions(0, 1, 0), "position_ids"),
+    (LLAMA, ROW, {"position_ids": torch.arange(3)}, "position_ids"),
+    (LLAMA, ROW, positions(0, 1, 2) | {"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx"),
+    (LLAMA, ROW, positions(0, 1, 2) | {"seq_lengths": torch.tensor([[2, 1]])}, "seq_lengths"),
+    (LLAMA, ROW, {"seq_lengths": [[3]]}, "seq_lengths"),
+    (LLAMA, ROW, {"encoder_hidden_states": torch.zeros(1, 3, 4)}, "encoder_hidden_states"),
+    (LLAMA, ROW, {"input_ids": None}, "input_ids"),
+    (LLAMA, ROW, {"attention": "eager"}, "attention"),
+    (LLAMA, ROW, {"training": True}, "position_ids"),
+    (("bart", "causal"), ROW, positions(5, 6, 5) | borders(0, 2, 3), "position_ids"),  # which counts by itself
+    (("mamba", "causal"), ROWS, RESTARTING | {"logits_to_keep": 1}, "logits_to_keep"),
+    (("mamba", "causal"), ROWS, RESTARTING | {"labels": ROWS["input_ids"]}, "labels"),  # of the row before
+    *((model, ROWS, PADDED | RESTARTING, "position_ids") for model in (LLAMA, BERT)),
+    (BERT, ROWS, RESTARTING | {"attention_mask": torch.ones(2, 4).long()}, "position_ids"),
+    (LLAMA, ROWS, PADDED | borders(0, 2, 4), "cu_seq_lens_q"),
+    (("bert", "masked"), ROWS, PADDED | {"labels": torch.full((2, 4), 9), "training": True}, "labels"),
+    (("llama", SEQUENCE), ROWS, PADDED | {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "inputs_embeds"),
+    *((("gpt2", "causal"), TREE, {name: ONES}, name) for name in ("labels", "attention_mask", "seq_idx")),
+    (("gpt2", "causal"), TREE, borders(0, 63), "cu_seq_lens_q"),
+    (("gpt2", "causal"), TREE, {"parents": None}, "parents"),
+    (("gpt2", "causal"), TREE, {"parents": torch.tensor([-1, 2, 0, 2, 2, 4])}, "parents"),
+    (("gpt2", "causal"), TREE, {"segment_lengths": [63]}, "segment_lengths"),
+    (("gpt2", "causal"), TREE, {"segment_lengths": torch.tensor([9, 14, 6, 17, 5, 11])}, "segment_lengths"),
+    (("gpt2", "causal"), TREE, {"position_ids": ONES.cumsum(1) - 1}, "position_ids"),
+    (("gpt2", "causal"), TREE, {"input_ids": None}, "input_ids"),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs", "changes", "argument"), REFUSED)
+def test_what_does_not_fit_is_refused(model, inputs, changes, argument):
+    model, changes = patched_tiny(*model), dict(changes)
+    model.train(changes.pop("training", False))
+    if other := changes.pop("attention", None):
+        model.set_attn_implementation(other)
+    with pytest.raises(hfp.PackingError, match=rf"^(column ')?{argument}'?: expected"):
+        model(**inputs | changes)
+
+
+def test_borders_given_again_are_checked_again():
+    """The same tensor with other tokens is not taken for the one that was checked."""
+    model, given = patched("Llama").eval(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    model(torch.tensor([[5, 6, 7, 8, 9]]), cu_seq_lens_q=given)
+    with pytest.raises(hfp.PackingError, match="rise from 0 to 4 tokens"):
+        model(torch.tensor([[5, 6, 7, 8]]), cu_seq_lens_q=given)
+
+
+def test_packed_rows_for_a_classifier_of_rows():
+    batch = hfp.PackingCollator()([{"input_ids": tokens} for tokens in ([5, 6], [7, 8, 9])])
+    batch.pop("labels")
+    with pytest.raises(hfp.PackingError, match="expected a padded batch with an attention_mask, got packed rows"):
+        patched_tiny(*BERT)(**batch)
+
+
+def test_more_arguments_than_a_forward_has():
+    with pytest.raises(hfp.PackingError, match="forward: expected at most"):
+        patched_tiny("llama")(ROW["input_ids"], *[None] * 19)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("bert", "masked", "the outputs for a prefix are not stable"),
+        ("llama", SEQUENCE, "LlamaForSequenceClassification returns outputs for whole rows"),
+    ],
+)
+def test_encoders_and_classifiers_take_no_trees(name, kind, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        patched_tiny(name, kind)(**TREE)
