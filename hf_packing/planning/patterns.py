@@ -21,6 +21,7 @@ from hf_packing.planning.lengths import (
     cut_to_pieces,
     indices_in_ranges,
     offsets_of,
+    sort_by_length,
     sums_of,
 )
 
@@ -192,16 +193,15 @@ class Cuts:
         has n = 0), the piece with index i in `piece_length` has the rank `first_rank[i] + n * stride[i]`. Both
         arrays are int64 [pieces].
         """
-        by_length = np.argsort(self.piece_length, kind="stable")
-        group = np.repeat(np.arange(len(self.documents)), self.pieces_each)[by_length]
-        length = self.piece_length[by_length]
-        opens = np.append(True, (np.diff(group) != 0) | (np.diff(length) != 0))[: len(group)]
-        run = np.cumsum(opens) - 1
-        first_of_run = np.flatnonzero(opens)
-        before = np.cumsum(self.documents[group]) - self.documents[group]
-        first_rank, stride = np.empty_like(before), np.empty_like(before)
-        first_rank[by_length] = before[first_of_run][run] + np.arange(len(group)) - first_of_run[run]
-        stride[by_length] = np.bincount(run)[run]
+        order = sort_by_length(self.piece_length)
+        length, group = self.piece_length[order], np.repeat(np.arange(len(self.documents)), self.pieces_each)[order]
+        # pieces of one length and group form a run; in the list, they follow each other document by document
+        first = np.flatnonzero((np.diff(length, prepend=-1) != 0) | (np.diff(group, prepend=-1) != 0))
+        size = np.diff(first, append=len(order))
+        before = offsets_of(self.documents[group])
+        first_rank, stride = np.empty((2, len(order)), dtype=np.int64)
+        first_rank[order] = np.arange(len(order)) + np.repeat(before[first] - first, size)
+        stride[order] = np.repeat(size, size)
         return first_rank, stride
 
 

@@ -23,7 +23,7 @@ _ROUNDS = 4
 _GAMMA, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _HALF = np.uint64(32)
 _ROUND_KEYS = np.arange(_ROUNDS + 1, dtype=np.uint64) * _GAMMA
-_PLACES_AT_ONCE, _PACKS_AT_ONCE = 1 << 16, 1 << 13
+_AT_ONCE, _PACKS_AT_ONCE = 1 << 16, 1 << 13
 
 
 def derive_key(seed: int, purpose: str) -> np.uint64:
@@ -47,65 +47,62 @@ def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
     return mixed * _MIX
 
 
-def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
+def permute(
+    index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys, *, back: bool = False
+) -> npt.NDArray[np.int64]:
     """Return the elements of a random permutation of range(size) at the given indices.
 
     Args:
         index: integers [n], from 0 to size - 1.
         size: integers [n] or [1]: number of elements of the permutation, at least 1 and below 2**62.
         keys: uint64 [n] or [1]: random keys. Each pair of a size and a key selects one permutation.
+        back: True for the inverse: the indices at which the permutation has the elements `index`.
 
     Returns:
         int64 [n], from 0 to size - 1. With the same size and key, different indices have different results.
 
     Example:
         >>> import numpy as np
-        >>> places = permute(np.arange(10), np.array([10]), np.array([7], dtype=np.uint64))
+        >>> size, keys = np.array([10]), np.array([7], dtype=np.uint64)
+        >>> places = permute(np.arange(10), size, keys)
         >>> sorted(places.tolist()) == list(range(10))
         True
-    """
-    rows, columns = _grid_sides(size)
-    size = size.astype(np.uint64)
-    result = _walk_inside(False, index.astype(np.uint64), size, rows, columns, keys)
-    # a final rotation, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
-    rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
-    return _add_modulo(result, rotation, size).astype(np.int64)
-
-
-def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return the indices at which a random permutation has the given elements. This is the inverse of `permute`.
-
-    Args:
-        place: integers [n], from 0 to size - 1: elements of the permutation, as returned by `permute`.
-        size: the same array as for `permute`.
-        keys: the same array as for `permute`.
-
-    Returns:
-        int64 [n]: the indices for which `permute` returns `place`.
-
-    Example:
-        >>> import numpy as np
-        >>> size, keys = np.array([10]), np.array([7], dtype=np.uint64)
-        >>> permute_back(permute(np.arange(10), size, keys), size, keys).tolist()
+        >>> permute(places, size, keys, back=True).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
-    rows, columns = _grid_sides(size)
+    # a nearly square grid with at least `size` cells; the cell in row r and column c has the number r * columns + c
+    rows = np.ceil(np.sqrt(size)).astype(np.uint64)
     size = size.astype(np.uint64)
+    columns = (size + rows - np.uint64(1)) // rows
+    # a rotation at the end, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
-    start = _subtract_modulo(place.astype(np.uint64), rotation, size)
-    return _walk_inside(True, start, size, rows, columns, keys).astype(np.int64)
+    cell = index.astype(np.uint64)
+    if back:
+        cell = _turn(cell, rotation, size, back)
+    cell = _permute_cells(back, cell, rows, columns, keys)
+    outside = np.flatnonzero(cell >= size)
+    while outside.size:
+        grid = (np.broadcast_to(each, cell.shape)[outside] for each in (rows, columns, keys))
+        cell[outside] = _permute_cells(back, cell[outside], *grid)
+        outside = outside[cell[outside] >= np.broadcast_to(size, cell.shape)[outside]]
+    return (cell if back else _turn(cell, rotation, size, back)).astype(np.int64)
 
 
-def random_order(size: int, seed: int, purpose: str) -> IntArray:
-    """Return a random permutation of range(size), int64 [size].
+def shuffle_indices(index: IntArray, size: int, seed: int | None, purpose: str) -> IntArray:
+    """Return the elements of a random permutation of range(size) at the given indices; without a seed, the indices.
 
     The permutation depends on the seed and on the string `purpose`, so one seed can be used for several purposes.
     """
-    order = np.arange(size)
-    for begin in range(0, size, _PLACES_AT_ONCE):
-        block = slice(begin, begin + _PLACES_AT_ONCE)
-        order[block] = permute(order[block], np.array([size]), np.array([derive_key(seed, purpose)]))
-    return order
+    if seed is None:
+        return index
+    sizes, key = np.array([size]), np.array([derive_key(seed, purpose)])
+    blocks = [permute(index[at : at + _AT_ONCE], sizes, key) for at in range(0, len(index), _AT_ONCE)]
+    return np.concatenate([index[:0], *blocks])
+
+
+def random_order(size: int, seed: int, purpose: str) -> IntArray:
+    """Return a random permutation of range(size), int64 [size]; see `shuffle_indices`."""
+    return shuffle_indices(np.arange(size), size, seed, purpose)
 
 
 def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -121,15 +118,13 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
     """
     packs = random_order(len(pack_offsets) - 1, seed, "order of packs")
     sizes = np.diff(pack_offsets)[packs]
-    offsets = offsets_of(sizes)
-    segments = np.empty(int(offsets[-1]), dtype=np.int64)
     key = derive_key(seed, "order in packs")
+    segments = [np.zeros(0, dtype=np.int64)]
     for begin in range(0, len(packs), _PACKS_AT_ONCE):
-        pack, size = packs[begin : begin + _PACKS_AT_ONCE], sizes[begin : begin + _PACKS_AT_ONCE]
-        first = offsets[begin]
-        place = permute(indices_in_ranges(0, size), np.repeat(size, size), keys_for(np.repeat(pack, size), key))
-        segments[first : first + len(place)] = np.repeat(pack_offsets[pack], size) + place
-    return segments, offsets, packs
+        size = sizes[begin : begin + _PACKS_AT_ONCE]
+        pack, place = np.repeat(packs[begin : begin + _PACKS_AT_ONCE], size), indices_in_ranges(0, size)
+        segments.append(pack_offsets[pack] + permute(place, np.repeat(size, size), keys_for(pack, key)))
+    return np.concatenate(segments), offsets_of(sizes), packs
 
 
 def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -149,39 +144,16 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
     return indices_in_ranges(tree_offsets[trees], segments), offsets_of(segments)[offsets], packs
 
 
-def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
-    """Return (rows, columns) of a nearly square grid with at least `size` cells."""
-    rows = np.ceil(np.sqrt(size)).astype(np.uint64)
-    columns = (size.astype(np.uint64) + rows - np.uint64(1)) // rows
-    return rows, columns
-
-
-def _walk_inside(back: bool, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Apply `_walk` to each cell number repeatedly until the result is below `size`, and return the results.
-
-    `_walk` permutes the cells of a grid. The cell in row r and column c has the number r * columns + c.
-    """
-    cell = _walk(back, cell, rows, columns, keys)
-    outside = np.flatnonzero(cell >= size)
-    while outside.size:
-        pick = [value if len(value) == 1 else value[outside] for value in (rows, columns, keys)]
-        cell[outside] = _walk(back, cell[outside], *pick)
-        limit = size if len(size) == 1 else size[outside]
-        outside = outside[cell[outside] >= limit]
-    return cell
-
-
-def _walk(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
+def _permute_cells(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
     """Return where each cell of a grid goes, or with `back`, where it comes from."""
     row = cell // columns
     column = cell - row * columns
-    turn = _subtract_modulo if back else _add_modulo
     for number in range(_ROUNDS)[:: -1 if back else 1]:
         key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
-            row = turn(row, _hash_below(column, rows, key), rows)
+            row = _turn(row, _hash_below(column, rows, key), rows, back)
         else:
-            column = turn(column, _hash_below(row, columns, key), columns)
+            column = _turn(column, _hash_below(row, columns, key), columns, back)
     return row * columns + column
 
 
@@ -195,11 +167,8 @@ def _hash_below(value: _Keys, bound: _Keys, key: _Keys) -> _Keys:
     return mixed
 
 
-def _add_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
-    total = left + right
-    total -= bound * (total >= bound)
-    return total
-
-
-def _subtract_modulo(left: _Keys, right: _Keys, bound: _Keys) -> _Keys:
-    return _add_modulo(left, bound - right, bound)
+def _turn(value: _Keys, by: _Keys, bound: _Keys, back: bool) -> _Keys:
+    """Add `by` to a value modulo `bound`, or with `back`, subtract it. Of two results, the wrong one wraps around."""
+    turned = value - by if back else value + by
+    np.minimum(turned, turned + bound if back else turned - bound, out=turned)
+    return turned

@@ -317,7 +317,7 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
             f"pack_offsets: expected {len(capacity) + 1} offsets for the {len(capacity)} packs in pack_capacity, which "
             f"rise from 0 to {len(document)}, the number of segments, got {offsets}"
         )
-    _check_values("document_length", documents, 0)
+    _check_values("document_length", documents, 0, 2**63 - 1)
     _check_values("segment_document", document, 0, len(documents) - 1)
     _check_values("segment_length", length, 1, INT32_MAX)
     _check_values("pack_capacity", capacity, 1, INT32_MAX)
@@ -331,32 +331,23 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
         own = length - shared
     fill = np.add.reduceat(own, offsets[:-1], dtype=np.int64)
     _check_values("segment_length", fill, 0, capacity, "as the sum in pack")
-    _check_values("segment_start", start, 0, documents[document] - length)
-    is_packed = np.zeros(len(documents), dtype=bool)
-    is_packed[document] = True
-    if np.count_nonzero(is_packed) < len(document):  # a document has several segments
-        _check_disjoint(document, start, length)
+    least: IntArray | int = 0
+    several = np.bincount(document) > 1
+    if several.any():  # a segment begins where the one before it in its document ends, or later
+        ordered = np.flatnonzero(several[document])
+        ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
+        left, right = ordered[:-1], ordered[1:]
+        least = np.zeros(len(document), dtype=np.int64)
+        least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
+    _check_values("segment_start", start, least, documents[document] - length)
 
 
 def _check_values(
-    name: str, values: IntArray, least: int, most: IntArray | int = 2**63 - 1, where: str = "at index"
+    name: str, values: IntArray, least: IntArray | int, most: IntArray | int, where: str = "at index"
 ) -> None:
-    """Raise PackingError unless all values of an array are from `least` to `most`, which may be one number for each."""
-    if values.min(initial=least) < least or (values > most).any():
-        at = int(((values < least) | (values > most)).argmax())
-        greatest = np.broadcast_to(most, values.shape)[at]
-        raise PackingError(f"{name}: expected a number from {least} to {greatest} {where} {at}, got {values[at]}")
-
-
-def _check_disjoint(document: IntArray, start: IntArray, length: IntArray) -> None:
-    """Raise PackingError if two segments have the same token of a document."""
-    several = np.flatnonzero(np.bincount(document)[document] > 1)
-    several = several[np.lexsort((start[several], document[several]))]
-    left, right = several[:-1], several[1:]
-    end = start[left].astype(np.int64) + length[left]
-    if (twice := (document[left] == document[right]) & (start[right] < end)).any():
-        first = int(twice.argmax())
-        raise PackingError(
-            f"segment_start: expected segments without common tokens, got segments {left[first]} and {right[first]} of "
-            f"document {document[left[first]]}, which overlap"
-        )
+    """Raise PackingError unless all values of an array are from `least` to `most`, one number or one for each value."""
+    wrong = (values < least) | (values > most)
+    if wrong.any():
+        at = int(wrong.argmax())
+        accepted = " to ".join(str(np.broadcast_to(limit, values.shape)[at]) for limit in (least, most))
+        raise PackingError(f"{name}: expected a number from {accepted} {where} {at}, got {values[at]}")

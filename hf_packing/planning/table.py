@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from hf_packing.planning.lengths import (
 )
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, Patterns
-from hf_packing.planning.permutation import derive_key, keys_for, permute, permute_back, random_order
+from hf_packing.planning.permutation import derive_key, keys_for, permute, shuffle_indices
 from hf_packing.planning.plan import PackingPlan
 
 _BLOCK = 1 << 16
@@ -64,93 +64,74 @@ class DealtShard:
     """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
 
 
-class _Places(NamedTuple):
-    """The pack of each segment, and the position of the segment in the pack."""
-
-    pack: IntArray
-    """int64 [segments]: index of the segment's pack in the order of the patterns, before packs are shuffled."""
-    place: IntArray
-    """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
-    length: IntArray
-    """int32 [segments]: length of the segment, in tokens."""
-
-
 class Slots:
     """All slots of the packs that a `Patterns` object describes, sorted by slot length, shortest first.
 
     A slot is the position of one segment in a pack, and the length of the slot is the length of the segment. With a
     seed, a random permutation assigns the pieces of each length to the slots of that length. If the seed is None,
-    pieces and slots are paired in order. `block` returns the pieces for a range of slots, and `find` returns the slots
-    for some pieces. Both methods identify a piece by rank. The rank is the index of the piece in the list of all
-    pieces, sorted by length (see `Cuts`).
+    pieces and slots are paired in order.
     """
 
     def __init__(self, patterns: Patterns, seed: int | None) -> None:
         by_length = np.argsort(patterns.entry_length, kind="stable")
-        pattern_first_pack = np.cumsum(patterns.packs) - patterns.packs
-        copies_before = np.cumsum(patterns.entry_copies) - patterns.entry_copies
-        pattern_copies_before = np.append(copies_before, 0)[patterns.entry_offsets[:-1]]
         pattern = patterns.entry_pattern[by_length]
+        place = offsets_of(patterns.entry_copies)
 
         # one element for each entry of the patterns, sorted by length
         self._length = patterns.entry_length[by_length]
         self._copies = patterns.entry_copies[by_length]
-        self._first_pack = pattern_first_pack[pattern]
-        self._first_place = copies_before[by_length] - pattern_copies_before[pattern]
+        self._first_pack = offsets_of(patterns.packs)[pattern]
+        self._first_place = place[by_length] - place[patterns.entry_offsets[pattern]]
         self._pack_size = patterns.segments_per_pack()[pattern]
-        slots = patterns.packs[pattern] * self._copies
-        self._end = np.cumsum(slots)
-        self._begin = self._end - slots
+        self._offsets = offsets_of(patterns.packs[pattern] * self._copies)
 
         # one element for each length
         self._counts = patterns.counts()
-        self._first_rank = np.cumsum(self._counts) - self._counts
+        self._first_of_length = offsets_of(self._counts)
 
         self._seed = seed
         if seed is not None:
-            self._equal_length_key = derive_key(seed, "documents of equal length")
+            self._length_keys = keys_for(np.arange(len(self._counts)), derive_key(seed, "documents of equal length"))
             self._within_pack_key = derive_key(seed, "documents of a pack")
 
-    def block(self, begin: int, end: int) -> tuple[_Places, IntArray]:
-        """Return, for the slots begin, ..., end - 1, the pack, the position in the pack, and the rank of the piece.
+    def block(self, begin: int, end: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Return the pack, the position in the pack, the length and the rank of the piece of slots begin, ..., end - 1.
 
-        A slot is the position of one segment in a pack. Slots are numbered in the order of slot length. The rank of a
-        piece is the index of the piece in the list of all pieces, sorted by length.
+        Slots are numbered in the order of slot length.
         """
-        first, last = np.searchsorted(self._end, [begin, end - 1], side="right")
-        entries = slice(first, last + 1)
-        shown = np.minimum(self._end[entries], end) - np.maximum(self._begin[entries], begin)
-        entry = np.repeat(np.arange(first, last + 1), shown)
         slot = np.arange(begin, end)
-        places = self._places(slot, entry)
-        if self._seed is None:
-            return places, slot
-        first_rank = self._first_rank[places.length]
-        keys = keys_for(places.length, self._equal_length_key)
-        return places, first_rank + permute(slot - first_rank, self._counts[places.length], keys)
+        entry = np.repeat(np.arange(len(self._length)), np.diff(self._offsets.clip(begin, end)))
+        length = self._length[entry]
+        return *self._places(slot, entry), length, self._shuffle(slot, length, back=False)
 
-    def find(self, length: IntArray, rank: IntArray) -> _Places:
-        """Return the pack of each piece, and the position of the piece in the pack.
+    def find(self, length: IntArray, rank: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the pack of each piece, and the position of the piece in the pack, int64 [pieces].
 
         Args:
             length: integers [pieces]: length of each piece, in tokens.
             rank: int64 [pieces]: index of each piece in the list of all pieces, sorted by length.
-        """
-        slot = rank
-        if self._seed is not None:
-            first_rank = self._first_rank[length]
-            keys = keys_for(length, self._equal_length_key)
-            slot = first_rank + permute_back(rank - first_rank, self._counts[length], keys)
-        return self._places(slot, np.searchsorted(self._end, slot, side="right"))
 
-    def _places(self, slot: IntArray, entry: IntArray) -> _Places:
-        number, copies = slot - self._begin[entry], self._copies[entry]
+        Returns:
+            The index of each pack in the order of the patterns, before packs are shuffled; and positions from 0.
+        """
+        slot = self._shuffle(rank, length, back=True)
+        return self._places(slot, np.searchsorted(self._offsets, slot, side="right") - 1)
+
+    def _shuffle(self, index: IntArray, length: IntArray, back: bool) -> IntArray:
+        """Return the rank of the piece of each slot; or with `back`, the slot of the piece of each rank."""
+        if self._seed is None:
+            return index
+        first = self._first_of_length[length]
+        return first + permute(index - first, self._counts[length], self._length_keys[length], back=back)
+
+    def _places(self, slot: IntArray, entry: IntArray) -> tuple[IntArray, IntArray]:
+        number, copies = slot - self._offsets[entry], self._copies[entry]
         nth_pack = number // copies
         pack = self._first_pack[entry] + nth_pack
         place = self._first_place[entry] + number - nth_pack * copies
         if self._seed is not None:
             place = permute(place, self._pack_size[entry], keys_for(pack, self._within_pack_key))
-        return _Places(pack, place, self._length[entry])
+        return pack, place
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -210,15 +191,21 @@ class PatternTable:
                 from counts of these lengths.
         """
         piece_document, piece_start = self._pieces_by_rank(lengths)
-        final_pack, pack_offsets, pack_capacity = self._place_packs()
+        patterns = self.patterns
+        row = self._final_pack(np.arange(self.num_packs))
+        size, pack_capacity = np.empty_like(row), np.empty(len(row), dtype=np.int32)
+        size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
+        pack_capacity[row] = np.repeat(patterns.capacity, patterns.packs)
+        pack_offsets = offsets_of(size)
+        first_segment = pack_offsets[row]
         document = np.empty(len(piece_document), dtype=smallest_index_type(len(lengths)))
         start = np.zeros(len(document), dtype=lengths.dtype)
         length = np.empty(len(document), dtype=np.int32)
         for begin in range(0, len(document), _BLOCK):
-            places, rank = self._slots.block(begin, min(begin + _BLOCK, len(document)))
-            target = pack_offsets[final_pack[places.pack]] + places.place
+            pack, place, piece_length, rank = self._slots.block(begin, min(begin + _BLOCK, len(document)))
+            target = first_segment[pack] + place
             document[target] = piece_document[rank]
-            length[target] = places.length
+            length[target] = piece_length
             if piece_start is not None:
                 start[target] = piece_start[rank]
         return PackingPlan(
@@ -262,12 +249,11 @@ class PatternTable:
         pack, place = np.empty_like(nth), np.empty_like(nth)
         for begin in range(0, len(nth), _BLOCK):
             block = slice(begin, begin + _BLOCK)
-            places = self._slots.find(cuts.piece_length[piece[block]], rank[block])
-            pack[block], place[block] = self._final_pack(places.pack), places.place
+            pack[block], place[block] = self._slots.find(cuts.piece_length[piece[block]], rank[block])
         document = sort_by_length(lengths)[nth]
         in_order = np.argsort(document, kind="stable")
         start, length = cuts.piece_start[piece[in_order]], cuts.piece_length[piece[in_order]]
-        return DealtShard(document[in_order], start, length, pack[in_order], place[in_order])
+        return DealtShard(document[in_order], start, length, self._final_pack(pack[in_order]), place[in_order])
 
     def _take_from_counts(self, name: str, taken: LengthCounts, dealt: IntArray) -> IntArray:
         """Return the number of documents of each length of the table in `taken`, int64 [lengths].
@@ -404,20 +390,4 @@ class PatternTable:
 
     def _final_pack(self, pack: IntArray) -> IntArray:
         """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""
-        if self.seed is None:
-            return pack
-        return permute(pack, np.array([self.num_packs]), np.array([derive_key(self.seed, "packs")]))
-
-    def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.
-
-        Returns:
-            int64 [packs]: element i is the index in the plan, after shuffling, of the pack that had index i before
-            shuffling; int64 [packs + 1]: `pack_offsets` of the plan; int32 [packs]: `pack_capacity` of the plan.
-        """
-        patterns, number = self.patterns, self.num_packs
-        row = np.arange(number) if self.seed is None else random_order(number, self.seed, "packs")
-        size, capacity = np.empty_like(row), np.empty(len(row), dtype=patterns.capacity.dtype)
-        size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
-        capacity[row] = np.repeat(patterns.capacity, patterns.packs)
-        return row, offsets_of(size), capacity
+        return shuffle_indices(pack, self.num_packs, self.seed, "packs")
