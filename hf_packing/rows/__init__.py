@@ -2,7 +2,7 @@
 
 pack.py            pack a whole dataset
 packing.py         how documents become rows: plan them, then build the rows
-packed_rows.py     build packed rows from documents according to a plan; restore the documents
+packed_rows.py     build packed rows from documents according to a plan
 lazy.py            rows that are built when they are read
 map_batch.py       pack one batch of `datasets.map`
 unpack.py          restore the documents of a packed dataset

@@ -1,13 +1,12 @@
-"""Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
+"""Build packed rows from the token columns of documents according to a plan."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hf_packing.columns import (
     BUCKET,
@@ -17,14 +16,12 @@ from hf_packing.columns import (
     LOSS_MASKS,
     POSITION_IDS,
     SEQ_LENGTHS,
-    TREE_INPUT_IDS,
-    TREE_LABELS,
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
+from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows
 
 _MAX_LIST_VALUES = 2**31 - 1
 """The most values that an Arrow list column with 32-bit offsets can hold."""
@@ -95,103 +92,6 @@ def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
     """
     row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
     return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
-
-
-def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
-    """Return the documents that were packed, in the original order, without the tokens that packing dropped.
-
-    Args:
-        packed: all packed rows, in the order of the plan.
-        plan: the plan that the rows were packed with.
-        first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
-
-    Raises:
-        PackingError: the rows were not packed with this plan.
-    """
-    expected = {SEQ_LENGTHS: (plan.segment_length, np.diff(plan.pack_offsets))}
-    check_rows_of_plan(packed, plan, expected, needed=(INPUT_IDS, SEQ_LENGTHS))
-    order = np.lexsort((plan.segment_start, plan.segment_document))
-    pack = plan.pack_of_segment()
-    begin = np.cumsum(plan.segment_length, dtype=np.int64) - plan.segment_length
-    start_in_pack = begin - begin[plan.pack_offsets[:-1]][pack]
-    where = pack[order], start_in_pack[order], plan.segment_length[order]
-    return read_documents(packed, plan, order, where, (SEQ_LENGTHS, POSITION_IDS), first_labels)
-
-
-def check_rows_of_plan(
-    rows: pa.Table,
-    plan: PackingPlan,
-    expected: Mapping[str, tuple[IntArray, IntArray]],
-    needed: Collection[str],
-) -> None:
-    """Raise PackingError unless rows, or rows of trees, were packed with a plan.
-
-    Args:
-        rows: all rows, in the order of the plan.
-        plan: the plan.
-        expected: by the name of a column that says where segments are: the values of all rows, and the number of values
-            in each row.
-        needed: names of the columns that rows need.
-    """
-    if missing := [name for name in needed if name not in rows.column_names]:
-        raise PackingError(
-            f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(rows.column_names)}"
-        )
-    if rows.num_rows != plan.num_packs:
-        raise PackingError(
-            f"plan: expected a plan with {rows.num_rows} packs, one for each row, got {plan.num_packs} packs"
-        )
-    for name, (values, per_row) in expected.items():
-        column = rows.column(name)
-        same = np.array_equal(pc.list_value_length(column).to_numpy(), per_row)
-        if not same or not np.array_equal(pc.list_flatten(column).to_numpy(), values):
-            raise PackingError(
-                "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
-                f"{name} in the rows"
-            )
-
-
-def read_documents(
-    rows: pa.Table,
-    plan: PackingPlan,
-    order: IntArray,
-    where: tuple[IntArray, IntArray, IntArray],
-    structure: Collection[str],
-    first_labels: npt.NDArray[np.int32] | None,
-    trained: npt.NDArray[np.bool_] | None = None,
-) -> pa.Table:
-    """Return the documents of rows, or of rows of trees.
-
-    Args:
-        rows: all rows, in the order of the plan.
-        plan: the plan.
-        order: int64 [segments]: the segments in the order of the documents.
-        where: integers [slices]: row, start and length of the slices of rows that are the segments in this order.
-        structure: names of the columns that say where segments are.
-        first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
-        trained: bool [tokens]: whether each token of the documents is trained on; None if the labels say so.
-    """
-    length = plan.segment_length[order]
-    document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
-    np.add.at(document_tokens, plan.segment_document, plan.segment_length)
-    arrays = {}
-    for stored in rows.column_names:
-        kind = rows.schema.field(stored).type
-        if stored in structure or (stored == BUCKET and not is_token_type(kind)):
-            continue
-        if not is_token_type(kind):
-            raise PackingError(
-                f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
-                "before unpacking"
-            )
-        values = TokenColumn(stored, rows.column(stored)).gather(*where)
-        name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
-        if name == LABELS and trained is not None:
-            values[~trained] = IGNORED_LABEL
-        if name == LABELS and first_labels is not None:
-            values[np.cumsum(length, dtype=np.int64) - length] = first_labels[order]
-        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(kind))
-    return pa.table(arrays)
 
 
 def read_labels(

@@ -5,16 +5,32 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from hf_packing.columns import LABELS, LOSS_MASKS, TREE_INPUT_IDS
+from hf_packing.columns import (
+    BUCKET,
+    ENDS,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    PARENTS,
+    POSITION_IDS,
+    SEGMENT_LENGTHS,
+    SEQ_LENGTHS,
+    TRAINED,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+)
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, count_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
-from hf_packing.rows.packed_rows import unpack_rows
-from hf_packing.rows.token_columns import row_numbers
-from hf_packing.trees.restore import unpack_tree_rows
+from hf_packing.rows.packed_rows import list_array
+from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
+from hf_packing.trees.segments import TreePaths, segments_of
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
@@ -61,11 +77,88 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
             "plan: expected the plan that these rows were packed with, which has the fingerprint "
             f"{origin.plan.fingerprint}, got {plan!r}; leave plan out to use the stored plan"
         )
-    restore = unpack_tree_rows if TREE_INPUT_IDS in table.column_names else unpack_rows
-    documents = restore(table, origin.plan, origin.first_labels)
+    documents = _documents_of(table, origin)
     if origin.facts["labels_made"] and LABELS in documents.column_names:
         documents = documents.drop_columns([LABELS])
     return datasets.Dataset(documents, split=packed.split)
+
+
+def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
+    """Return the documents of all rows, in the original order, without the tokens that packing dropped.
+
+    Packed rows are read as rows of trees in which no document shares a token.
+
+    Raises:
+        PackingError: the rows were not packed with this plan.
+    """
+    plan, names = origin.plan, rows.column_names
+    are_trees = TREE_INPUT_IDS in names
+    if missing := [name for name in (TREE_COLUMNS if are_trees else (INPUT_IDS, SEQ_LENGTHS)) if name not in names]:
+        raise PackingError(f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(names)}")
+    length, sizes = plan.segment_length.astype(np.int64), np.diff(plan.pack_offsets)
+    shared = plan.segment_shared if are_trees else None
+    paths = TreePaths(length, np.zeros_like(length) if shared is None else shared)
+    expected = {SEQ_LENGTHS: (length, sizes)}
+    if are_trees:
+        segments = segments_of(paths, plan.pack_offsets)
+        expected = {
+            SEGMENT_LENGTHS: (segments.lengths, segments.per_row),
+            PARENTS: (segments.parents, segments.per_row),
+            ENDS: (segments.ends, sizes),
+        }
+    for name, (values, per_row) in expected.items():
+        column = rows.column(name)
+        same = np.array_equal(pc.list_value_length(column).to_numpy(), per_row)
+        if not same or not np.array_equal(pc.list_flatten(column).to_numpy(), values):
+            raise PackingError(
+                "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
+                f"{name} in the rows"
+            )
+    order = np.lexsort((plan.segment_start, plan.segment_document))
+    length = length[order]
+    ranges = paths.find(order, np.zeros_like(length), length).in_order()
+    pack = plan.pack_of_segment()[order[ranges.part]]
+    begin_of_pack = offsets_of(paths.own)[plan.pack_offsets]
+    where = pack, ranges.begin - begin_of_pack[pack], ranges.length
+    begin = offsets_of(length)[:-1]
+    document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
+    np.add.at(document_tokens, plan.segment_document, plan.segment_length)
+    arrays = {}
+    for stored in names:
+        kind = rows.schema.field(stored).type
+        if stored in (*expected, POSITION_IDS, TRAINED) or (stored == BUCKET and not is_token_type(kind)):
+            continue
+        if not is_token_type(kind):
+            raise PackingError(
+                f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
+                "before unpacking"
+            )
+        values = TokenColumn(stored, rows.column(stored)).gather(*where)
+        name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
+        if stored == TREE_LABELS:
+            values[~_are_trained(rows.column(TRAINED), plan, order, begin)] = IGNORED_LABEL
+        if name == LABELS and origin.first_labels is not None:
+            values[begin] = origin.first_labels[order]
+        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(kind))
+    return pa.table(arrays)
+
+
+def _are_trained(trained: pa.ChunkedArray, plan: PackingPlan, order: IntArray, begin: IntArray) -> IntArray:
+    """Return whether each token of all segments is trained on, bool [tokens].
+
+    Args:
+        trained: the column `trained` of all rows.
+        plan: the plan of the rows.
+        order: int64 [segments]: the order in which the segments are laid end to end.
+        begin: int64 [segments]: where each segment begins in this order.
+    """
+    runs = pc.list_flatten(trained).to_numpy().reshape(-1, 3).astype(np.int64)
+    row = np.repeat(np.arange(len(trained)), pc.list_value_length(trained).to_numpy() // 3)
+    begins = np.empty_like(begin)
+    begins[order] = begin
+    start = begins[plan.pack_offsets[row] + runs[:, 0]] + runs[:, 1]
+    tokens = int(plan.segment_length.sum(dtype=np.int64))
+    return np.asarray(count_ranges(start, runs[:, 2], tokens) > 0)
 
 
 def _rebuild(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:

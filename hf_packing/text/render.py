@@ -134,33 +134,28 @@ def render(
         raise BadRowError(f"expected {expected}, got the fields {fields}; text_field names the field with the text")
     if separator is not None and kind != "prompt":
         raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
-    if kind == "messages":
-        train_on = _choose(train_on, "messages", "assistant", "all")
-        return _render_chat([], messages_of(row[kind]), row, template, train_on)
-    if kind != "prompt":
-        _choose(train_on, "text", "all")
-        if not isinstance(row[kind], str):
-            raise BadRowError(f"expected text in the field {kind!r}, got {type(row[kind]).__name__}")
-        return Rendered(row[kind])
-    prompt, completion = row["prompt"], row["completion"]
-    if not (isinstance(prompt, str) and isinstance(completion, str)):
-        train_on = _choose(train_on, "a chat", "completion", "assistant", "all")
-        before, after = messages_of(prompt), messages_of(completion)
-        if not after:
-            raise BadRowError("expected at least one message in the completion, got an empty list")
-        return _render_chat(before, after, row, template, train_on)
-    prompt += separator or ""
-    text = prompt + completion
-    train_on = _choose(train_on, "a prompt and a completion that are text", "completion", "all")
-    return Rendered(text, None if train_on == "all" else [(len(prompt), len(text))])
-
-
-def _choose(train_on: str | None, of: str, *fitting: str) -> str:
-    """Return what to train on, the first of `fitting` by default; raise BadRowError for anything else."""
+    before: Any = [] if kind == "messages" else ""
+    after = row[kind]
+    if kind == "prompt":
+        before, after = row["prompt"], row["completion"]
+    is_chat = kind == "messages" or (kind == "prompt" and not (isinstance(before, str) and isinstance(after, str)))
+    fitting = ["completion"] * (kind == "prompt") + ["assistant"] * is_chat + ["all"]
     if train_on not in (None, *fitting):
-        expected = " or ".join(map(repr, fitting))
-        raise BadRowError(f"expected train_on={expected} for documents with {of}, got train_on={train_on!r}")
-    return train_on or fitting[0]
+        raise BadRowError(
+            f"expected train_on={' or '.join(map(repr, fitting))} for documents with {kind} of this type, got "
+            f"train_on={train_on!r}"
+        )
+    train_on = train_on or fitting[0]
+    if is_chat:
+        prompt, completion = messages_of(before), messages_of(after)
+        if kind == "prompt" and not completion:
+            raise BadRowError("expected at least one message in the completion, got an empty list")
+        return _render_chat(prompt, completion, row, template, train_on)
+    if not isinstance(after, str):
+        raise BadRowError(f"expected text in the field {kind!r}, got {type(after).__name__}")
+    before += separator or ""
+    text = before + after
+    return Rendered(text, None if train_on == "all" else [(len(before), len(text))])
 
 
 def _render_chat(

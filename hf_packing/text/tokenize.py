@@ -9,10 +9,11 @@ decided as in TRL, so that labels are equal:
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from operator import attrgetter, eq
+from operator import attrgetter, eq, itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, ChatTemplate, Rendered, reason_of, render
+from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, ChatTemplate, Rendered, Span, reason_of, render
 
 TOKEN_COLUMNS = datasets.Features(
     {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
@@ -62,38 +63,41 @@ class TextTokenizer:
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
         input_ids, labels = [], []
-        for each, encoding in zip(rendered, self._encode(rendered), strict=True):
+        for document, encoding in zip(rendered, self._encode(rendered), strict=True):
             ids = encoding.ids
-            trained = [IGNORED_LABEL] * len(ids)
-            for part in self._trained(each, encoding):
-                trained[part] = ids[part]
-            end = [] if each.complete or self.end is None or ids[-1:] == [self.end] else [self.end]
+            trained = ids if document.trained is None else self._labels(document, document.trained, encoding)
+            end = [] if document.complete or self.end is None or ids[-1:] == [self.end] else [self.end]
             input_ids.append([*ids, *end])
             labels.append([*trained, *end])
         return input_ids, labels
 
-    def _trained(self, document: Rendered, encoding: Any) -> Iterator[slice]:
-        """Yield the tokens of each part that is trained on."""
-        if document.trained is None:
-            yield slice(None)
-            return
-        size = len(document.text)
+    def _labels(self, document: Rendered, parts: Sequence[Span], encoding: Any) -> list[int]:
+        """Return the labels of a document of which some parts are trained on."""
+        ids: list[int] = encoding.ids
+        offsets: list[tuple[int, int]] = encoding.offsets if document.complete else []
+        labels = [IGNORED_LABEL] * len(ids)
         # characters that a tokenizer drops move those of all later tokens: the last token seems to end too early
-        exact = document.complete and [each[1] for each in encoding.offsets[-1:]] == [size]
-        starts, stops = np.array(encoding.offsets, dtype=np.int64).T if exact else ((), ())
-        for first, stop in document.trained:
-            begin = np.searchsorted(stops, first, "right") if exact else self._tokens_before(first, document, encoding)
-            end: Any = len(encoding.ids)
-            if stop < size:
-                end = np.searchsorted(starts, stop) if exact else self._tokens_before(stop, document, encoding)
-            yield slice(int(begin), int(end))
+        exact = len(offsets) > 0 and offsets[-1][1] == len(document.text)
+        for first, stop in parts:
+            end = len(ids)
+            if exact:
+                begin = bisect_right(offsets, first, key=itemgetter(1))
+                if stop < len(document.text):
+                    end = bisect_left(offsets, stop, key=itemgetter(0))
+            else:
+                begin = self._tokens_before(first, document, encoding)
+                if stop < len(document.text):
+                    end = self._tokens_before(stop, document, encoding)
+            labels[begin:end] = ids[begin:end]
+        return labels
 
     def _tokens_before(self, edge: int, document: Rendered, encoding: Any) -> int:
         """Return the number of tokens that a document shares with its text before an edge, tokenized alone."""
-        (before,) = self._encode([document._replace(text=document.text[:edge], trained=None)])
+        (before,) = self._encode([Rendered(document.text[:edge], complete=document.complete)])
+        ids: list[int] = before.ids
         within = np.flatnonzero(~np.array(before.special_tokens_mask, dtype=bool))
-        alone = before.ids[: within[-1] + 1] if len(within) else before.ids  # without the special tokens at the end
-        return num_shared(encoding.ids, alone)
+        # the special tokens at the end are not in the document
+        return num_shared(encoding.ids, ids[: within[-1] + 1] if len(within) else ids)
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Any]:
         """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""

@@ -4,6 +4,5 @@ segments.py  the segments of rows of trees, and where the tokens of each documen
 find.py      find the prefixes that documents share
 forest.py    cut trees that are larger than a pack, and plan trees with any strategy
 rows.py      plan a dataset, and build its rows of trees
-restore.py   restore documents from rows of trees
 measure.py   measure how much smaller documents would become
 """
