@@ -24,7 +24,7 @@ from matplotlib import image
 from tiers import fast_only
 from tiny_models import SIZES, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from training_process import documents
+from trainers import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp

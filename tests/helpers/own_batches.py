@@ -6,12 +6,10 @@ import datasets
 import numpy as np
 import torch
 import trl
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from whole_rows import tokenizer
 
 from hf_packing.attention.tiny_model import tiny_model
 
-WORDS = 128
 COMMON = {
     "report_to": "none",
     "use_cpu": True,
@@ -21,12 +19,6 @@ COMMON = {
     "save_strategy": "no",
     "per_device_train_batch_size": 6,
 }
-
-
-def tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
 
 
 def texts(number, seed=0, **columns):

@@ -182,5 +182,14 @@ def epochs_seen(folder, ranks):
     return counts, orders
 
 
+def documents_of_steps(folder):
+    """The documents of each optimizer step over all ranks, as sets; a killed run may have begun a step twice."""
+    steps = {}
+    for rank in range(len(list(folder.glob("seen-*.jsonl")))):
+        for line in read(folder, "seen", rank):
+            steps.setdefault(line["step"], set()).update(tuple(ids) for ids, trained in line["documents"] if trained)
+    return steps
+
+
 def steps_of(folder, rank):
     return [line["step"] for line in read(folder, "seen", rank)]

@@ -1,9 +1,31 @@
 """Trainers on small documents, for the tests of what attach makes of them."""
 
+import datasets
+import numpy as np
 from patched_models import patched
-from training_process import documents, tokenizer
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+
+
+def documents(number, samples=1):
+    """Uneven lengths, the first third of each not trained on; the very last one has nothing to train on. With several
+    samples, so many documents begin with each of them, and go on with 1 to 9 tokens of their own."""
+    rng = np.random.default_rng(7)
+    rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, number), 2, 48).astype(int)]
+    labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
+    labels[-1] = [-100] * len(rows[-1])
+    if samples > 1:
+        ends = [rng.integers(3, 99, rng.integers(1, 10)).tolist() for _ in range(samples * number)]
+        labels = [[*labels[place // samples], *end] for place, end in enumerate(ends)]
+        rows = [[*rows[place // samples], *end] for place, end in enumerate(ends)]
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def tokenizer():
+    vocabulary = {f"<{i}>": i for i in range(128)}
+    known = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    return PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<0>", eos_token="<2>")
 
 
 def arguments(folder, kind=TrainingArguments, **changes):

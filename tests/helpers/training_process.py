@@ -10,17 +10,18 @@ import json
 import os
 import signal
 from itertools import pairwise
+from pathlib import Path
 
 import datasets
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
 from chunks import chunks_of
 from patched_models import patched
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trainers import documents, trainer_of
+from transformers import Trainer, TrainerCallback
+from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.trees.segments import TreeSegments
@@ -38,7 +39,7 @@ SETTINGS = {
     "epochs": 3,
     "dtype": "float32",
     "resume": False,
-    "stop_at": 0,
+    "stop_at": None,
     "kill": False,
     "fails": False,
     "save_steps": 0,
@@ -46,34 +47,23 @@ SETTINGS = {
     "eval_batch_sizes": [],
     "in_chunks": False,
     "shapes": {},
+    "files": None,
+    "streams": 8,
+    "steps": -1,
+    "workers": 0,
+    "dispatch": None,
+    "readable": None,
 }
-"""`stop_at`: the step after whose checkpoint the run ends, or with `kill` the process does; `fails`: with an error;
-`samples`: documents that share each prompt; `in_chunks`: the loss is computed for at most 10 tokens at a time."""
+"""`stop_at`: the step after which the run ends, or with `kill` the process does; `fails`: with an error; `samples`:
+documents that share each prompt; `packed`: the capacity of rows that `pack` makes before; `in_chunks`: the loss is
+computed for at most 10 tokens at a time; `files`: a folder with parquet files to read as a stream; `steps`: how many
+are trained, instead of epochs; `readable`: how many documents of the stream the last rank can read, or with `dispatch`
+the first one."""
 LEARNING_RATE = 1e-3
 
 
 class StoppedError(Exception):
     """Ends a run where a killed process would end."""
-
-
-def documents(number, samples=1):
-    """Uneven lengths, the first third of each not trained on; the very last one has nothing to train on. With several
-    samples, so many documents begin with each of them, and go on with 1 to 9 tokens of their own."""
-    rng = np.random.default_rng(7)
-    rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, number), 2, 48).astype(int)]
-    labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
-    labels[-1] = [-100] * len(rows[-1])
-    if samples > 1:
-        ends = [rng.integers(3, 99, rng.integers(1, 10)).tolist() for _ in range(samples * number)]
-        labels = [[*labels[place // samples], *end] for place, end in enumerate(ends)]
-        rows = [[*rows[place // samples], *end] for place, end in enumerate(ends)]
-    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
-
-
-def tokenizer():
-    vocabulary = {f"<{i}>": i for i in range(128)}
-    known = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<0>", eos_token="<2>")
 
 
 def segments(batch):
@@ -112,53 +102,77 @@ class Recorder(TrainerCallback):
         if state.global_step == 0 and self.settings["optimizer"] == "sgd":
             save_gradients(model, self.folder)
 
-    def on_save(self, _, state, __, **___):
-        if state.global_step == self.settings["stop_at"]:
-            PartialState().wait_for_everyone()  # the first rank still writes the checkpoint
-            stop(self.settings)
+    def on_step_begin(self, _, state, __, **___):
+        stop_after(state.global_step, self.settings)
 
 
-def stop(settings):
-    if settings["kill"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise StoppedError
+def stop_after(step, settings):
+    if step == settings["stop_at"]:
+        PartialState().wait_for_everyone()  # the first rank may still write a checkpoint
+        if settings["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise StoppedError
 
 
 def save_gradients(model, folder):
     torch.save({name: p.grad.clone() for name, p in model.named_parameters()}, folder / "gradients.pt")
 
 
+def noted(row, file, readable):
+    """Note in a file that a document was read."""
+    if readable and Path(file).exists() and len(Path(file).read_text().splitlines()) > readable:
+        raise ValueError("an unreadable document")
+    with open(file, "a") as lines:
+        lines.write("read\n")
+    return row
+
+
+def data_of(folder, settings):
+    """Documents, or packed rows of them, in a table or a stream."""
+    packed, files = settings["packed"], settings["files"]
+    if not files:
+        data = documents(settings["documents"], settings["samples"])
+        return hfp.pack(data, hfp.BestFit(packed), load_from_cache_file=False) if packed else data
+    state = PartialState()
+    reads_all = settings["dispatch"] or state.process_index == state.num_processes - 1
+    how = {"file": str(folder / f"read-{state.process_index}"), "readable": settings["readable"] if reads_all else None}
+    files = sorted(map(str, Path(files).glob("*.parquet")))
+    data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    data = data.select_columns(["input_ids"]).map(noted, fn_kwargs=how)
+    data = data.cast(datasets.Features({"input_ids": datasets.List(datasets.Value("int64"))}))
+    if not packed:
+        return data
+    shared = {"share_prefixes": settings["share_prefixes"]}
+    return hfp.pack(data, hfp.BestFit(packed), streams=settings["streams"], window_packs=3, **shared)
+
+
+def budget_of(settings):
+    shared = settings["share_prefixes"] and not settings["packed"]
+    known = {"match_documents_per_step": settings["match_documents_per_step"], "share_prefixes": shared}
+    return hfp.TokenBudget(settings["max_tokens"], **known)
+
+
 def through_trainer(settings, folder, data, model):
-    kind, arguments = (SFTTrainer, SFTConfig) if settings["through"] == "sft" else (Trainer, TrainingArguments)
-    more = {"processing_class": tokenizer()} if kind is SFTTrainer else {}
-    args = arguments(
-        output_dir=str(folder / "checkpoints"),
+    trainer = trainer_of(
+        folder / "checkpoints",
+        SFTTrainer if settings["through"] == "sft" else Trainer,
+        model,
+        data,
+        max_steps=settings["steps"],
         num_train_epochs=settings["epochs"],
         gradient_accumulation_steps=settings["accumulation"],
         learning_rate=LEARNING_RATE,
         max_grad_norm=0.0,
-        logging_steps=1,
         save_strategy="steps" if settings["save_steps"] else "no",
         save_steps=settings["save_steps"] or 500,
         optim=settings["optimizer"],
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
         seed=3,
-        **({"max_length": None} if kind is SFTTrainer else {}),
+        dataloader_num_workers=settings["workers"],
+        accelerator_config={"dispatch_batches": settings["dispatch"]},
     )
-    trainer = kind(model, args, train_dataset=data, **more)
     log = Log(folder, trainer.args.process_index)
     trainer.add_callback(Recorder(log, folder, settings))
-    hfp.attach(
-        trainer,
-        hfp.TokenBudget(settings["max_tokens"], share_prefixes=settings["share_prefixes"]),
-        loss=settings["loss"],
-        match_documents_per_step=settings["match_documents_per_step"],
-        **settings["shapes"],
-    )
+    hfp.attach(trainer, budget_of(settings), loss=settings["loss"], **settings["shapes"])
     step = trainer.training_step
 
     def recorded(model, inputs, *args):
@@ -168,31 +182,28 @@ def through_trainer(settings, folder, data, model):
 
     trainer.training_step = recorded
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
-    state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
-    log.write("ended", step=state.global_step, max_steps=state.max_steps, epoch=state.epoch, rate=rate)
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
-        log.write("evaluated", rows=size, loss=trainer.evaluate(data)["eval_loss"])
+        log.write("evaluated", rows=size, loss=trainer.evaluate(data_of(folder, settings))["eval_loss"])
 
 
 def through_loop(settings, folder, data, model):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
-    log = Log(folder, accelerator.process_index)
-    budget = hfp.TokenBudget(
-        settings["max_tokens"],
-        match_documents_per_step=settings["match_documents_per_step"],
-        share_prefixes=settings["share_prefixes"],
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=settings["accumulation"],
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=settings["dispatch"]),
     )
-    how = {"loss": settings["loss"], "model": model, **settings["shapes"]}
-    loader = hfp.prepare_dataloader(accelerator, data, budget, **how)
+    log = Log(folder, accelerator.process_index)
+    how = {"loss": settings["loss"], "model": model, "num_workers": settings["workers"], **settings["shapes"]}
+    loader = hfp.prepare_dataloader(accelerator, data, budget_of(settings), **how)
     kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
     model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
     step = 0
     if settings["resume"]:
         accelerator.load_state(str(folder / "state"))
         step = int((folder / "state" / "step").read_text())
-    for epoch in range(loader.epoch, settings["epochs"]):
-        total = 0.0
+    while step != settings["steps"] and (loader.epoch < settings["epochs"] or settings["steps"] > 0):
+        epoch, total = loader.epoch, 0.0
         for batch in loader:
             log.write("seen", epoch=epoch, step=step, documents=segments(batch))
             with accelerator.accumulate(model):
@@ -207,14 +218,15 @@ def through_loop(settings, folder, data, model):
                     total = 0.0
                 optimizer.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients and settings["save_steps"] and step % settings["save_steps"] == 0:
-                accelerator.save_state(str(folder / "state"))
-                (folder / "state" / "step").write_text(str(step))
-                accelerator.wait_for_everyone()
-                if step == settings["stop_at"]:
-                    stop(settings)
+            if accelerator.sync_gradients:
+                if settings["save_steps"] and step % settings["save_steps"] == 0:
+                    accelerator.save_state(str(folder / "state"))
+                    (folder / "state" / "step").write_text(str(step))
+                stop_after(step, settings)
+                if step == settings["steps"]:
+                    break
     for size in settings["eval_batch_sizes"]:
-        loss = hfp.evaluation_loss(accelerator, model, data, rows_per_batch=size)
+        loss = hfp.evaluation_loss(accelerator, model, data_of(folder, settings), rows_per_batch=size)
         log.write("evaluated", rows=size, loss=loss)
 
 
@@ -223,10 +235,8 @@ def train(folder, **changes):
     assert changes.keys() <= SETTINGS.keys(), changes.keys() - SETTINGS.keys()
     settings = SETTINGS | changes
     folder.mkdir(exist_ok=True)
-    data = documents(settings["documents"], settings["samples"])
-    if settings["packed"]:
-        data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
-    model = patched("Llama", getattr(torch, settings["dtype"]))
+    data = data_of(folder, settings)
+    model = patched("Llama", getattr(torch, settings["dtype"]), trees=bool(settings["share_prefixes"]))
     tokens = 10 if settings["in_chunks"] else 10_000
     try:
         with chunks_of(tokens, model) as chunks:

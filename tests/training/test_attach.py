@@ -10,8 +10,7 @@ import torch
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import SIZES, build
-from trainers import arguments, logged, trainer_of
-from training_process import documents
+from trainers import arguments, documents, logged, trainer_of
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
@@ -24,6 +23,11 @@ from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+
+def attached(trainer):
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    return trainer
 
 
 def test_what_is_reported(tmp_path):
@@ -50,37 +54,16 @@ def test_the_unpacked_schedule(tmp_path):
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer, type("MyTrainer", (SFTTrainer,), {})])
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = trainer_of(tmp_path, kind, model=build("Llama"))
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    assert isinstance(trainer, kind)
+    trainer = attached(trainer_of(tmp_path, kind, model=build("Llama"), bf16=kind is Trainer))
+    classes = [PackedTrainer] if kind is Trainer else [PackedTrainer, kind]
+    assert [*type(trainer).__mro__][kind is not Trainer :][: len(classes)] == classes
+    assert type(copy.deepcopy(trainer)) is type(trainer)
     assert hfp.check_isolation(trainer.model).isolated
     assert len(logged(trainer)) == 2
 
 
-def test_an_attached_trainer_can_be_copied(tmp_path):
-    trainer = attached(trainer_of(tmp_path))
-    assert type(trainer) is PackedTrainer
-    assert type(copy.deepcopy(trainer)) is PackedTrainer
-    sft_trainer = attached(trainer_of(tmp_path, SFTTrainer))
-    assert type(sft_trainer).__mro__[1:3] == (PackedTrainer, SFTTrainer)
-    assert type(copy.deepcopy(sft_trainer)) is type(sft_trainer)
-
-
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_trainer_and_sft_trainer_agree(tmp_path, loss):
-    """TRL makes the loss from its fused head, Trainer from logits."""
-    found = []
-    for kind in (Trainer, SFTTrainer):
-        trainer = trainer_of(tmp_path, kind, learning_rate=1e-3, gradient_accumulation_steps=2)
-        hfp.attach(trainer, hfp.TokenBudget(64), loss=loss)
-        found.append(logged(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-    assert found[0][0] != found[0][1]
-
-
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_nothing_to_train_on_is_zero(tmp_path, loss, kind):
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
+def test_nothing_to_train_on_is_zero(tmp_path, kind, loss):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "labels": [[-100] * 3, [-100] * 2]})
     trainer = trainer_of(tmp_path, kind, data=data)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -97,56 +80,31 @@ def test_bucket_batches(tmp_path):
     assert len(logged(trainer)) == 2
 
 
-def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
-    seen = []
-
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append((float(num_items_in_batch), int((inputs["labels"] != -100).sum())))
-            loss = model(**{**inputs, "num_items_in_batch": num_items_in_batch}).loss
-            return (loss, None) if return_outputs else loss
-
-    trainer = trainer_of(tmp_path, Own, gradient_accumulation_steps=2)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    trainer.train()
-    (first, here), (second, there), (third, _), _ = seen
-    assert first == second == (here + there) / 2 != third  # each micro-batch is a step of its own
+def bert():
+    return patched_tiny("bert", "masked")
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("smoothing", fast_only([0.0, 0.1], 0.0))
-def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
-    """Gemma 4 and others; accumulating must not divide the loss once more."""
+def no_items():
+    """As Gemma 4 and others say of themselves."""
+    model = patched()
+    model.accepts_loss_kwargs = False
+    return model
+
+
+CASES = [*((kind, no_items, 0.0) for kind in (Trainer, SFTTrainer)), (Trainer, no_items, 0.1), (Trainer, bert, 0.0)]
+
+
+@pytest.mark.parametrize(("kind", "make", "smoothing"), fast_only(CASES, CASES[0], CASES[1], CASES[3]))
+def test_losses_that_the_number_of_items_does_not_divide(tmp_path, kind, make, smoothing):
+    """Accumulating must not divide them once more."""
     found = []
-    for accumulation in (1, 2, 4):
-        model = patched()
-        model.accepts_loss_kwargs = False
+    for accumulation in (1, 3):
+        model = make()
         changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
         trainer = trainer_of(tmp_path, kind, model=model, **changes)
         hfp.attach(trainer, hfp.TokenBudget(1000), match_documents_per_step=45)
         found += logged(trainer)
-    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
-
-
-class CallsSuper(Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-def test_a_loss_that_nothing_divides(tmp_path):
-    """BERT ignores num_items_in_batch: its means are weighted by the labels of each micro-batch."""
-    found = []
-    for kind, accumulation, budget in ((Trainer, 1, 4000), (Trainer, 3, 400), (CallsSuper, 3, 400)):
-        options = {"gradient_accumulation_steps": accumulation, "max_steps": 1}
-        trainer = trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"), **options)
-        hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
-        found.append(logged(trainer)[0])
-    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
-
-
-def attached(trainer):
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    return trainer
+    assert found == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
 def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
@@ -224,14 +182,6 @@ def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
 
 
-@pytest.mark.slow
-def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
-    data = documents(45)
-    typed = data.map(lambda row: {"token_type_ids": [1] * len(row["input_ids"])})
-    found = [logged(attached(trainer_of(tmp_path, data=each))) for each in (data, typed)]
-    assert found[0] == found[1]
-
-
 LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step")
 UTILIZATION = ("token_utilization", "attention_utilization")
 """What is 1 by nature in a single process, and not logged."""
@@ -286,12 +236,6 @@ def test_a_batching_of_the_users_own(tmp_path, limit):
     assert [line.get("packing_efficiency") for line in logs] == [limit and length / limit for length in lengths]
     with pytest.raises(hfp.PackingError, match="^tokens: "):
         hfp.attach(trainer_of(tmp_path), OneByOne(), tokens=99, max_segments=9)
-
-
-def test_mixed_precision(tmp_path):
-    trainer = trainer_of(tmp_path, bf16=True)
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    assert len(logged(trainer)) == 2
 
 
 def test_a_model_that_is_made_when_training_begins(tmp_path):

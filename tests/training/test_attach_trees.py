@@ -7,11 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from patched_models import patched
-from processes import losses, read, run
 from tiers import fast_only
 from tiny_models import build
-from trainers import trainer_of
-from training_process import documents, segments
+from trainers import documents, trainer_of
+from training_process import segments
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -105,45 +104,6 @@ def test_buckets_of_trees(tmp_path):
     summary = hfp.attach(trainer, hfp.BucketBatches(tokens_per_batch=128))
     assert summary.documents == 36
     trainer.train()
-
-
-def test_resumed(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
-
-    def run_of(resume=None):
-        trainer = trainer_of(tmp_path, data=DATA, **options)
-        assert hfp.attach(trainer, hfp.TokenBudget(96, share_prefixes=2)).optimizer_steps > 2
-        trainer.train(resume_from_checkpoint=resume)
-        return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-
-    whole = run_of()
-    resumed = run_of(str(tmp_path / "checkpoint-4"))
-    assert {step: resumed[step] for step in range(5, 9)} == {step: whole[step] for step in range(5, 9)}
-    trainer = trainer_of(tmp_path, data=DATA, **options)
-    hfp.attach(trainer, hfp.TokenBudget(96))
-    with pytest.raises(hfp.PackingError, match="batching: expected"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-def test_killed_on_two_ranks(tmp_path, through):
-    """The steps and losses of a run without an interruption, bit for bit, and every document once an epoch."""
-    settings = {"through": through, "documents": 12, "samples": 3, "share_prefixes": 2, "epochs": 5, "max_tokens": 96}
-    run(tmp_path / "whole", {"a": settings}, ranks=2)
-    saved = settings | {"save_steps": 2, "stop_at": 4}
-    run(tmp_path / "killed", {"a": saved | {"kill": True}}, ranks=2, fails=True)
-    run(tmp_path / "killed", {"a": saved | {"stop_at": 0, "resume": True}}, ranks=2)
-    whole, resumed = losses(tmp_path / "whole" / "a"), losses(tmp_path / "killed" / "a")
-    assert len(whole) > 8
-    assert {step: loss for step, loss in resumed.items() if step > 4} == {s: x for s, x in whole.items() if s > 4}
-    seen = {}
-    for rank in range(2):
-        for line in read(tmp_path / "whole" / "a", "seen", rank):
-            seen.setdefault(line["epoch"], []).extend(tuple(tokens) for tokens, trained in line["documents"] if trained)
-    trained = [tuple(row) for row, labels in zip(*documents(12, 3).to_dict().values(), strict=True) if max(labels) > 0]
-    assert all(sorted(each) == sorted(trained) for each in seen.values())
-    assert len(seen) == 5
 
 
 def stream(shards=2):

@@ -7,8 +7,7 @@ import torch
 from accelerate import Accelerator
 from tiers import fast_only
 from tiny_models import build
-from trainers import trainer_of
-from training_process import documents
+from trainers import documents, trainer_of
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer

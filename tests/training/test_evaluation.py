@@ -8,8 +8,7 @@ import torch
 from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build
-from trainers import trainer_of
-from training_process import documents
+from trainers import documents, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -23,37 +22,6 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
-
-
-def test_a_function_that_divides_by_the_items_it_is_given(tmp_path):
-    def loss(outputs, labels, num_items_in_batch):
-        logits, labels = outputs.logits[0, :-1], labels[0, 1:]
-        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-    found = []
-    for function in (None, loss):
-        trainer = trainer_of(tmp_path)
-        trainer.compute_loss_func = function
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        found.append(trainer.evaluate(documents(9))["eval_loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_routers_are_no_part_of_it_whoever_makes_the_loss(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    found = []
-    for kind in (Trainer, Own, SFTTrainer):
-        model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-        trainer = trainer_of(tmp_path, kind, model=model)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        for rows in (1, 8):
-            trainer.args.per_device_eval_batch_size = rows
-            found.append(trainer.evaluate(documents(20))["eval_loss"])
-    assert found == pytest.approx([found[0]] * 6, rel=1e-5)
 
 
 def as_stream(data):

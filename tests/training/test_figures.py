@@ -7,8 +7,7 @@ import datasets
 import pytest
 import torch
 from processes import on_ranks
-from trainers import trainer_of
-from training_process import documents, tokenizer
+from trainers import documents, tokenizer, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 

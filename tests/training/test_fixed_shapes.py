@@ -6,8 +6,7 @@ from accelerate import Accelerator
 from patched_models import patched
 from tiny_models import build
 from torch._dynamo.utils import counters
-from trainers import logged, trainer_of
-from training_process import documents
+from trainers import documents, logged, trainer_of
 from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer

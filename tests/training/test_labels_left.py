@@ -5,8 +5,8 @@ import datasets
 import numpy as np
 import pytest
 from plain_dataset import Plain
+from trainers import documents as labeled_documents
 from trainers import trainer_of
-from training_process import documents as labeled_documents
 from transformers import Trainer
 from trl import SFTTrainer
 from whole_rows import BUDGET

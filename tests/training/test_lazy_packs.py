@@ -6,8 +6,8 @@ import torch
 from accelerate import Accelerator
 from datasets import concatenate_datasets, load_from_disk
 from patched_models import patched_tiny
+from trainers import documents as labeled_documents
 from trainers import logged, trainer_of
-from training_process import documents as labeled_documents
 from transformers import Trainer
 from trl import SFTTrainer
 

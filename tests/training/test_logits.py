@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import pickle
+from contextlib import nullcontext
 from functools import partial
 
 import peft
@@ -21,7 +22,6 @@ from tiny_models import build, exact
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import logged, trainer_of
-from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -109,7 +109,7 @@ def test_any_labels_and_any_size_of_chunks(labels, tokens):
     check_equal(model, batch_for(model, labels, documents), tokens=tokens)
 
 
-MODELS = {
+CHANGED = {
     "Gemma2": {"final_logit_softcapping": 3.0},
     "Cohere": {"logit_scale": 0.3},
     "Granite": {"logits_scaling": 4.0},
@@ -117,24 +117,42 @@ MODELS = {
     "GPT2": {},
     "Llama": {"tie_word_embeddings": True},
 }
+"""Models that change their logits, or whose head is tied."""
+HEADS = {
+    "causal": ("bamba", "falcon_h1", "minicpm3", "mpt", "opt", "bart", "xlm"),
+    "masked": ("bert", "modernbert", "distilbert", "deberta-v2", "xlm"),
+}
 
 
-@pytest.mark.parametrize("name", fast_only(MODELS, "Gemma2", "Llama"))
-def test_models_that_change_their_logits(name):
-    check_equal(hfp.patch_model(build(name, torch.float64, **MODELS[name])))
+def checkpointing():
+    model = patched("Llama", torch.float64).train()
+    model.gradient_checkpointing_enable()
+    return model
 
 
-HEADS = [
-    *(("causal", name) for name in ("bamba", "falcon_h1", "minicpm3", "mpt", "opt", "qwen3_moe", "bart", "xlm")),
-    *(("masked", name) for name in ("bert", "modernbert", "distilbert", "deberta-v2", "xlm")),
-]
+CHUNKED = {
+    **{name: partial(patched, name, torch.float64, **changes) for name, changes in CHANGED.items()},
+    **{f"{kind} {name}": partial(patched_tiny, name, kind, torch.float64) for kind in HEADS for name in HEADS[kind]},
+    "experts": partial(patched_tiny, "qwen3_moe"),  # they have no float64
+    "float32": patched,
+    "checkpointing": checkpointing,
+}
+CLOSE = {"experts": 1e-5, "float32": 2e-6}
 
 
-@pytest.mark.parametrize(("kind", "architecture"), fast_only(HEADS, ("masked", "bert")))
-def test_heads_of_many_architectures(kind, architecture):
-    in_float64 = architecture != "qwen3_moe"  # its experts have no float64
-    model = exact(patched_tiny(architecture, kind, torch.float64 if in_float64 else torch.float32))
-    check_equal(model, close=1e-6 if in_float64 else 1e-5)  # some losses convert logits to float32
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers has renamed gradient_checkpointing
+@pytest.mark.parametrize("name", fast_only(CHUNKED, "Gemma2", "Llama", "masked bert", "float32", "checkpointing"))
+def test_models_and_heads(name):
+    """Some losses convert logits to float32."""
+    check_equal(CHUNKED[name](), close=CLOSE.get(name, 1e-6 if " " in name else 1e-12))
+
+
+@pytest.mark.parametrize("where", ["autocast", "weights"])
+def test_half_precision_with_scaled_gradients(where):
+    model = patched() if where == "autocast" else patched().half()
+    with torch.autocast("cpu", torch.float16, enabled=where == "autocast"), chunks_of(5, model) as chunks:
+        result_of(model, batch_for(model))
+    assert not chunks
 
 
 @pytest.mark.survey
@@ -171,10 +189,6 @@ def test_every_architecture(kind, fewest):
     assert whole <= {"prophetnet"}
 
 
-def test_single_precision():
-    check_equal(patched(), close=2e-6)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT 0.18, of any such model
 @pytest.mark.parametrize("how", ["lora", "dora", "saved"])
@@ -202,45 +216,26 @@ def test_a_frozen_model_below_a_trained_head_and_above_a_frozen_one():
     assert "lm_head.weight" not in check_equal(model)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers has renamed gradient_checkpointing
-def test_activation_checkpointing():
-    model = patched("Llama", torch.float64).train()
-    model.gradient_checkpointing_enable()
-    check_equal(model)
-
-
-def test_autocast():
+@pytest.mark.parametrize("where", ["around the loss", "in the model"])
+def test_autocast(where):
     """In bfloat16, gradients differ from those in float32 no more than those of whole logits do, and a little."""
-    model = patched()
+    model, dtypes = patched(), set()
     batch = batch_for(model)
     right = result_of(model, batch)[1]
-    found = []
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: [logits := head(hidden), dtypes.add(logits.dtype)][0]
+    around, found = torch.autocast("cpu", torch.bfloat16), []
+    if where == "in the model":  # as accelerate does
+        model.forward, around = around(model.forward), nullcontext()
     for tokens in (WHOLE, 5):
-        with torch.autocast("cpu", torch.bfloat16), chunks_of(tokens, model) as chunks:
+        with around, chunks_of(tokens, model) as chunks:
             found.append(result_of(model, batch))
     assert chunks
+    assert dtypes == {torch.bfloat16}
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-2)
     for name, gradient in right.items():
         whole, in_chunks = (float((each[1][name] - gradient).norm()) for each in found)
         assert in_chunks <= 1.5 * whole + 1e-3 * float(gradient.norm()), name
-
-
-def test_autocast_inside_of_the_model():
-    """As accelerate puts it around the forward."""
-    model = patched()
-    stock, dtypes = model.forward, []
-    forward = model.lm_head.forward
-
-    def noting(hidden):
-        dtypes.append(forward(hidden).dtype)
-        return forward(hidden)
-
-    model.lm_head.forward = noting
-    model.forward = torch.autocast("cpu", torch.bfloat16)(stock)
-    with chunks_of(5, model) as chunks:
-        result_of(model, batch_for(model))
-    assert chunks
-    assert set(dtypes) == {torch.bfloat16}
 
 
 def test_nothing_to_train_on():
@@ -428,15 +423,14 @@ def test_whole_logits_are_computed_where_chunks_would_be_wrong(reason, caplog):
     check_whole(WHOLE_LOGITS[reason](), reason, caplog)
 
 
-@pytest.mark.parametrize("where", ["autocast", "weights"])
-def test_half_precision_with_scaled_gradients(where):
-    model = patched() if where == "autocast" else patched().half()
-    with torch.autocast("cpu", torch.float16, enabled=where == "autocast"), chunks_of(5, model) as chunks:
-        result_of(model, batch_for(model))
-    assert not chunks
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
 
 
 COMPILED = {
+    "layers": compile_layers,
     "model": lambda model: torch.compile(model, backend="eager"),
     "in place": lambda model: model.compile(backend="eager"),
     "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
@@ -449,18 +443,11 @@ COMPILED = {
 def test_compiled_models(how, caplog):
     torch._dynamo.reset()
     model = patched()
-    check_whole(model, "the output layer is compiled", caplog, COMPILED[how](model))
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_layers():
-    torch._dynamo.reset()
-    model = patched()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    check_equal(model, close=2e-6)
+    compiled = COMPILED[how](model)
+    if how == "layers":
+        check_equal(model, close=2e-6)
+    else:
+        check_whole(model, "the output layer is compiled", caplog, compiled)
     torch._dynamo.reset()
 
 
@@ -478,32 +465,11 @@ def test_hooks_on_the_output_layer(caplog):
     check_whole(model, "the output layer, or a module around it, has a backward hook", caplog)
 
 
-class OwnLoss(Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-class Shifts(Trainer):
-    """Computes its loss as in many tutorials."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        shift_logits = outputs.logits[..., :-1, :].contiguous()
-        shift_labels = labels[..., 1:].contiguous()
-        loss = torch.nn.CrossEntropyLoss(reduction="sum")(
-            shift_logits.view(-1, shift_logits.size(-1)), shift_labels.view(-1)
-        )
-        return (loss / num_items_in_batch, outputs) if return_outputs else loss / num_items_in_batch
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"), [(Trainer, "token"), (Trainer, "sequence"), (OwnLoss, "token"), (Shifts, "token")]
-)
-def test_trainers_train_and_evaluate_in_chunks(tmp_path, kind, loss):
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_trainers_train_and_evaluate_in_chunks(tmp_path, loss):
     found = []
     for tokens in (5, WHOLE):
-        trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64))
+        trainer = trainer_of(tmp_path, model=patched("Llama", torch.float64))
         hfp.attach(trainer, hfp.TokenBudget(64), loss=loss)
         with chunks_of(tokens, trainer.model) as chunks:
             found.append([*logged(trainer), trainer.evaluate(trainer.train_dataset)["eval_loss"]])
@@ -530,8 +496,12 @@ def run_later(model, batch, tokens=5):
     return outputs
 
 
+def cross_entropy(change):
+    """The loss of logits that were changed."""
+    return lambda logits, labels: F.cross_entropy(change(logits)[0], labels[0])
+
+
 READERS = {
-    "z-loss": lambda logits, _: logits.logsumexp(-1).square().mean(),
     "z-loss by keyword": lambda logits, _: torch.logsumexp(input=logits, dim=-1).square().mean(),
     "entropy": lambda logits, _: (logits.softmax(-1) * F.log_softmax(logits, -1)).sum(),
     "smoothing": lambda logits, labels: F.cross_entropy(logits[0], labels[0], label_smoothing=0.3),
@@ -542,18 +512,15 @@ READERS = {
     "weights of classes": lambda logits, labels: F.cross_entropy(
         logits[0], labels[0], weight=torch.linspace(0, 1, 128, dtype=torch.float64)
     ),
-    "two": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) * F.cross_entropy(logits[0, 3:], labels[0, 3:]),
     "tokens by mask": lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
-    "tokens by number": lambda logits, labels: F.cross_entropy(
-        logits[0, torch.tensor([3, 2, 2])], labels[0, torch.tensor([3, 2, 2])]
-    ),
+    "tokens by number": lambda logits, labels: F.cross_entropy(logits[0, [3, 2, 2]], labels[0, [3, 2, 2]]),
     "last token": lambda logits, _: logits[:, -1].square().sum(),
-    "changed after a view": lambda logits, labels: F.cross_entropy(view_and_change(logits)[0], labels[0]),
-    "changed through a view": lambda logits, labels: F.cross_entropy(change_view(logits)[0], labels[0]),
-    "changed after a copy": lambda logits, labels: F.cross_entropy(copy_and_change(logits), labels[0]),
-    "scaled by an own function": lambda logits, labels: F.cross_entropy(Doubled.apply(logits)[0], labels[0]),
+    "changed after a view": cross_entropy(lambda logits: view_and_change(logits)),
+    "changed through a view": cross_entropy(lambda logits: change_view(logits)),
+    "changed after a copy": cross_entropy(lambda logits: copy_and_change(logits)),
+    "scaled by an own function": cross_entropy(lambda logits: Doubled.apply(logits)),
     "own function of a part": lambda logits, _: Doubled.apply(logits[:, 3:]).square().sum(),
-    "both": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) + logits.logsumexp(-1).mean(),
+    "two": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) * logits.logsumexp(-1).mean(),
 }
 
 
@@ -569,7 +536,7 @@ def change_view(logits):
 
 
 def copy_and_change(logits):
-    taken = logits[0, torch.arange(30)]
+    taken = logits[:, torch.arange(30)]
     logits.mul_(0.5)
     return taken
 
@@ -637,21 +604,22 @@ def test_logits_that_are_read_without_a_graph_keep_theirs():
 def test_logits_are_printed_pickled_and_copied_as_tensors():
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
+    again = [
+        lambda logits: pickle.loads(pickle.dumps(logits)),  # made here
+        lambda logits: pickle.loads(pickle.dumps({"logits": logits}))["logits"],
+        copy.deepcopy,
+        lambda logits: copy.copy(logits).clone() * 1,
+        lambda logits: torch.from_numpy(logits.numpy()),
+        lambda logits: torch.tensor(logits.tolist(), dtype=torch.float64),
+        saved_and_loaded,
+    ]
     with torch.no_grad():
-        outputs, expected = run_later(model, batch), run_later(model, batch, WHOLE).logits
-        assert repr(outputs.logits) == repr(expected)
-        assert f"{outputs.logits[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
-        for again in (
-            pickle.loads(pickle.dumps(run_later(model, batch).logits)),  # made here
-            pickle.loads(pickle.dumps(dict(run_later(model, batch))))["logits"],
-            copy.deepcopy(run_later(model, batch)).logits,
-            copy.copy(run_later(model, batch)).logits.clone() * 1,
-            torch.from_numpy(run_later(model, batch).logits.numpy()),
-            torch.tensor(run_later(model, batch).logits.tolist(), dtype=torch.float64),
-            saved_and_loaded(run_later(model, batch).logits),
-        ):
-            again = again.values() if isinstance(again, Logits) else again
-            assert torch.equal(again, expected)
+        expected = run_later(model, batch, WHOLE).logits
+        assert repr(run_later(model, batch).logits) == repr(expected)
+        assert f"{run_later(model, batch).logits[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
+        for make in again:
+            found = make(run_later(model, batch).logits)
+            assert torch.equal(found.values() if isinstance(found, Logits) else found, expected)
     outputs = run_later(model, batch)
     with pytest.raises(RuntimeError, match="explicitly by the user"):  # as for all tensors with a graph
         copy.deepcopy(outputs.logits)

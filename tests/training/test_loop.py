@@ -8,8 +8,8 @@ from accelerate.data_loader import prepare_data_loader
 from chunks import WHOLE, chunks_of
 from patched_models import patched
 from tiny_models import build, with_loss_times
+from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
-from training_process import documents
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
@@ -17,20 +17,23 @@ from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 
 
-def loader_of(**settings):
-    return hfp.prepare_dataloader(Accelerator(cpu=True), documents(45), hfp.TokenBudget(64), **settings)
+def loader_of(accelerator=None, steps=1, data=None, budget=64, **settings):
+    accelerator = accelerator or Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    data = documents(45) if data is None else data
+    return hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(budget), **settings)
+
+
+def tokens_in(batches):
+    return [batch["input_ids"].tolist() for batch in batches]
 
 
 def test_a_models_own_loss_is_right_in_a_loop():
     """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
     model = patched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    own, ours = [], []
-    for batch in loader:
-        own.append(model(**batch).loss.item() / 1000)
-        ours.append(hfp.compute_loss(model, batch).item() / 1000)
-    assert own == pytest.approx(ours, rel=1e-5)
+    batches = list(loader_of(accelerator))
+    ours = [hfp.compute_loss(model, batch).item() / 1000 for batch in batches]
+    assert [model(**batch).loss.item() / 1000 for batch in batches] == pytest.approx(ours, rel=1e-5)
     assert sum(ours) == pytest.approx(hfp.evaluation_loss(accelerator, model, documents(45)), rel=1e-5)
 
 
@@ -41,67 +44,55 @@ def test_modules_that_are_frozen_stay_frozen():
     assert hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9)) == before
     refuse_padding_in_router_loss(model)
     assert model.training
-    assert not frozen.training
     assert not any(module.training for module in frozen.modules())
 
 
-def test_a_loop_counts_its_epochs():
+@pytest.fixture
+def expected():
+    """The batches of two epochs."""
     loader = loader_of()
-    first = [batch["input_ids"].tolist() for batch in loader]
-    assert loader.epoch == 1
-    second = [batch["input_ids"].tolist() for batch in loader]
+    first, second = (tokens_in(loader) for _ in range(2))
     assert sorted(map(str, first)) != sorted(map(str, second))
-    loader.set_epoch(0)
-    assert [batch["input_ids"].tolist() for batch in loader] == first
-    next(iter(loader))
-    assert [batch["input_ids"].tolist() for batch in loader] == second
+    assert loader.epoch == 2
+    assert len(first) > 3
+    return first, second
 
 
-def test_a_loop_goes_on_from_its_state():
+def test_an_epoch_that_is_broken_off_begins_again(expected):
     loader = loader_of()
-    expected = [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
-    for epoch in range(2):
-        for steps in range(1, len(loader) + 1):
-            before = loader_of()
-            before.set_epoch(epoch)
-            batches = iter(before)
-            for _ in range(steps):
-                next(batches)
-            after = loader_of()
-            after.load_state_dict(before.state_dict())
-            if steps == len(loader):
-                assert (after.epoch, after.micro_batches_done) == (epoch + 1, 0)
-            else:
-                assert [batch["input_ids"].tolist() for batch in after] == expected[epoch][steps:]
-                assert after.epoch == epoch + 1
+    next(iter(loader))
+    assert tokens_in(loader) == expected[0]
+    loader.set_epoch(0)
+    for _, batch in zip(range(len(loader)), loader, strict=False):  # nobody asks for more than there are
+        assert batch
+    assert (loader.epoch, loader.micro_batches_done) == (1, 0)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_skipping_leaves_exactly_the_remaining_batches_of_the_epoch(epoch):
-    loader = loader_of()
-    loader.set_epoch(epoch)
-    expected = [batch["input_ids"].tolist() for batch in loader]
-    assert len(expected) > 3
-    for skipped in range(len(expected) + 1):
-        loader.set_epoch(epoch)
-        loader.skip_first_batches(skipped)
-        assert [batch["input_ids"].tolist() for batch in loader] == expected[skipped:]
-        assert (loader.epoch, loader.micro_batches_done) == (epoch + 1, 0)
-
-
-def test_skipping_after_a_state_was_loaded_skips_once():
-    """As loops do that go on after accelerator.load_state in accelerate's way."""
-    before, after = loader_of(), loader_of()
-    expected = [batch["input_ids"].tolist() for batch in before]
-    after.load_state_dict({**before.state_dict(), "epoch": 0, "step": 2})
-    after.skip_first_batches(2)
-    assert after.state_dict()["step"] == 2
-    assert [batch["input_ids"].tolist() for batch in after] == expected[2:]
+def test_a_loop_goes_on_where_it_was(expected, epoch):
+    """From a state, after batches that are skipped, or in accelerate's way, with both."""
+    saved, state, skipping = (loader_of() for _ in range(3))
+    saved.set_epoch(epoch)
+    batches = iter(saved)
+    for steps in range(1, len(saved) + 1):
+        next(batches)
+        left, ended = expected[epoch][steps:], steps == len(saved)
+        state.load_state_dict(saved.state_dict())
+        if ended:
+            assert (state.epoch, state.micro_batches_done) == (epoch + 1, 0)
+        else:
+            state.skip_first_batches(steps)  # once more
+            assert state.state_dict()["step"] == steps
+            assert tokens_in(state) == left
+        skipping.set_epoch(epoch)
+        skipping.skip_first_batches(steps)
+        assert tokens_in(skipping) == left
+        assert skipping.epoch == epoch + 1
 
 
 def test_accelerate_takes_the_loader_as_it_is():
     accelerator = Accelerator(cpu=True)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    loader = loader_of(accelerator)
     assert accelerator.prepare(loader) is loader
     for call in (
         lambda: accelerator.skip_first_batches(loader, 2),
@@ -117,78 +108,55 @@ def test_accelerate_takes_the_loader_as_it_is():
         loader.sampl  # noqa: B018
 
 
-def test_no_checkpoint_between_accumulated_batches():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    model = build("Llama")
-    for _ in loader:
-        with accelerator.accumulate(model):
-            break
-    with pytest.raises(
-        PackingError, match="expected a checkpoint after an optimizer step of 2 micro-batches, got a checkpoint after 1"
-    ):
-        loader.state_dict()
-
-
-def update_sizes(accelerator, model, loader, see):
-    """How many batches each optimizer step has."""
-    sizes, batches = [], 0
-    for batch in loader:
+def synchronized(accelerator, model, loader, see=lambda _: None, stop=None):
+    """After which batches, counted from 1, the model is updated."""
+    found = []
+    for number, batch in enumerate(loader, 1):
         with accelerator.accumulate(model):
             accelerator.backward(hfp.compute_loss(model, batch))
-        batches += 1
         if accelerator.sync_gradients:
-            sizes.append(batches)
-            batches = 0
+            found.append(number)
         see(batch)
-    return sizes
+        if number == stop:
+            break
+    return found
 
 
-def test_another_loader_in_the_middle_of_an_update_changes_nothing():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = patched()
-    loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
-    expected = update_sizes(accelerator, model, loader, lambda _: None)
-    assert set(expected[:-1]) == {2}
-    assert update_sizes(accelerator, model, loader, lambda _: list(other)) == expected
-    assert update_sizes(accelerator, model, loader, lambda _: next(iter(other))) == expected
+def test_updates_of_accumulated_batches():
+    """Neither another loader in the middle of an update nor an epoch that was broken off changes them."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
+    loader, other = (loader_of(accelerator, data=rows, budget=3) for _ in range(2))
+    model = accelerator.prepare(patched())
+    assert synchronized(accelerator, model, loader, stop=1) == []
+    with pytest.raises(PackingError, match="after an optimizer step of 3 micro-batches, got a checkpoint after 1"):
+        loader.state_dict()
+    for see in (lambda _: None, lambda _: list(other), lambda _: next(iter(other))):
+        model.zero_grad()
+        assert synchronized(accelerator, model, loader, see) == [3, 6, 8]
 
 
 def test_a_checkpoint_where_another_loader_was_broken_off(tmp_path):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
-    expected = [batch["input_ids"].tolist() for batch in other]
+    loader, other = (loader_of(accelerator) for _ in range(2))
+    expected = tokens_in(other)
     other.set_epoch(0)
     next(iter(other))
     list(loader)
     accelerator.save_state(tmp_path)
     other.set_epoch(3)
     accelerator.load_state(tmp_path)
-    assert [batch["input_ids"].tolist() for batch in other] == expected[1:]
+    assert tokens_in(other) == expected[1:]
 
 
-def test_an_epoch_ends_with_its_last_batch_even_if_nobody_asks_for_more():
-    loader = loader_of()
-    for _, batch in zip(range(len(loader)), loader, strict=False):
-        assert batch
-    assert (loader.epoch, loader.micro_batches_done) == (1, 0)
-
-
-@pytest.mark.parametrize("architecture", ["bart", "xlm"])
-def test_evaluation_asks_a_model_for_its_loss(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal" if architecture == "bart" else "masked"))
-    total = tokens = 0
+@pytest.mark.parametrize(("architecture", "kind"), [("bart", "causal"), ("xlm", "masked")])
+def test_evaluation_asks_a_model_for_its_loss(architecture, kind):
+    model = hfp.patch_model(tiny_model(architecture, kind))
     data = documents(9).map(lambda row: {"labels": row["input_ids"][::-1]})  # others than the tokens it sees
-    for row in data:
-        batch = hfp.PackingCollator(keep_first_labels=True)([row])
-        total += model(**batch).loss.item() * len(row["input_ids"])
-        tokens += len(row["input_ids"])
-    assert hfp.evaluation_loss(Accelerator(cpu=True), model, data) == pytest.approx(total / tokens, rel=1e-5)
-
-
-def accumulating(steps, **settings):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    return hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(40), **settings)
+    lengths = [len(row["input_ids"]) for row in data]
+    losses = [model(**hfp.PackingCollator(keep_first_labels=True)([row])).loss.item() for row in data]
+    mean = sum(loss * length for loss, length in zip(losses, lengths, strict=True)) / sum(lengths)
+    assert hfp.evaluation_loss(Accelerator(cpu=True), model, data) == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -204,47 +172,19 @@ def accumulating(steps, **settings):
     ],
 )
 def test_other_states_are_refused(argument, steps, settings, change):
-    state = accumulating(4).state_dict()
+    state = loader_of(steps=4, budget=40).state_dict()
     with pytest.raises(PackingError, match=f"^{argument}: "):
-        accumulating(steps, **settings).load_state_dict(change(state))
+        loader_of(steps=steps, budget=40, **settings).load_state_dict(change(state))
 
 
 def test_a_state_between_steps_may_have_another_accumulation():
     """Steps of 4 micro-batches, on 2 ranks."""
-    state, loader = accumulating(4).state_dict(), accumulating(4)
+    loader = loader_of(steps=4, budget=40)
+    state = loader.state_dict()
     loader.load_state_dict(state | {"accumulation": 2, "step": 4})
     assert loader.state_dict()["step"] == 8
     loader.load_state_dict(state | {"accumulation": 4, "step": 6})
     assert len(list(loader)) == len(loader) - 6
-
-
-def test_a_step_begins_with_the_first_batch_after_a_break():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    model = accelerator.prepare(patched())
-    synchronized = []
-    for stop in (1, 1000):
-        for number, batch in enumerate(loader):
-            with accelerator.accumulate(model):
-                accelerator.backward(hfp.compute_loss(model, batch))
-                synchronized.append(accelerator.sync_gradients)
-            if number + 1 == stop:
-                break
-    assert synchronized[:4] == [False, False, False, True]
-
-
-def test_gradients_are_synchronized_at_the_end_of_an_epoch():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
-    loader = hfp.prepare_dataloader(accelerator, rows, hfp.TokenBudget(3))
-    assert len(loader) == 8
-    model = accelerator.prepare(patched())
-    synchronized = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(hfp.compute_loss(model, batch))
-            synchronized.append(accelerator.sync_gradients)
-    assert [step + 1 for step, done in enumerate(synchronized) if done] == [*range(3, len(loader), 3), len(loader)]
 
 
 def test_a_model_with_another_loss():
@@ -256,12 +196,10 @@ def test_a_model_with_another_loss():
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])
 def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
-    loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
-    assert len(list(loader)) == 4
+    assert len(list(loader_of(data=kind(rows), budget=4))) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
-    loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
     with pytest.raises(PackingError, match="'position_ids': expected segments of .* as in column 'seq_lengths'"):
-        list(loader)
+        list(loader_of(data=kind(rows), budget=4))
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -286,37 +224,26 @@ def plain_batch(documents):
     return hfp.PackingCollator()([{"input_ids": ids} for ids in documents])
 
 
-def plain_gradients(batches, loss, **options):
-    """Gradients of a plain loop over the batches of one optimizer step, and the sum of the losses."""
-    model = patched("Llama", torch.float64)
-    total = 0.0
-    for batch in batches:
-        result = hfp.compute_loss(model, batch, loss=loss, **options)
-        result.backward()
-        total += result.item()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, total
-
-
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_a_plain_loop(loss):
     """The loss of a batch of a PackingCollator is that of one padded batch, at once or in accumulated parts."""
     rows = datasets.Dataset.from_dict({"input_ids": PLAIN, "labels": PLAIN})
     expected, value = gradients_of_a_padded_batch(rows, loss)
-    number = NUMBERS[loss]
-    for found, total in (
-        plain_gradients([plain_batch(PLAIN)], loss),
-        plain_gradients([plain_batch(PLAIN)], loss, num_items_in_batch=number),
-        plain_gradients(map(plain_batch, HALVES), loss, num_items_in_batch=torch.tensor(number)),
-        plain_gradients(map(plain_batch, HALVES), loss, num_items_in_batch=torch.tensor([float(number)])),
+    model, number = patched("Llama", torch.float64), NUMBERS[loss]
+    default = {} if loss == "token" else {"loss": loss}
+    for parts, options in (
+        ([PLAIN], default),
+        ([PLAIN], {"loss": loss, "num_items_in_batch": number}),
+        (HALVES, {"loss": loss, "num_items_in_batch": torch.tensor(number)}),
+        (HALVES, {"loss": loss, "num_items_in_batch": torch.tensor([float(number)])}),
     ):
+        model.zero_grad()
+        losses = [hfp.compute_loss(model, plain_batch(part), **options) for part in parts]
+        for each in losses:
+            each.backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert largest_difference(found, expected) <= 1e-12
-        assert total == pytest.approx(value, rel=1e-12)
-
-
-def test_the_loss_of_tokens_is_the_default():
-    model, batch = patched(), plain_batch(PLAIN)
-    assert torch.equal(hfp.compute_loss(model, batch), hfp.compute_loss(model, batch, loss="token"))
-    assert not torch.isclose(hfp.compute_loss(model, batch), hfp.compute_loss(model, batch, loss="sequence"))
+        assert sum(each.item() for each in losses) == pytest.approx(value, rel=1e-12)
 
 
 def test_accumulation_without_the_number_of_items_is_refused():
@@ -337,15 +264,8 @@ def test_accumulation_without_the_number_of_items_is_refused():
     with torch.no_grad():
         hfp.compute_loss(model, batches[0])
     model.zero_grad()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     with pytest.raises(PackingError, match=message):
-        accumulate(accelerator, model, batches)
-
-
-def accumulate(accelerator, model, batches):
-    for batch in batches:
-        with accelerator.accumulate(model):
-            accelerator.backward(hfp.compute_loss(model, batch))
+        synchronized(Accelerator(cpu=True, gradient_accumulation_steps=2), model, batches)
 
 
 def test_a_plain_batch_without_trainable_tokens():

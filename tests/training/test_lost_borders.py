@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from patched_models import patched
 from tiny_models import build
 from torch.utils.data import ConcatDataset, DataLoader, Subset
-from trainers import arguments, logged
-from training_process import tokenizer
+from trainers import arguments, logged, tokenizer
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,

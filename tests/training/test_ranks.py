@@ -15,8 +15,7 @@ from accelerate import Accelerator, PartialState
 from patched_models import patched
 from processes import on_ranks as call_on_ranks
 from tiny_models import build
-from trainers import trainer_of
-from training_process import documents
+from trainers import documents, trainer_of
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 

@@ -16,8 +16,7 @@ from documents_to_mask import documents as to_mask
 from patched_models import patched, patched_tiny
 from tiers import slow
 from tiny_models import build, with_loss_times
-from trainers import trainer_of
-from training_process import documents, tokenizer
+from trainers import documents, tokenizer, trainer_of
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,

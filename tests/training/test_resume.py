@@ -5,8 +5,7 @@ import torch
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
-from trainers import trainer_of
-from transformers import TrainerCallback
+from trainers import documents, trainer_of
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -14,100 +13,93 @@ from hf_packing.training.ranks import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, _, state, control, **__):
-        control.should_training_stop = state.global_step == self.step
-
-
 SAVES = {"save_strategy": "steps", "save_steps": 1}
+KINDS = {
+    "documents": (lambda: documents(45), hfp.TokenBudget(64)),
+    "trees": (lambda: documents(12, samples=3), hfp.TokenBudget(96, share_prefixes=2)),
+    "stream": (lambda: documents(45).to_iterable_dataset(num_shards=4), hfp.TokenBudget(64)),
+}
 
 
-def losses_of(trainer, resume=None, stop=None):
-    if stop:
-        trainer.add_callback(StopAt(stop))
+def attached(folder, kind="documents", batching=None, loss="token", **changes):
+    """A trainer whose model has dropout."""
+    make, usual = KINDS[kind]
+    model = patched(trees=kind == "trees")
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda _, __, out: torch.nn.functional.dropout(out, 0.5, model.training)
+    )
+    trainer = trainer_of(folder, model=model, data=make(), **{"max_steps": 4, **SAVES, **changes})
+    hfp.attach(trainer, batching or usual, loss=loss)
+    return trainer
+
+
+def lines_of(trainer, resume=None):
     trainer.train(resume_from_checkpoint=resume and str(resume))
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [(line["loss"], line["epoch"]) for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize("persistent", fast_only([False, True], False))
-def test_resumed_with_dropout(tmp_path, persistent):
+PERSISTENT = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+HOW = [
+    *((kind, {}) for kind in KINDS),
+    ("documents", PERSISTENT),
+    ("documents", {"restore_callback_states_from_checkpoint": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "how"), fast_only(HOW, *((kind, {}) for kind in KINDS)), ids=str)
+def test_resumed_bit_for_bit(tmp_path, kind, how):
     """Seeds of workers are not drawn from the generator that dropout draws from."""
-    workers = {"dataloader_num_workers": 2 * persistent, "dataloader_persistent_workers": persistent}
-
-    def trainer():
-        model = patched()
-        model.model.layers[0].mlp.register_forward_hook(
-            lambda _, __, out: torch.nn.functional.dropout(out, 0.5, model.training)
-        )
-        made = trainer_of(tmp_path, model=model, max_steps=4, **SAVES, **workers)
-        hfp.attach(made, hfp.TokenBudget(64))
-        return made
-
-    losses_of(trainer(), stop=2)
-    assert losses_of(trainer(), resume=tmp_path / "checkpoint-2") == losses_of(trainer())
+    whole = lines_of(attached(tmp_path, kind, **how))
+    assert len({loss for loss, _ in whole}) == 4
+    resumed = attached(tmp_path, kind, **how)
+    assert lines_of(resumed, tmp_path / "checkpoint-2") == whole
+    assert resumed.args.ignore_data_skip is False
+    assert torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False).ignore_data_skip is False
 
 
-def test_a_checkpoint_without_batches(tmp_path):
+@pytest.mark.parametrize("kind", ["documents", "stream"])
+def test_a_checkpoint_without_batches(tmp_path, kind):
     """It is refused, unless the run goes on with the next epoch."""
-    stock = trainer_of(tmp_path, model=build("Llama"), per_device_train_batch_size=1, **SAVES)
-    stock.train()
-    for ignore in (False, True):
-        trainer = trainer_of(tmp_path, max_steps=4, ignore_data_skip=ignore, **SAVES)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        if ignore:
-            trainer.train(resume_from_checkpoint=True)
-            assert trainer.state.global_step == 4
-        else:
-            with pytest.raises(PackingError, match="expected a checkpoint of an attached trainer"):
-                trainer.train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, model=build("Llama"), per_device_train_batch_size=1, **SAVES).train()
+    with pytest.raises(PackingError, match="expected a checkpoint of an? (attached trainer|trainer attached)"):
+        attached(tmp_path, kind).train(resume_from_checkpoint=True)
+    ignoring = attached(tmp_path, kind, ignore_data_skip=True)
+    ignoring.train(resume_from_checkpoint=True)
+    assert ignoring.state.global_step == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("began", [1, 2])
 def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""
-    (tmp_path / "again").mkdir()
+    again = tmp_path / "again"
 
     def losses(folder, resume=None, ignore=False):
-        options = {"max_steps": 8, "learning_rate": 1e-2, "gradient_accumulation_steps": 4, **SAVES}
-        trainer = trainer_of(folder, ignore_data_skip=ignore, **options)
-        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimizer_steps == 2
-        return losses_of(trainer, resume)
+        options = {"max_steps": 8, "learning_rate": 1e-2, "gradient_accumulation_steps": 4}
+        return lines_of(attached(folder, ignore_data_skip=ignore, **options), resume)
 
     losses(tmp_path)
-    ignoring = losses(tmp_path / "again", tmp_path / f"checkpoint-{began}", ignore=True)
-    saved = tmp_path / "again" / "checkpoint-5"
+    ignoring = losses(again, tmp_path / f"checkpoint-{began}", ignore=True)
     if began == 2:
-        assert losses(tmp_path / "again", saved) == ignoring
+        assert losses(again, again / "checkpoint-5") == ignoring
         return
     with pytest.raises(PackingError, match="itself resumed with ignore_data_skip=True, 1 steps into an epoch"):
-        losses(tmp_path / "again", saved)
-    assert len(losses(tmp_path / "again", saved, ignore=True)) == 8
+        losses(again, again / "checkpoint-5")
+    assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
 
 
-@pytest.mark.slow
-def test_restored_callbacks(tmp_path):
-    def trainer():
-        made = trainer_of(tmp_path, max_steps=4, restore_callback_states_from_checkpoint=True, **SAVES)
-        hfp.attach(made, hfp.TokenBudget(64))
-        return made
-
-    assert len(losses_of(trainer(), stop=2)) == 2
-    assert losses_of(trainer(), resume=tmp_path / "checkpoint-2") == losses_of(trainer())
-
-
-def test_a_checkpoint_of_another_budget(tmp_path):
-    for budget, steps in ((64, 2), (72, 4)):
-        trainer = trainer_of(tmp_path, max_steps=steps, **SAVES)
-        hfp.attach(trainer, hfp.TokenBudget(budget))
-        if budget == 64:
-            trainer.train()
-    with pytest.raises(PackingError, match=r"batching: expected .TokenBudget\(.*max_tokens=64.* got .*max_tokens=72"):
-        trainer.train(resume_from_checkpoint=True)
+@pytest.mark.parametrize(
+    ("kind", "argument", "other"),
+    [
+        ("documents", "batching", {"batching": hfp.TokenBudget(72)}),
+        ("trees", "batching", {"batching": hfp.TokenBudget(96)}),
+        ("stream", "loss", {"loss": "sequence"}),
+    ],
+)
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, kind, argument, other):
+    attached(tmp_path, kind, max_steps=2).train()
+    with pytest.raises(PackingError, match=f"{argument}: expected"):
+        attached(tmp_path, kind, **other).train(resume_from_checkpoint=True)
 
 
 def test_the_callback_comes_back_with_its_loss():

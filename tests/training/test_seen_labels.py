@@ -9,8 +9,7 @@ from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import build
-from trainers import logged, trainer_of
-from training_process import documents
+from trainers import documents, logged, trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of

@@ -16,8 +16,7 @@ from own_batches import COMMON, answers, dpo, grpo, moved, pairs, policy, step, 
 from tiers import fast_only
 from tiny_models import build
 from torch.nn.functional import kl_div
-from trainers import trainer_of
-from training_process import documents
+from trainers import documents, trainer_of
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
