@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from compare_trees import CHAT, inputs_of
-from padded_models import CHOICE, documents, padded
+from padded_models import CHOICE, LENGTHS, documents, padded
 
 import hf_packing as hfp
 
@@ -36,8 +36,8 @@ def two_rows():
     return Batch(inputs, rows, [*first.places, *((1, columns) for _, columns in second.places)])
 
 
-def padded_rows(side):
-    rows = [[*tokens[:-1], 2] for tokens in documents()]  # BART reads the end token
+def padded_rows(side, lengths=LENGTHS):
+    rows = [[*tokens[:-1], 2] for tokens in documents(lengths=lengths)]  # BART reads the end token
     inputs, places = padded(rows, side)
     return Batch(inputs, rows, [*enumerate(places)])
 
@@ -60,6 +60,7 @@ FORMS = {
     "two packed rows": two_rows,
     "a fixed shape": lambda: packed(tokens=99, max_segments=9),
     **{side: lambda side=side: padded_rows(side) for side in ("right", "left", "both")},
+    "right, none short": lambda: padded_rows("right", (7, 20, 12, 7)),
     "no padding": without_padding,
     "a tree": tree,
 }
