@@ -98,7 +98,7 @@ def gradients_of(model, outputs):
 def check(stock, model, batch, kind="causal", close=1e-12):
     """Compare outputs and gradients of the documents of a batch with those of the stock model for each of them."""
     expected, found = alone(stock, batch.documents, kind), outputs_of(model, batch, kind)
-    check_gradients(gradients_of(model, found), gradients_of(stock, expected), 10 * close)
+    check_gradients(gradients_of(model, found), gradients_of(stock, expected), close)
     scale = max(1.0, *(float(each.detach().abs().max()) for document in expected for each in document))
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
