@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,8 +178,9 @@ class Folder:
         self.write(MANIFEST, {**run, "files": [asdict(file) for file in files]})
         for name in self.names():
             file = Path(self.root, name)
-            if name.startswith(_UNFINISHED) and time.time() - file.stat().st_mtime > _ABANDONED:
-                file.unlink()
+            with suppress(FileNotFoundError):  # another driver has finished it
+                if name.startswith(_UNFINISHED) and time.time() - file.stat().st_mtime > _ABANDONED:
+                    file.unlink()
 
 
 @dataclass(frozen=True, kw_only=True)
