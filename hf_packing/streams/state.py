@@ -5,7 +5,7 @@ key, whose value is a tuple, which is replaced as a whole: the version of the la
 were made of, a fingerprint of the files, and how far the stream has come. It holds plain values and bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any, Self
 
@@ -32,12 +32,9 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     divides_itself = True
     """True since each object decides by itself what `shard_data_sources` divides."""
 
-    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Yield tables of rows, of one row each if asked for, from the place of the state on.
-
-        Before each table, the state says that its rows are out.
-        """
-        raise NotImplementedError
+    tables: Callable[..., Iterator[pa.Table]]
+    """Yields tables of rows from the place of the state on; with one_row=True, of one row each. Before each table, the
+    state says that its rows are out."""
 
     @property
     def iter_arrow(self) -> Any:

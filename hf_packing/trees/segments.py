@@ -269,6 +269,8 @@ class TreePaths:
 
         It is the nearest document before it that shares fewer tokens.
         """
+        if not self.shared.any():  # packed rows, which may have millions of documents
+            return np.full(len(self.shared), -1)
         above, path = [], [-1]
         shared = [*self.shared.tolist(), -1]  # the last entry is for the -1 in path
         for document, taken in enumerate(shared[:-1]):
