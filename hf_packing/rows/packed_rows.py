@@ -57,24 +57,20 @@ def pack_rows(
     pieces = plan.segments.take(segments)
     length = pieces.length
     row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
-    others = {
-        name: column.gather(pieces.document, pieces.start, length)
-        for name, column in columns.items()
-        if name not in (LABELS, *LOSS_MASKS)
-    }
+    others = {name: column.gather(pieces) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
     given = read_labels(columns, pieces, input_ids)
     labels = input_ids.copy() if given is None else given
     begin = np.cumsum(length, dtype=np.int64) - length
     first_labels = None if given is None else labels[begin]
     labels[begin] = IGNORED_LABEL
-    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
-    arrays = {
-        name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
-    }
     if position_ids:
-        arrays[POSITION_IDS] = list_array(positions_of(length), row_tokens, large[INPUT_IDS])
+        of_tokens[POSITION_IDS] = positions_of(length)
+    arrays = {
+        name: list_array(values, row_tokens, columns.get(name, columns[INPUT_IDS]).large)
+        for name, values in of_tokens.items()
+    }
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
@@ -106,15 +102,13 @@ def read_labels(
         pieces: the pieces of documents to read.
         input_ids: int32 [tokens]: the tokens of the pieces, if they are at hand.
     """
-    where = (pieces.document, pieces.start, pieces.length)
-    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
-    if LABELS not in columns and not masks:
+    masks = {name: columns[name].gather(pieces) for name in LOSS_MASKS if name in columns}
+    if LABELS in columns:
+        labels = as_int32(LABELS, columns[LABELS].gather(pieces))
+    elif not masks:
         return None
-    if LABELS in columns or input_ids is None:
-        source = LABELS if LABELS in columns else INPUT_IDS
-        labels = as_int32(source, columns[source].gather(*where))
     else:
-        labels = input_ids
+        labels = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(pieces)) if input_ids is None else input_ids
     return apply_loss_masks(labels, masks) if masks else labels
 
 
