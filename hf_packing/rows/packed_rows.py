@@ -1,6 +1,5 @@
 """Build packed rows from the token columns of documents according to a plan."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows
+from hf_packing.rows.token_columns import TokenColumns
 
 _MAX_LIST_VALUES = 2**31 - 1
 """The most values that an Arrow list column with 32-bit offsets can hold."""
@@ -52,16 +51,15 @@ def pack_rows(
         position_ids: whether packed rows get a column `position_ids`.
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
-    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
+    segments, sizes = indices_in_groups(plan.pack_offsets, packs)
     pieces = plan.segments.take(segments)
     length = pieces.length
-    row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
+    row_tokens = sums_of(length, offsets_of(sizes))
     others = {name: column.gather(pieces) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
     given = read_labels(columns, pieces, input_ids)
     labels = input_ids.copy() if given is None else given
-    begin = np.cumsum(length, dtype=np.int64) - length
+    begin = offsets_of(length)[:-1]
     first_labels = None if given is None else labels[begin]
     labels[begin] = IGNORED_LABEL
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
@@ -77,17 +75,6 @@ def pack_rows(
     # without labels and masks, all tokens have labels but the first of each segment
     trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
     return Rows(pa.table(arrays), first_labels, trained)
-
-
-def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
-    """Yield the numbers of the packs to build at once, in order.
-
-    Args:
-        plan: the plan.
-        tokens: the most tokens in the segments of a block of several packs, at least 1.
-    """
-    row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
-    return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
 
 
 def read_labels(

@@ -213,12 +213,12 @@ def visible_columns(dataset: Any) -> list[str]:
             would look like documents.
     """
     form, schema = dataset.format, dataset.data.table.schema
-    shown = schema.names if form["output_all_columns"] else form["columns"]
+    shown = set(schema.names if form["output_all_columns"] else form["columns"])
+    if ATTENTION_MASK in schema.names and is_token_type(schema.field(ATTENTION_MASK).type):
+        shown.add(ATTENTION_MASK)
     names = [name for name in schema.names if name in shown]
     refuse_lost_borders(dataset, names, stored=schema.names)
-    if ATTENTION_MASK in schema.names and is_token_type(schema.field(ATTENTION_MASK).type):
-        shown = [*shown, ATTENTION_MASK]
-    return [name for name in schema.names if name in shown]
+    return names
 
 
 def check_no_transform(dataset: Any) -> None:

@@ -261,7 +261,7 @@ def find_in_batch(
         ((2, 1, 2), (-1, 0, 0), [0, 1, 2, 5, 6], [0, 1, 2, 0, 1, 3, 4])
     """
     length = np.array(lengths, dtype=np.int64)
-    begin = np.cumsum(length) - length
+    begin = offsets_of(length)[:-1]
     of_tokens = {INPUT_IDS: input_ids, **others}
     columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
     forest = find_trees(columns, Pieces.whole(length), min_shared).forest

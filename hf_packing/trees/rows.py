@@ -30,6 +30,7 @@ from hf_packing.planning.lengths import (
     check_lengths,
     count_ranges,
     cut_to_pieces,
+    indices_in_groups,
     indices_in_ranges,
     offsets_of,
     sums_of,
@@ -72,9 +73,8 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         packs: integers [rows]: numbers of packs, in any order.
         bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
+    documents, sizes = indices_in_groups(plan.pack_offsets, packs)
     offsets = offsets_of(sizes)
-    documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
     whole = plan.segments.take(documents)
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
@@ -104,7 +104,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         **{name: list_array(of_tokens, row_tokens, columns[name].large) for name, of_tokens in values.items()},
         SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
         PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
-        ENDS: list_array(segments.ends.astype(np.int32), np.diff(offsets)),
+        ENDS: list_array(segments.ends.astype(np.int32), sizes),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
     if bucket:
