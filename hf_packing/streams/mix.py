@@ -248,9 +248,9 @@ class MixedExamples(StatefulExamples):
             raise PackingError(
                 f"streams[{list(self.shares)[number]!r}]: {error}. Rows are counted from document {first} of the source"
             ) from error
-        trained, rows = np.ones(int(lengths.sum()), dtype=bool), np.arange(len(lengths))
+        trained = np.ones(int(lengths.sum()), dtype=bool)
         for name in columns.keys() & {LABELS, *LOSS_MASKS}:
-            values = columns[name].gather(rows, np.zeros_like(rows), lengths)
+            values = columns[name].gather_rows(np.arange(len(lengths)))
             trained &= values != (IGNORED_LABEL if name == LABELS else 0)
         return np.diff(offsets_of(trained)[offsets_of(lengths)])
 
