@@ -39,11 +39,11 @@ from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    documents_in,
     is_token_type,
     read_rows,
     row_numbers,
     visible_columns,
-    with_typed_empty_lists,
 )
 from hf_packing.trees.segments import attention_costs
 
@@ -188,17 +188,19 @@ def sizes_of(dataset: Any) -> RowSizes:
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
-    names, numbers = visible_columns(dataset), row_numbers(dataset)
+    names, table, numbers = visible_columns(dataset), documents_in(dataset), row_numbers(dataset)
     _check_columns(names)
-    table = with_typed_empty_lists(dataset.data.table.select(names))
     tokens_in, of_segments = _columns_of_sizes(names)
-    columns: dict[str, TokenColumn] = {}
-    for name in (tokens_in, *of_segments, *(name for name in _SAMPLED if name in names)):
+    for name in (tokens_in, *of_segments):
         kind = table.schema.field(name).type
-        if is_token_type(kind):
-            columns[name] = TokenColumn(name, table.column(name), numbers)
-        if name in (tokens_in, *of_segments) and not (name in columns and pa.types.is_integer(kind.value_type)):
+        if not is_token_type(kind) or not pa.types.is_integer(kind.value_type):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+    read = [name for name in names if is_token_type(table.schema.field(name).type)]
+    columns = {
+        name: TokenColumn(name, table.column(name), numbers)
+        for name in (tokens_in, *of_segments, *_SAMPLED)
+        if name in read
+    }
     bucket = None
     if of_segments and BUCKET in names:
         bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
