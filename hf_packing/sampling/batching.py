@@ -185,10 +185,10 @@ class Batching(ABC):
                 limit tokens.
         """
         tokens, max_segments = check_shapes(*shapes)
-        if self.most_tokens is None:
-            raise PackingError(f"tokens: expected None with {type(self).__name__}, without a token limit, got {tokens}")
-        if self.most_tokens > tokens:
-            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
+        if self.most_tokens is None or self.most_tokens > tokens:
+            raise PackingError(
+                f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
+            )
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "

@@ -180,10 +180,7 @@ def sizes_of(dataset: Any) -> RowSizes:
             f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
-    sizes = _sizes_by_reading(dataset)
-    if isinstance(dataset, datasets.Dataset) and not sizes.packed:
-        _check_transform_keeps_borders(dataset)
-    return sizes
+    return _sizes_by_reading(dataset)
 
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
@@ -255,6 +252,8 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         ids = row[tokens_in]
         check_whole_numbers(f"column {tokens_in!r}, row {number}", ids[:1] if hasattr(ids, "__getitem__") else ids)
         tokens.append(len(ids))
+    if isinstance(dataset, datasets.Dataset):  # whose transform may be one for documents
+        refuse_lost_borders(dataset, first, stored=() if TREE_INPUT_IDS in first else dataset.column_names)
     sizes = _sizes(lists, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
@@ -303,21 +302,6 @@ def _check_columns(names: Any) -> None:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
             "pack() writes both columns"
-        )
-
-
-def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Raise PackingError if the dataset stores packed rows, but its transform removes the columns with segment borders.
-
-    This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
-    transform.
-    """
-    refuse_lost_borders(dataset, dataset.column_names)
-    if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
-        raise PackingError(
-            f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
-            "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
-            "remove the column if the rows are not packed"
         )
 
 
