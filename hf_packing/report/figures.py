@@ -142,11 +142,10 @@ class Figures:
             "setup": asdict(self.setup),
             "padding": [
                 {
-                    "max_length": row.max_length,
+                    **asdict(row),
                     "padding_ratio": row.padding_ratio,
                     "steps_per_epoch": row.work.steps,
                     "documents_per_step": row.work.documents_per_step,
-                    **asdict(row),
                 }
                 for row in self.padded
             ],

@@ -9,8 +9,6 @@ import numpy as np
 from hf_packing.errors import MissingDependencyError
 from hf_packing.report.figures import Figures, ReportRow
 
-_SIZE = (4.6, 4)
-"""Width and height of a picture in inches; narrow, so that text stays readable on a phone."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 
@@ -19,6 +17,9 @@ _CURVES = ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98")
 _VARIABLES = {color: f"--picture-{number}" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
 """The colors of pictures on a light screen, and the CSS variables of page.html that stand for them on any screen."""
 _LOOK = {
+    "figure.figsize": (4.6, 4),  # narrow, so that text stays readable on a phone
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": "white",
     "font.size": 11,
     "svg.fonttype": "none",  # text stays text
     "text.color": _INK,
@@ -27,48 +28,50 @@ _LOOK = {
     "xtick.color": _INK,
     "ytick.color": _INK,
     "axes.facecolor": "none",
-    "grid.color": _FAINT,
-    "legend.frameon": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.prop_cycle": f"cycler(color={_CURVES})",
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1,
+    "legend.borderaxespad": 0.1,
 }
 """Settings of matplotlib."""
 _NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
 """The pattern of ids that matplotlib writes into every SVG. Several pictures have the same ids, which nothing uses."""
 
 
-def load_figure() -> Any:
-    """Return matplotlib's Figure class, which needs neither a screen nor the global state of pyplot.
+def load_matplotlib() -> Any:
+    """Return matplotlib, with the Figure class, which needs neither a screen nor the global state of pyplot.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError as error:
         raise MissingDependencyError('pictures need matplotlib: pip install "hf-packing[plots]"') from error
-    return Figure
+    return matplotlib
 
 
 def picture(report: Figures, name: str) -> tuple[str, bytes]:
     """Return a picture as SVG for page.html, which has the colors, and as the bytes of a PNG file in light colors."""
-    figure_class = load_figure()
-    import matplotlib
-
+    matplotlib = load_matplotlib()
     with matplotlib.rc_context({**_LOOK, "svg.hashsalt": name}):
-        figure = figure_class(figsize=_SIZE, layout="constrained")
+        figure = matplotlib.figure.Figure()
         axes = figure.add_subplot()
-        axes.grid(axis="y", linewidth=0.6)
-        axes.set_axisbelow(True)
         PICTURES[name](axes, report)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
             mark.set_gid(f"{name}-mark-{number}")
-        look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
-        figure.legend(loc="outside upper left", ncols=2, **look)  # outside the axes, the legend hides no data
+        figure.legend(loc="outside upper left", ncols=2)  # outside the axes, the legend hides no data
         svg, png = StringIO(), BytesIO()
         figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
-        figure.savefig(png, format="png", facecolor="white", dpi=160)
+        figure.savefig(png, format="png", dpi=160)
     text = _NAMED_BY_NUMBER.sub("", svg.getvalue())
     for color, variable in _VARIABLES.items():
         text = text.replace(color, f"var({variable})")

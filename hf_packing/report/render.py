@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures
-from hf_packing.report.plots import PICTURES, load_figure, picture, shown_rows
+from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
 from hf_packing.report.work import Work
 from hf_packing.strategies.compare import aligned, cells_of
 
@@ -95,7 +95,7 @@ def check_page(path: Path) -> None:
         PackingError: the path is a folder, or the folder that contains the path is not writable.
         MissingDependencyError: matplotlib is not installed.
     """
-    load_figure()
+    load_matplotlib()
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
         raise PackingError(f"--output: expected a file in a writable folder, such as report.html, got {str(path)!r}")

@@ -4,7 +4,6 @@ The unit of work is one pair of tokens that attention compares. The work of line
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +87,7 @@ def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray
     return work, leveled, fill, in_rows(attention[: _STEPS * setup.ranks], setup.ranks)
 
 
-def _work_of(documents: int, tokens: int, slots: npt.NDArray[Any], attention: npt.NDArray[Any], setup: Setup) -> Work:
+def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, setup: Setup) -> Work:
     """Return the work of an epoch whose micro-batches run in the given order, one on each rank in every step.
 
     If the last step has fewer micro-batches than ranks, its time is its total cost divided by the number of ranks, as
@@ -97,15 +96,11 @@ def _work_of(documents: int, tokens: int, slots: npt.NDArray[Any], attention: np
     steps = in_rows(setup.linear_cost * slots + attention, setup.ranks)
     full = len(slots) // setup.ranks
     time = float(steps[:full].max(axis=1).sum() + steps[full:].sum() / setup.ranks)
-    balance = 1.0
-    if len(slots):
-        shares = in_rows(attention, setup.ranks)[:full] if full else attention[np.newaxis]
-        balance = float((shares.mean(axis=1) / shares.max(axis=1)).mean())
+    compared = in_rows(attention, setup.ranks)[:full] if full else attention[np.newaxis]
+    balance = float((compared.mean(axis=1) / compared.max(axis=1)).mean()) if len(slots) else 1.0
     return Work(documents, tokens, int(slots.sum()), len(steps), time, balance)
 
 
-def in_rows(values: npt.NDArray[Any], width: int) -> FloatArray:
+def in_rows(values: IntArray, width: int) -> FloatArray:
     """Return values as an array, float64 [rows, width], of which the last row ends with zeros."""
-    rows = np.zeros((-(-len(values) // width), width))
-    rows.flat[: len(values)] = values
-    return rows
+    return np.pad(values.astype(np.float64), (0, -len(values) % width)).reshape(-1, width)
