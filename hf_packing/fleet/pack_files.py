@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
@@ -42,7 +43,6 @@ from hf_packing.fleet.manifest import (
     url_of,
 )
 from hf_packing.rows.changes import labels_left
-from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     columns_left_out,
@@ -196,7 +196,7 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     found: list[tuple[str, Identity]] = []
     for each in [files] if isinstance(files, (str, Path)) else files:
         system, path = file_system(str(each), options)
-        names = system.glob(path) if any(mark in path for mark in "*?[") else system.find(path)
+        names = system.glob(path) if has_magic(path) else system.find(path)
         shown = [name for name in names if not Path(name).name.startswith((".", "_"))]
         if not shown:
             raise PackingError(f"files: expected files to pack, got none in {str(each)!r}")
@@ -234,7 +234,7 @@ def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[s
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     texts = text_tokenizer(tokenizer, **settings)
-    parts = (texts.backend.to_str(), str(texts.template.source), texts.end)
+    parts = (texts.backend.to_str(), str(texts.renderer.template), texts.end)
     return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -321,9 +321,8 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     options = _PARQUET | {"use_byte_stream_split": [f"{name}.list.element" for name in wide]}
     trained = 0
     with pq.ParquetWriter(fresh, schema, **options) as writer:
-        for packs in blocks_of_packs(plan, _TOKENS_IN_A_ROW_GROUP):
-            rows = packing.rows(columns, plan, packs)
-            writer.write_table(rows.table, len(packs))
+        for rows in packing.blocks(columns, plan, _TOKENS_IN_A_ROW_GROUP):
+            writer.write_table(rows.table, rows.table.num_rows)
             trained += rows.trained_tokens
     metrics = vars(plan.metrics())
     return PackedFile(

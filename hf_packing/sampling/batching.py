@@ -110,10 +110,6 @@ class EpochPlan:
         own = self.per_micro_batch(of_row, ~self.is_copy)
         return float((own.mean(axis=1) / self.per_micro_batch(of_row).max(axis=1)).mean())
 
-    def largest_micro_batch(self, sizes: RowSizes) -> int:
-        """Return the number of tokens in the largest micro-batch, given the sizes of all rows."""
-        return int(self.per_micro_batch(sizes.tokens).max())
-
 
 @dataclass(frozen=True, eq=False)
 class FittedRows:
@@ -189,10 +185,10 @@ class Batching(ABC):
                 limit tokens.
         """
         tokens, max_segments = check_shapes(*shapes)
-        if self.most_tokens is None:
-            raise PackingError(f"tokens: expected None with {type(self).__name__}, without a token limit, got {tokens}")
-        if self.most_tokens > tokens:
-            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
+        if self.most_tokens is None or self.most_tokens > tokens:
+            raise PackingError(
+                f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
+            )
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
@@ -236,8 +232,5 @@ class Batching(ABC):
 def check_batching(batching: Any) -> Batching:
     """Return `batching`; raise PackingError if the argument is not a Batching."""
     if not isinstance(batching, Batching):
-        hint = (
-            f"; pass an instance of the class, such as {batching.__name__}(16384)" if isinstance(batching, type) else ""
-        )
-        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}{hint}")
+        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}")
     return batching

@@ -192,7 +192,7 @@ class RankBatchSampler:
             tokens=tokens,
             documents_per_step=documents / steps,
             tokens_per_step=tokens / steps,
-            largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
+            largest_micro_batch=int(plan.per_micro_batch(fitted.sizes.tokens).max()),
             token_utilization=plan.utilization(fitted.sizes.tokens),
             attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
             copies=plan.num_copies,

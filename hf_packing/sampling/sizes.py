@@ -34,16 +34,16 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, sums_of
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    documents_in,
     is_token_type,
     read_rows,
     row_numbers,
     visible_columns,
-    with_typed_empty_lists,
 )
 from hf_packing.trees.segments import attention_costs
 
@@ -180,25 +180,24 @@ def sizes_of(dataset: Any) -> RowSizes:
             f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
-    sizes = _sizes_by_reading(dataset)
-    if isinstance(dataset, datasets.Dataset) and not sizes.packed:
-        _check_transform_keeps_borders(dataset)
-    return sizes
+    return _sizes_by_reading(dataset)
 
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
-    names, numbers = visible_columns(dataset), row_numbers(dataset)
+    names, table, numbers = visible_columns(dataset), documents_in(dataset), row_numbers(dataset)
     _check_columns(names)
-    table = with_typed_empty_lists(dataset.data.table.select(names))
     tokens_in, of_segments = _columns_of_sizes(names)
-    columns: dict[str, TokenColumn] = {}
-    for name in (tokens_in, *of_segments, *(name for name in _SAMPLED if name in names)):
+    for name in (tokens_in, *of_segments):
         kind = table.schema.field(name).type
-        if is_token_type(kind):
-            columns[name] = TokenColumn(name, table.column(name), numbers)
-        if name in (tokens_in, *of_segments) and not (name in columns and pa.types.is_integer(kind.value_type)):
+        if not is_token_type(kind) or not pa.types.is_integer(kind.value_type):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+    read = [name for name in names if is_token_type(table.schema.field(name).type)]
+    columns = {
+        name: TokenColumn(name, table.column(name), numbers)
+        for name in (tokens_in, *of_segments, *_SAMPLED)
+        if name in read
+    }
     bucket = None
     if of_segments and BUCKET in names:
         bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
@@ -218,8 +217,7 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
         names: the columns to read, of which a few rows are sampled.
     """
     plan = rows.plan
-    segments = np.diff(plan.pack_offsets)[packs]
-    chosen = indices_in_ranges(plan.pack_offsets[packs], segments)
+    chosen, segments = indices_in_groups(plan.pack_offsets, packs)
     lengths = plan.segment_length[chosen].astype(np.int64)
     shared = 0 if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
     bucket = plan.pack_capacity[packs] if BUCKET in names else None
@@ -253,6 +251,8 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         ids = row[tokens_in]
         check_whole_numbers(f"column {tokens_in!r}, row {number}", ids[:1] if hasattr(ids, "__getitem__") else ids)
         tokens.append(len(ids))
+    if isinstance(dataset, datasets.Dataset):  # whose transform may be one for documents
+        refuse_lost_borders(dataset, first, stored=() if TREE_INPUT_IDS in first else dataset.column_names)
     sizes = _sizes(lists, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
@@ -301,21 +301,6 @@ def _check_columns(names: Any) -> None:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
             "pack() writes both columns"
-        )
-
-
-def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Raise PackingError if the dataset stores packed rows, but its transform removes the columns with segment borders.
-
-    This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
-    transform.
-    """
-    refuse_lost_borders(dataset, dataset.column_names)
-    if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
-        raise PackingError(
-            f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
-            "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
-            "remove the column if the rows are not packed"
         )
 
 

@@ -315,10 +315,8 @@ def linear_cost_of(config: Any) -> float:
     if not hidden or not layers:
         return float(LINEAR_COST)
     head_size = size("head_dim", hidden // heads)
-    queries, keys = heads * head_size, size("num_key_value_heads", heads) * head_size
-    inner = size("moe_intermediate_size", size("intermediate_size", 4 * hidden))
-    experts = size("num_experts_per_tok", 1)
-    weights = 2 * hidden * (queries + keys) + 3 * hidden * inner * experts
+    inner = size("moe_intermediate_size", size("intermediate_size", 4 * hidden)) * size("num_experts_per_tok", 1)
+    weights = 2 * hidden * head_size * (heads + size("num_key_value_heads", heads)) + 3 * hidden * inner
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attending = sum(kind == "full_attention" for kind in kinds) or 1
-    return weights * layers / (2 * queries * attending)
+    attending = kinds.count("full_attention") or 1
+    return weights * layers / (2 * heads * head_size * attending)

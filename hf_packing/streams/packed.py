@@ -218,6 +218,6 @@ def _waiting_documents(
     """
     kept = np.flatnonzero(packs[plan.pack_of_segment()])
     kept = kept[np.lexsort((plan.segment_start[kept], plan.segment_document[kept]))]
-    document, start, length = (each[kept] for each in (plan.segment_document, plan.segment_start, plan.segment_length))
-    arrays = {name: list_array(columns[name].gather(document, start, length), length) for name in schema.names}
-    return pa.table(arrays).cast(schema), document
+    pieces = plan.segments.take(kept)
+    arrays = {name: list_array(columns[name].gather(pieces), pieces.length) for name in schema.names}
+    return pa.table(arrays).cast(schema), pieces.document

@@ -48,7 +48,7 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         assert plan.num_copies == sum(is_copy for _, is_copy in rows) < world_size
         assert not plan.num_copies or np.diff(plan.offsets).max() == 1  # no micro-batch could be divided
         assert plan.is_copy.dtype == bool
-        assert plan.largest_micro_batch(sizes) <= max_tokens
+        assert plan.per_micro_batch(sizes.tokens).max() <= max_tokens
         assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
         again = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
