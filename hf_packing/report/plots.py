@@ -14,7 +14,7 @@ _LENGTH_BINS = 48
 
 _INK, _FAINT = "#1f2430", "#d5d9e0"
 _CURVES = ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98")
-_VARIABLES = {color: f"--picture-{number}" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
+_VARIABLES = {color: f"var(--picture-{number})" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
 """The colors of pictures on a light screen, and the CSS variables of page.html that stand for them on any screen."""
 _LOOK = {
     "figure.figsize": (4.6, 4),  # narrow, so that text stays readable on a phone
@@ -74,7 +74,7 @@ def picture(report: Figures, name: str) -> tuple[str, bytes]:
         figure.savefig(png, format="png", dpi=160)
     text = _NAMED_BY_NUMBER.sub("", svg.getvalue())
     for color, variable in _VARIABLES.items():
-        text = text.replace(color, f"var({variable})")
+        text = text.replace(color, variable)
     return text[text.index("<svg") :], png.getvalue()
 
 
