@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hf_packing.cli import main
 
@@ -57,13 +58,16 @@ def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, d
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
 
 
-def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
-    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
-    assert main(given) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert said == f"warning: {tokenizer} has no end-of-sequence token, so no such token is appended to documents"
-    assert main([*given, "--no-eos"]) == 0
-    assert capsys.readouterr().err == ""
+def test_texts_end_with_a_token_where_the_tokenizer_has_one(capsys, tmp_path, data, tokenizer):
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
+    said = f"warning: {tokenizer} has no end-of-sequence token, so no such token is appended to documents\n"
+    for name, flags, warning, more in (
+        (tokenizer, [], said, 0), (tokenizer, ["--no-eos"], "", 0), (str(tmp_path / "folder"), [], "", 300)
+    ):  # fmt: skip
+        assert main(["report", data, "--tokenizer", name, "--max-length", "16", "--json", *flags]) == 0
+        printed = capsys.readouterr()
+        assert printed.err == warning
+        assert json.loads(printed.out)["lengths"]["tokens"] == sum(number % 13 + 1 for number in range(300)) + more
 
 
 def test_bad_json_has_its_line_and_is_left_out_when_asked(capsys, tmp_path, tokenizer):

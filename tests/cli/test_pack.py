@@ -5,7 +5,6 @@ import json
 import datasets
 import pytest
 from chat_templates import CHAT, CHATML, FROM_TRL, PLAIN, tokenizer_with
-from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -89,16 +88,6 @@ def test_lines_with_tokens_need_no_tokenizer(tmp_path, flags):
     packed = datasets.load_dataset("parquet" if flags else "arrow", data_files=files, split="train")
     assert packed["input_ids"][:] == [[5, 6, 7, 8]]
     assert main([*given, *flags, "--skip-bad"]) == 2
-
-
-def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
-    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
-    given = ["pack", data, "--tokenizer", str(tmp_path / "folder"), "--max-length", "16", "--output"]
-    for name, flags, ends in (("ended", [], 300), ("not", ["--no-eos"], 0)):
-        assert main([*given, str(tmp_path / name), *flags]) == 0
-        packed = datasets.load_from_disk(tmp_path / name)["input_ids"]
-        assert sum(ids.count(words["<end>"]) for ids in packed) == ends
-        assert sum(map(len, packed)) == sum(number % 13 + 1 for number in range(300)) + ends
 
 
 def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
