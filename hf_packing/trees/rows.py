@@ -78,8 +78,7 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     whole = plan.segments.take(documents)
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
-    adds = np.flatnonzero(paths.own)
-    own = Pieces(whole.document[adds], whole.start[adds] + paths.shared[adds], paths.own[adds])
+    own = Pieces(whole.document, whole.start + paths.shared, paths.own)
     values = {name: column.gather(own) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
