@@ -14,7 +14,15 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, smallest_index_type, sums_of
+from hf_packing.planning.lengths import (
+    IntArray,
+    Pieces,
+    indices_in_ranges,
+    offsets_of,
+    smallest_index_type,
+    sort_by_length,
+    sums_of,
+)
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import ARRAYS, SEGMENT_SHARED, load_arrays, save_arrays
@@ -335,7 +343,8 @@ def _check_laws(arrays: Mapping[str, IntArray]) -> None:
     several = np.bincount(document) > 1
     if several.any():  # a segment begins where the one before it in its document ends, or later
         ordered = np.flatnonzero(several[document])
-        ordered = ordered[np.lexsort((start[ordered], document[ordered]))]
+        ordered = ordered[sort_by_length(start[ordered])]
+        ordered = ordered[sort_by_length(document[ordered])]
         left, right = ordered[:-1], ordered[1:]
         least = np.zeros(len(document), dtype=np.int64)
         least[right] = (document[left] == document[right]) * (start[left].astype(np.int64) + length[left])
