@@ -30,13 +30,14 @@ from hf_packing.planning.windows import (
     packs_with_room,
 )
 from hf_packing.rows.changes import labels_left
-from hf_packing.rows.packed_rows import list_array
+from hf_packing.rows.packed_rows import blocks_of_packs, list_array
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
 from hf_packing.streams.shards import Share
+from hf_packing.trees.segments import attention_costs
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -95,10 +96,11 @@ class StreamPacking:
         reader = DocumentReader(examples, self.schema, window["place"], share)
         while not reader.ended:
             columns, plan, following = self._plan(reader, window)
-            for first, end in blocks_of_rows(plan.pack_tokens()[rows_out:], _TOKENS_AT_ONCE):
-                table = self.packing.rows(columns, plan, np.arange(rows_out + first, rows_out + end)).table
-                for row in range(end - first):
-                    yield table.slice(row, 1), window, rows_out + first + row + 1
+            for packs in blocks_of_packs(plan, _TOKENS_AT_ONCE):
+                left = packs[packs >= rows_out]
+                table = self.packing.rows(columns, plan, left).table
+                for row, pack in enumerate(left.tolist()):
+                    yield table.slice(row, 1), window, pack + 1
             window, rows_out = following, 0
         yield None, window, 0
 
@@ -162,10 +164,9 @@ class StreamPacking:
         """
         if self.linear_cost is None or not len(packs):
             return packs
-        squares = plan.segment_length.astype(np.int64) ** 2
-        if plan.segment_shared is not None:
-            squares -= plan.segment_shared.astype(np.int64) ** 2
-        cost = (self.linear_cost * plan.pack_tokens() + sums_of(squares, plan.pack_offsets))[packs]
+        own = plan.segment_own().astype(np.int64)
+        work = sums_of(attention_costs(own, plan.segment_length - own), plan.pack_offsets)
+        cost = (self.linear_cost * plan.pack_tokens() + work)[packs]
         strategy: Any = self.strategy  # BestFit, since only streams that TokenBudget packs have a linear_cost
         key = derive_key(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
@@ -216,8 +217,7 @@ def _waiting_documents(
     Returns:
         A table with a row for each segment, and the index of each segment's document in the window.
     """
-    kept = np.flatnonzero(packs[plan.pack_of_segment()])
-    kept = kept[np.lexsort((plan.segment_start[kept], plan.segment_document[kept]))]
-    pieces = plan.segments.take(kept)
-    arrays = {name: list_array(columns[name].gather(pieces), pieces.length) for name in schema.names}
-    return pa.table(arrays).cast(schema), pieces.document
+    waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
+    waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
+    arrays = {name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names}
+    return pa.table(arrays).cast(schema), waiting.document
