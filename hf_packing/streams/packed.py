@@ -30,9 +30,9 @@ from hf_packing.planning.windows import (
     packs_with_room,
 )
 from hf_packing.rows.changes import labels_left
-from hf_packing.rows.packed_rows import blocks_of_packs, list_array
+from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, find_token_columns
+from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
@@ -96,11 +96,10 @@ class StreamPacking:
         reader = DocumentReader(examples, self.schema, window["place"], share)
         while not reader.ended:
             columns, plan, following = self._plan(reader, window)
-            for packs in blocks_of_packs(plan, _TOKENS_AT_ONCE):
-                left = packs[packs >= rows_out]
-                table = self.packing.rows(columns, plan, left).table
-                for row, pack in enumerate(left.tolist()):
-                    yield table.slice(row, 1), window, pack + 1
+            for first, end in blocks_of_rows(plan.pack_tokens()[rows_out:], _TOKENS_AT_ONCE):
+                table = self.packing.rows(columns, plan, np.arange(rows_out + first, rows_out + end)).table
+                for row in range(end - first):
+                    yield table.slice(row, 1), window, rows_out + first + row + 1
             window, rows_out = following, 0
         yield None, window, 0
 
