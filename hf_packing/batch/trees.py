@@ -79,9 +79,9 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     Raises:
         PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    tokens, in_rows = _join(columns[TREE_INPUT_IDS])
-    labels, labels_in_rows = _join(columns[TREE_LABELS])
-    trained, numbers_in_rows = _join(columns[TRAINED])
+    tokens, in_rows = join_rows(columns[TREE_INPUT_IDS])
+    labels, labels_in_rows = join_rows(columns[TREE_LABELS])
+    trained, numbers_in_rows = join_rows(columns[TRAINED])
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(in_rows)} rows without tokens")
     _refuse(TREE_LABELS, labels_in_rows != in_rows, "one value for each token", labels_in_rows)
@@ -94,11 +94,10 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     document += np.repeat(offsets_of(documents)[:-1], runs)
     left = (trees.depths + np.diff(trees.begins))[ends[document]] - first
     wrong = (first < 1) | (length < 1) | (length > left)
-    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", trained, runs)
-    too_early = np.diff(document) < 0
-    too_early |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
-    wrong[1:] = too_early
-    _refuse(TRAINED, wrong, "runs in the order of the tokens that do not overlap", trained, runs)
+    wrong[1:] |= np.diff(document) < 0
+    wrong[1:] |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
+    expected = "runs of tokens of the documents, in order, without overlap, and without the first token of a document"
+    _refuse(TRAINED, wrong, expected, trained, runs)
     ranges = trees.find_runs(ends, trained)
     is_trained = count_ranges(ranges.begin, ranges.length, len(tokens)) > 0
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
@@ -129,9 +128,9 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     Raises:
         PackingError: the columns of a row contradict each other; the error names the row.
     """
-    lengths, segments = _join(columns[SEGMENT_LENGTHS])
-    _, parents = _join(columns[PARENTS])
-    ends, documents = _join(columns[ENDS])
+    lengths, segments = join_rows(columns[SEGMENT_LENGTHS])
+    _, parents = join_rows(columns[PARENTS])
+    ends, documents = join_rows(columns[ENDS])
     _refuse(PARENTS, parents != segments, "one value for each segment", parents)
     first_segment = offsets_of(segments)
     found = sums_of(lengths, first_segment)
@@ -142,7 +141,7 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     return trees, ends + np.repeat(first_segment[:-1], documents), documents
 
 
-def _join(rows: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+def join_rows(rows: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
     """Return the values of all rows, int64 [values], and the number of values in each row, int64 [rows]."""
     joined = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
     return joined, np.array([*map(len, rows)], np.int64)

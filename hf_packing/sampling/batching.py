@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import check_optional_number, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, sums_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.sizes import RowSizes
 
@@ -94,8 +94,7 @@ class EpochPlan:
             of_row: integers [rows]: the value of each row, such as its number of tokens.
             counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
-        total = offsets_of(of_row[self.rows] * counted)
-        return np.diff(total[self.offsets]).reshape(-1, self.world_size)
+        return sums_of(of_row[self.rows] * counted, self.offsets).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
         """Return the mean utilization of the ranks, from 0 to 1. The value 1 means that ranks never wait.

@@ -158,7 +158,7 @@ class RankBatchSampler:
         number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
             self.first_micro_batch = 0
-            self.epoch, self._plan = Epoch(number, self.world_size, self.accumulation), None
+            self.epoch, self._plan = replace(self.epoch, number=number), None
 
     @property
     def plan(self) -> EpochPlan:

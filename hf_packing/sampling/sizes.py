@@ -16,7 +16,7 @@ import torch
 from datasets.utils import tqdm
 
 from hf_packing.batch.segments import lengths_in_column
-from hf_packing.batch.trees import read_tree_rows
+from hf_packing.batch.trees import join_rows, read_tree_rows
 from hf_packing.checks import check_whole_number, check_whole_numbers
 from hf_packing.columns import (
     BUCKET,
@@ -170,7 +170,7 @@ def sizes_of(dataset: Any) -> RowSizes:
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
     if (lazy := lazy_rows(dataset)) is not None:
-        _check_columns(dataset.format["columns"])
+        _columns_of_sizes(dataset.format["columns"])
         return sizes_of_planned(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
@@ -186,7 +186,6 @@ def sizes_of(dataset: Any) -> RowSizes:
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
     names, table, numbers = visible_columns(dataset), documents_in(dataset), row_numbers(dataset)
-    _check_columns(names)
     tokens_in, of_segments = _columns_of_sizes(names)
     for name in (tokens_in, *of_segments):
         kind = table.schema.field(name).type
@@ -218,12 +217,13 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
     """
     plan = rows.plan
     chosen, segments = indices_in_groups(plan.pack_offsets, packs)
-    lengths = plan.segment_length[chosen].astype(np.int64)
-    shared = 0 if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
+    own = plan.segment_own()[chosen]
+    depths = plan.segment_length[chosen] - own
     bucket = plan.pack_capacity[packs] if BUCKET in names else None
-    sizes = sizes_of_packs(lengths - shared, offsets_of(segments), bucket, shared)
+    sizes = sizes_of_packs(own, offsets_of(segments), bucket, depths)
     if plan.segment_shared is not None:
-        sizes = replace(sizes, trees=TreeCounts(len(lengths), int(lengths.sum()), int(sizes.tokens.sum())))
+        tokens = int(sizes.tokens.sum())
+        sizes = replace(sizes, trees=TreeCounts(len(own), tokens + int(depths.sum(dtype=np.int64)), tokens))
     sampled = rows.read(packs[rows_to_sample(len(packs))])
     return replace(sizes, sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]))
 
@@ -236,14 +236,13 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         row = dataset[number]
         if not isinstance(row, Mapping):
             raise PackingError(f"dataset: expected rows that are mappings, but row {number} is a {type(row).__name__}")
-        _check_columns(row)
+        tokens_in, of_segments = _columns_of_sizes(row)
         first = first or row
         if differing := [name for name in _IN_ALL_ROWS if (name in row) != (name in first)]:
             raise PackingError(
                 f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
                 "row 0"
             )
-        tokens_in, of_segments = _columns_of_sizes(row)
         for name in of_segments:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if of_segments and BUCKET in first:
@@ -259,13 +258,6 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
     return replace(sizes, sample=_sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
 
 
-def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
-    """Return the column with the tokens, and those with the sizes of segments, of which a document has none."""
-    if TREE_INPUT_IDS in names:
-        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
-    return INPUT_IDS, (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
-
-
 def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
     """Return the sizes of rows, from the columns with the sizes of segments and the number of tokens of each row."""
     if SEGMENT_LENGTHS in lists:
@@ -277,31 +269,37 @@ def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: In
         return replace(sizes, segments=documents, trees=TreeCounts(len(ends), raw, trees.tokens))
     if SEQ_LENGTHS not in lists:
         return sizes_of_documents(tokens)
-    rows = lists[SEQ_LENGTHS]
-    lengths = np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
-    offsets = offsets_of([*map(len, rows)])
+    lengths, segments = join_rows(lists[SEQ_LENGTHS])
+    offsets = offsets_of(segments)
     sizes = sizes_of_packs(lengths, offsets, bucket)
     wrong = (sizes.tokens != tokens) | (sums_of(lengths < 1, offsets) > 0)
     for row in np.flatnonzero(wrong)[:1].tolist():
-        lengths_in_column(SEQ_LENGTHS, rows[row], int(tokens[row]), row)  # raises the error
+        lengths_in_column(SEQ_LENGTHS, lists[SEQ_LENGTHS][row], int(tokens[row]), row)  # raises the error
     return sizes
 
 
-def _check_columns(names: Any) -> None:
+def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the column with the tokens, and those with the sizes of segments, of which a document has none.
+
+    Raises:
+        PackingError: there are no tokens, or some of the columns of packed rows or of trees are missing.
+    """
     if TREE_INPUT_IDS in names:
         if missing := [name for name in TREE_COLUMNS if name not in names]:
             raise PackingError(
                 f"column {missing[0]!r}: expected this column beside {TREE_INPUT_IDS}, in rows of documents that share "
                 f"prefixes, got the columns {', '.join(names)}"
             )
-        return
+        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
     check_has_tokens(names)
-    packed = [name for name in SEGMENT_COLUMNS if name in names]
-    if packed and SEQ_LENGTHS not in names:
+    if SEQ_LENGTHS in names:
+        return INPUT_IDS, (SEQ_LENGTHS,)
+    if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
             "pack() writes both columns"
         )
+    return INPUT_IDS, ()
 
 
 def rows_to_sample(num_rows: int, most: int = 256) -> IntArray:

@@ -277,15 +277,10 @@ def longest_segment(batching: Batching, step: int) -> int | None:
 
 def with_documents_per_step(batching: Batching, documents: int) -> Batching:
     """Return a copy of the batching in which match_documents_per_step is `documents`."""
-    if not isinstance(batching, TokenBudget):
+    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step not in (None, documents):
         raise PackingError(
-            f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
-            f"constant number of tokens, got {documents!r}"
-        )
-    if batching.match_documents_per_step not in (None, documents):
-        raise PackingError(
-            f"match_documents_per_step: expected None or {batching.match_documents_per_step}, the value in "
-            f"{batching!r}, got {documents!r}"
+            f"match_documents_per_step: expected None with {batching!r}, which decides itself how many documents a "
+            f"step has, got {documents!r}"
         )
     return replace(batching, match_documents_per_step=documents)
 
