@@ -24,7 +24,7 @@ import pyarrow as pa
 from hf_packing.checks import check_choice, check_real, check_seed
 from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS, SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.lengths import offsets_of, sums_of
 from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.token_columns import find_token_columns
@@ -252,7 +252,7 @@ class MixedExamples(StatefulExamples):
         for name in columns.keys() & {LABELS, *LOSS_MASKS}:
             values = columns[name].gather_rows(np.arange(len(lengths)))
             trained &= values != (IGNORED_LABEL if name == LABELS else 0)
-        return np.diff(offsets_of(trained)[offsets_of(lengths)])
+        return sums_of(trained, offsets_of(lengths))
 
     def _open(self, number: int, place: Place, passes: int = 0, *counts: int) -> _OpenSource:
         """Return a source at a place, where the mixture stands.
