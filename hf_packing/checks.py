@@ -54,14 +54,10 @@ def check_optional_number(name: str, value: Any) -> int | None:
 
 def check_real(name: str, value: Any, minimum: float, maximum: float, what: str = "a number") -> float:
     """Return `value` as a float, if it is a number from `minimum` to `maximum`; `what` says so in the message."""
-    if not is_real(value) or not minimum <= value <= maximum:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not number or not minimum <= value <= maximum:
         raise PackingError(f"{name}: expected {what}, got {value!r}")
     return float(value)
-
-
-def is_real(value: Any) -> bool:
-    """Return whether `value` is an int, a float, or a NumPy integer or float. A bool does not count as a number."""
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_choice(name: str, value: Any, choices: Any) -> Any:

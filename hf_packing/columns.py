@@ -3,7 +3,7 @@
 A segment is a document, or a part of a document, in a packed row.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,11 @@ def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArra
         if len(contradicting):
             return name, int(contradicting[0])
     return None
+
+
+def rows_of(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a table, as dicts, given its columns by name."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def check_has_tokens(names: Collection[str]) -> None:

@@ -1,5 +1,6 @@
 """Check document lengths, count documents by length, and cut documents that are longer than a pack."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,6 +85,12 @@ def offsets_of(lengths: Any) -> IntArray:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, dtype=np.int64, out=offsets[1:])
     return offsets
+
+
+def joined(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the values of arrays of integers, one after the other, and the number of values in each array."""
+    values = np.concatenate([np.zeros(0, np.int64), *arrays], dtype=np.int64, casting="unsafe")
+    return values, np.array([*map(len, arrays)], np.int64)
 
 
 def sums_of(values: IntArray, offsets: IntArray) -> IntArray:

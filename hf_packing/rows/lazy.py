@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets.formatting import get_formatter
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.packed_rows import Rows, arrays_of_rows
+from hf_packing.rows.packed_rows import Rows, arrays_of
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, row_numbers, token_columns_of
 
@@ -67,9 +67,7 @@ class DocumentRows:
 
     def read(self, packs: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the rows of some packs, as dicts of NumPy arrays."""
-        table = self.build(packs).table
-        columns = {name: arrays_of_rows(table.column(name).combine_chunks()) for name in table.column_names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return rows_of(arrays_of(self.build(packs).table))
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
         """Return rows with the values of their cells, in the format of the documents; other columns stay as they are.

@@ -17,7 +17,7 @@ import pyarrow as pa
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import changes_of, describe_changes
-from hf_packing.rows.packed_rows import arrays_of_rows
+from hf_packing.rows.packed_rows import arrays_of
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     VALUES_OF_TOKENS,
@@ -74,7 +74,7 @@ def pack_batch(batch: Any, strategy: Strategy) -> Any:
     first = next(iter(batch[INPUT_IDS]), None)
     if first is None or isinstance(first, list):
         return packed.to_pydict()
-    return {name: arrays_of_rows(packed.column(name).combine_chunks()) for name in packed.column_names}
+    return arrays_of(packed)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _MapCall:
             given: names of the old columns, those of the batch.
             packed: names of the new columns, those of the packed rows.
         """
-        if self.dataset is not None or not self.batched:
+        if self.dataset is not None:
             return
         if self.makes_tables:
             if lost := [name for name in packed if name in self.remove_columns]:

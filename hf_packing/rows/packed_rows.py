@@ -131,9 +131,14 @@ def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
 
 
-def arrays_of_rows(column: pa.Array) -> Any:
-    """Return the lists of a column as arrays that share its memory; a column of numbers as one array."""
-    if pa.types.is_integer(column.type):
-        return column.to_numpy()
-    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]
+def arrays_of(rows: pa.Table) -> dict[str, Any]:
+    """Return the lists of each column as arrays that share its memory; a column of numbers as one array."""
+    arrays: dict[str, Any] = {}
+    for name in rows.column_names:
+        column = rows.column(name).combine_chunks()
+        if pa.types.is_integer(column.type):
+            arrays[name] = column.to_numpy()
+        else:
+            values = column.values.to_numpy(zero_copy_only=False)
+            arrays[name] = [values[begin:end] for begin, end in pairwise(column.offsets.to_numpy().tolist())]
+    return arrays

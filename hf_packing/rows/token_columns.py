@@ -20,6 +20,7 @@ from hf_packing.columns import (
     SEGMENT_COLUMNS,
     TREE_INPUT_IDS,
     check_has_tokens,
+    rows_of,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
@@ -55,7 +56,6 @@ class TokenColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
         self.large = pa.types.is_large_list(column.type)
-        self._dtype = column.type.value_type.to_pandas_dtype()
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks or [pa.array([], column.type)]]
         self._values, begins, lengths = zip(*chunks, strict=True)
         self._begin, self.length = np.concatenate(begins), np.concatenate(lengths)
@@ -75,8 +75,7 @@ class TokenColumn:
 
         Slicing and one np.concatenate are about twice as fast as fancy indexing or `take`.
         """
-        slices = self._slices(pieces)
-        return np.concatenate(slices) if slices else np.zeros(0, dtype=self._dtype)
+        return np.concatenate([self._values[0][:0], *self._slices(pieces)])
 
     def gather_rows(self, rows: IntArray) -> npt.NDArray[Any]:
         """Return the values of whole rows, concatenated, as `gather` does."""
@@ -165,8 +164,7 @@ def columns_of(dataset: Any, names: Collection[str]) -> TokenColumns:
 
 def read_rows(columns: TokenColumns, rows: IntArray) -> list[dict[str, npt.NDArray[Any]]]:
     """Return the values of some rows in each column, as arrays that share the memory of the Arrow columns."""
-    values = [column.read(rows) for column in columns.values()]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    return rows_of({name: column.read(rows) for name, column in columns.items()})
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:

@@ -13,7 +13,6 @@ from hf_packing.columns import (
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
-    LOSS_MASKS,
     PARENTS,
     POSITION_IDS,
     SEGMENT_LENGTHS,
@@ -133,13 +132,14 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
                 f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
                 "before unpacking"
             )
-        values = TokenColumn(stored, rows.column(stored)).gather(where)
+        read = TokenColumn(stored, rows.column(stored))
+        values = read.gather(where)
         name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
         if stored == TREE_LABELS:
             values[~_are_trained(rows.column(TRAINED), plan, order, begin)] = IGNORED_LABEL
         if name == LABELS and origin.first_labels is not None:
             values[begin] = origin.first_labels[order]
-        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(kind))
+        arrays[name] = list_array(values, document_tokens, read.large)
     return pa.table(arrays)
 
 
@@ -169,8 +169,7 @@ def _rebuild(rows: DocumentRows, packs: IntArray) -> tuple[pa.Table, Origin]:
             "of which some are missing, repeated or in another place"
         )
     built = rows.build(packs)
-    labels_made = rows.columns.keys().isdisjoint((LABELS, *LOSS_MASKS))
-    return built.table, Origin(rows.plan, {"labels_made": labels_made}, built.first_labels)
+    return built.table, Origin(rows.plan, {"labels_made": built.first_labels is None}, built.first_labels)
 
 
 def _stored_origin(packed: datasets.Dataset, plan: PackingPlan | None) -> Origin:

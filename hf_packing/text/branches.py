@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import BadRowError, Message, Settings, lacks_text, messages_of, settings_of
 from hf_packing.text.tokenize import TextTokenizer, num_shared, text_tokenizer
@@ -211,4 +211,4 @@ def _rows_of(conversations: Any, column: str) -> list[dict[str, Any]]:
     first = next(iter(columns[_COMPLETION]), None)
     if isinstance(columns[_COMPLETION], str) or isinstance(first, Mapping):
         raise PackingError("conversations: expected a batch, got a single row; call map with batched=True")
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return rows_of(columns)

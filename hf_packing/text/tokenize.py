@@ -21,7 +21,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, rows_of
 from hf_packing.errors import PackingError
 from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, Rendered, Renderer, Span, reason_of
 
@@ -246,7 +246,7 @@ def _tokens_of(
         raise PackingError(
             f"dataset: expected a dataset, or a batch of `map` with batched=True, got {type(batch).__name__}"
         )
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    rows = rows_of(batch)
     texts = text_tokenizer(**options)
     rendered = []
     for number, row in enumerate(rows):

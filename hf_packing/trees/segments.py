@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, joined, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -59,14 +59,10 @@ class TreeSegments:
         Raises:
             PackingError: the segments of a row are not trees; the error names the row.
         """
-        segments = [*map(len, lengths)]
-        joined, above = (
-            np.concatenate([np.zeros(0, np.int64), *rows], dtype=np.int64, casting="unsafe")
-            for rows in (lengths, parents)
-        )
+        (values, segments), (above, _) = joined(lengths), joined(parents)
         above[above >= 0] += np.repeat(offsets_of(segments)[:-1], segments)[above >= 0]
         try:
-            return cls.from_arrays(joined, above)
+            return cls.from_arrays(values, above)
         except PackingError:
             for number, row in enumerate(zip(lengths, parents, strict=True)):
                 _check(*row, f" of row {number}")
@@ -80,7 +76,7 @@ class TreeSegments:
     @property
     def has_branches(self) -> bool:
         """True if a segment has a parent; otherwise, every segment is a document of its own, as in packed rows."""
-        return any(parent >= 0 for parent in self.parents)
+        return max(self.parents, default=-1) >= 0
 
     @property
     def attention_cost(self) -> int:

@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 import hf_packing as hfp
-from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
+from hf_packing.rows.packing_trace import is_packed, refuse_packed_again, stored_datasets
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6], [7, 8]]
 
@@ -46,15 +46,6 @@ def test_datasets_keeps_the_trace(tmp_path):
         .select_columns("input_ids"),
     ]
     assert all(map(is_packed, kept))
-
-
-def test_lost_borders():
-    for names in (["input_ids", "seq_lengths"], ["position_ids"]):
-        refuse_lost_borders(packed(), names)
-    refuse_lost_borders(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), ["input_ids"])
-    refuse_lost_borders(DOCUMENTS, ["input_ids"])
-    with pytest.raises(hfp.PackingError, match="got only input_ids, labels"):
-        refuse_lost_borders(packed(), ["input_ids", "labels"])
 
 
 def test_rows_packed_again():

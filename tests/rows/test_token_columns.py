@@ -97,15 +97,18 @@ LISTS = {
 
 @pytest.mark.parametrize("ids", LISTS)
 @pytest.mark.parametrize("others", LISTS)
-def test_lists_of_several_kinds(ids, others):
+@pytest.mark.parametrize("share_prefixes", [False, 2])
+def test_lists_of_several_kinds(ids, others, share_prefixes):
     tokens = datasets.Value("int64")
     input_ids = datasets.LargeList(tokens) if ids == "large_list" else datasets.List(tokens, LISTS[ids].length)
     features = datasets.Features({"input_ids": input_ids, "labels": LISTS[others], "tags": LISTS[others]})
-    columns = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 0, 1]] * 2, "tags": [[0, 1, 1], [1, 0, 0]]}
-    packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(8))
+    columns = {"input_ids": [[1, 2, 3], [1, 2, 6]], "labels": [[1, 0, 1]] * 2, "tags": [[0, 1, 1], [0, 1, 0]]}
+    packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(8), share_prefixes=share_prefixes)
     assert len(packed) == 1
     assert packed.features["tags"].feature == LISTS[others].feature
-    assert isinstance(packed.features["input_ids"], datasets.LargeList) == (ids == "large_list")
+    tokens, segments = ("tree_input_ids", "ends") if share_prefixes else ("input_ids", "seq_lengths")
+    assert isinstance(packed.features[tokens], datasets.LargeList) == (ids == "large_list")
+    assert isinstance(packed.features[segments], datasets.List)
     assert hfp.unpack(packed)[:] == columns
 
 

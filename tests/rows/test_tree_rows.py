@@ -147,20 +147,6 @@ def test_columns_types_and_values():
     assert hfp.unpack(packed)[:] == {"input_ids": DOCUMENTS}
 
 
-def test_types_of_columns_are_kept():
-    large = {
-        name: datasets.LargeList(datasets.Value(kind)) for name, kind in (("input_ids", "int64"), ("w", "float64"))
-    }
-    columns = {"input_ids": DOCUMENTS, "w": [[float(token) for token in document] for document in DOCUMENTS]}
-    packed = hfp.pack(Dataset.from_dict(columns, features=datasets.Features(large)), hfp.BestFit(8), share_prefixes=2)
-    kinds = {name: str(packed.data.schema.field(name).type) for name in ("tree_input_ids", "tree_labels", "w", "ends")}
-    assert [kind.split("<")[0] for kind in kinds.values()] == ["large_list", "large_list", "large_list", "list"]
-    assert "double" in kinds["w"]
-    unpacked = hfp.unpack(packed)
-    assert unpacked["w"][:] == columns["w"]
-    assert str(unpacked.data.schema.field("w").type).startswith("large_list")
-
-
 def test_metrics_are_those_of_the_rows():
     packed = hfp.pack(on_trees(), hfp.BestFit(5), share_prefixes=1)
     metrics, unique = plan_of(packed).metrics(), sum(map(len, packed["tree_input_ids"]))
