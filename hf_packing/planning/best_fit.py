@@ -11,19 +11,12 @@ First-fit decreasing fills one pack after the other, and always adds the longest
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
-
-class Interval(NamedTuple):
-    """A range of consecutively numbered packs with the same content."""
-
-    first_pack: int
-    packs: int
-    documents: int
-    """Number of segments in each pack."""
+Interval = tuple[int, int, int]
+"""Consecutively numbered packs with the same content: the first pack, the number of packs, the segments in each."""
 
 
 class OpenPacks:
@@ -43,8 +36,8 @@ class OpenPacks:
         self.num_packs = 0
         self.runs: list[Run] = []
         """How the packs were filled, in order."""
-        self._intervals: dict[int, list[tuple[int, int, int]]] = {}
-        """The fields of each `Interval`, by the room of its packs."""
+        self._intervals: dict[int, list[Interval]] = {}
+        """Open packs by their room."""
         self._rooms = 0
 
     def most_room(self) -> int:
@@ -62,12 +55,12 @@ class OpenPacks:
         `packs` is the maximum number of packs to remove.
         """
         intervals = self._intervals[room]
-        interval = Interval(*intervals.pop())
+        first_pack, there, documents = intervals.pop()
         if not intervals:
-            self._rooms &= ~(1 << room)
-        if packs < interval.packs:
-            self.add(room, Interval(interval.first_pack + packs, interval.packs - packs, interval.documents))
-        return Interval(interval.first_pack, min(packs, interval.packs), interval.documents)
+            self._rooms ^= 1 << room
+        if packs < there:
+            self.add(room, (first_pack + packs, there - packs, documents))
+        return first_pack, min(packs, there), documents
 
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
         """Put `copies` segments of `length` tokens into each pack of the interval.
@@ -76,14 +69,15 @@ class OpenPacks:
         removed by `take`. After the call, the packs are open, unless they are full or have the maximum number of
         segments.
         """
-        self.runs.append((length, interval.first_pack, interval.packs, copies))
-        room, documents = room - copies * length, interval.documents + copies
+        first_pack, packs, documents = interval
+        self.runs.append((length, first_pack, packs, copies))
+        room, documents = room - copies * length, documents + copies
         if room and documents < self.limit:
-            self.add(room, Interval(interval.first_pack, interval.packs, documents))
+            self.add(room, (first_pack, packs, documents))
 
     def open(self, packs: int, length: int, copies: int) -> None:
         """Create `packs` new packs, and put `copies` segments of `length` tokens into each new pack."""
-        self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
+        self.fill((self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
     def fill_best_fit(self, length: int, left: int) -> int:

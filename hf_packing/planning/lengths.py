@@ -151,10 +151,6 @@ class LengthCounts:
     documents: IntArray
     """int64 [lengths]: number of documents of each length, at least 1."""
 
-    @property
-    def num_documents(self) -> int:
-        return int(self.documents.sum())
-
 
 def count_lengths(lengths: IntArray) -> LengthCounts:
     """Count the documents of each length. `lengths` must be an array that `check_lengths` has returned."""

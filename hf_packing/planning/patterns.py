@@ -166,12 +166,6 @@ class Cuts:
         return start
 
     @cached_property
-    def whole(self) -> IntArray:
-        """True for each group of documents that stay whole, as one piece with all tokens, bool [groups]."""
-        whole: IntArray = (self.pieces_each == 1) & (self.tokens_kept == self.document_length)
-        return whole
-
-    @cached_property
     def by_length(self) -> LengthCounts:
         """The number of documents of each length, however the documents are cut."""
         length, first_group = np.unique(self.document_length, return_index=True)

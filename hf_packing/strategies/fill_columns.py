@@ -6,7 +6,7 @@ longer than the document. Documents that get no slot are packed best-fit.
 
 import numpy as np
 
-from hf_packing.planning.best_fit import Interval, OpenPacks, fill_best_fit
+from hf_packing.planning.best_fit import OpenPacks, fill_best_fit
 from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
@@ -73,8 +73,8 @@ def fill_columns(
     room = made.capacity - made.tokens_per_pack()
     documents, first = made.segments_per_pack(), offsets_of(made.packs)
     useful = (documents > 0) & (documents < open_packs.limit) & (room > 0)
-    for number in np.flatnonzero(useful).tolist():
-        interval = Interval(int(first[number]), int(made.packs[number]), int(documents[number]))
-        open_packs.add(int(room[number]), interval)
+    intervals = np.column_stack([room, first[:-1], made.packs, documents])[useful]
+    for tokens, first_pack, number, segments in intervals.tolist():
+        open_packs.add(tokens, (first_pack, number, segments))
     fill_best_fit(open_packs, left)
     return open_packs.patterns().without_empty()

@@ -82,7 +82,8 @@ class ShortestPackFirst(OneCapacity):
                     break
                 taken = packs.take(room, left)
                 until = max(packs.most_room(), length)  # down to this room, no other pack has more room
-                copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
+                _, number, documents = taken
+                copies = min((room - until) // length + 1, packs.limit - documents, left // number)
                 packs.fill(taken, room, length, copies)
-                left -= taken.packs * copies
+                left -= number * copies
         return Solution(packs.patterns())

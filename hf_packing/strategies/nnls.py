@@ -71,16 +71,10 @@ class NonNegativeLeastSquares(OneCapacity):
     def solve(self, counts: IntArray) -> Solution:
         capacity, max_documents = self.max_length, self.max_documents
         load_scipy_optimize("NonNegativeLeastSquares")
-        most = _MAX_FULL_PACKS
-        if capacity > most or _number_of_full_packs(capacity, max_documents, most) > most:
-            raise PackingError(
-                "max_length and max_documents: expected at most 2**23 tokens in a pack and at most 2**23 ways to fill "
-                f"a pack exactly, got max_length={capacity} and max_documents={max_documents}; use lower values, or "
-                "the strategy Optimal"
-            )
+        ways = _full_packs(capacity, max_documents)
         demand = np.zeros(capacity + 1)
         demand[: len(counts)] = counts
-        used, packs = _least_squares(demand, _full_packs(capacity, max_documents))
+        used, packs = _least_squares(demand, ways)
         slots = np.arange(1, capacity + 1)
         columns = _number_of_each_length(used, capacity)
         number = np.rint(packs).astype(np.int64)
@@ -142,37 +136,26 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
     Returns:
         int32 [multisets, min(max_documents, capacity)]: the lengths of each multiset, descending, padded with zeros.
 
+    Raises:
+        PackingError: the capacity or the number of multisets is above 2**23.
+
     Example:
         >>> _full_packs(4, 3).tolist()
         [[2, 1, 1], [2, 2, 0], [3, 1, 0], [4, 0, 0]]
     """
     chosen = np.zeros((1, 0), dtype=np.int32)
-    rest = np.array([capacity], dtype=np.int32)
-    largest = rest
+    rest = largest = np.array([capacity], dtype=np.int32)
     for places in range(min(max_documents, capacity), 0, -1):
-        least = -(-rest // places)
+        least = -(-rest // places)  # a smaller largest length could not fill the pack
         choices = np.minimum(rest, largest) - least + 1
-        if places == 1:
-            choices = np.where(rest <= largest, 1, 0)
-            least = rest
+        if capacity > _MAX_FULL_PACKS or choices.sum(dtype=np.int64) > _MAX_FULL_PACKS:
+            raise PackingError(
+                "max_length and max_documents: expected at most 2**23 tokens in a pack and at most 2**23 ways to fill "
+                f"a pack exactly, got max_length={capacity} and max_documents={max_documents}; use lower values, or "
+                "the strategy Optimal"
+            )
         of = np.repeat(np.arange(len(rest)), choices)
         length = indices_in_ranges(least, choices).astype(np.int32)
         chosen = np.column_stack([chosen[of], length])
         rest, largest = rest[of] - length, length
     return chosen
-
-
-def _number_of_full_packs(capacity: int, max_documents: int, enough: int) -> int:
-    """Return the number of ways to fill a pack exactly, which is the number of rows that `_full_packs` returns.
-
-    The ways are the partitions of `capacity` into at most max_documents parts. If there are more than `enough` ways,
-    counting stops early, and the result is some number above `enough`.
-    """
-    ways = [1] + [0] * capacity
-    # the number of partitions into at most d parts equals the number of partitions into parts of at most d
-    for length in range(1, min(max_documents, capacity) + 1):
-        for tokens in range(length, capacity + 1):
-            ways[tokens] += ways[tokens - length]
-        if ways[capacity] > enough:
-            break
-    return ways[capacity]

@@ -16,7 +16,6 @@ from hf_packing.planning.lengths import (
     check_fitting,
     check_num_pieces,
     cut_to_pieces,
-    indices_in_ranges,
     offsets_of,
     smallest_index_type,
     sort_by_length,
@@ -72,26 +71,22 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
             packs are sorted by capacity, and documents keep their order.
     """
     bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
-    order = np.argsort(bucket, kind="stable")
-    bucket, length = bucket[order], lengths[order]
-    capacity = np.array(capacities)[bucket]
-    # tokens and packs are counted from the first document of the bucket on
-    offsets = offsets_of(length)
-    before = offsets[np.searchsorted(bucket, np.arange(len(capacities)))]
-    start = offsets[:-1] - before[bucket]
-    end = start + length
-    first_pack = start // capacity
-    packs_touched = np.where(length > 0, (end - 1) // capacity - first_pack + 1, 0)
-    check_num_pieces(float(packs_touched.sum()), capacities[-1])
-    number = np.repeat(np.arange(len(order)), packs_touched)
-    pack = indices_in_ranges(first_pack, packs_touched)
-    capacity = capacity[number]
-    segment_begin = np.maximum(start[number], pack * capacity)
-    segment_end = np.minimum(end[number], (pack + 1) * capacity)
-    opens_pack = np.append(True, (np.diff(pack) != 0) | (np.diff(bucket[number]) != 0))[: len(pack)]
-    first = np.flatnonzero(opens_pack)
-    pieces = Pieces(order[number], segment_begin - start[number], segment_end - segment_begin)
-    return _plan_pieces(lengths, pieces, np.append(first, len(pack)), capacity[first], seed)[0]
+    pieces, sizes = [], []
+    for number, capacity in enumerate(capacities):
+        documents = np.flatnonzero((bucket == number) & (lengths > 0))
+        offsets = offsets_of(lengths[documents])
+        tokens = int(offsets[-1])
+        check_num_pieces(len(documents) + tokens / capacity, capacity)
+        borders = np.union1d(offsets, np.arange(0, tokens, capacity))  # of documents and packs
+        begin = borders[:-1]
+        nth = np.searchsorted(offsets, begin, side="right") - 1
+        pieces.append((documents[nth], begin - offsets[nth], np.diff(borders)))
+        sizes.append(np.bincount(begin // capacity))
+    document, start, length = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    capacity_of_pack = np.repeat(capacities, [len(each) for each in sizes])
+    return _plan_pieces(
+        lengths, Pieces(document, start, length), offsets_of(np.concatenate(sizes)), capacity_of_pack, seed
+    )[0]
 
 
 def _plan_pieces(

@@ -48,14 +48,6 @@ def test_no_cuts_repeat_fewer_tokens(documents, above):
     assert (repeated, len(sizes)) == best
 
 
-def test_a_tree_that_needs_cuts():
-    length, shared = np.array([5, 6, 6, 6]), np.array([0, 4, 1, 4])
-    assert cheapest_cuts(length, shared, 8).tolist() == [2]
-    assert cheapest_cuts(length, shared, 7).tolist() == [2, 3]
-    assert cheapest_cuts(length, shared, 6).tolist() == [1, 2, 3]
-    assert cheapest_cuts(length, shared, 99).tolist() == []
-
-
 @given(forests())
 def test_small_branches_first_is_depth_first_and_as_small(documents):
     forest = forest_of(documents)

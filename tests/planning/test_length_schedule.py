@@ -1,6 +1,5 @@
 """The length of segments grows with the steps."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,18 +30,3 @@ def test_growth():
     exponential = hfp.LengthSchedule(100, 4, end=1600, growth="exponential")
     assert [exponential.length_at(step, 2000) for step in range(5)] == [100, 200, 400, 800, None]
     assert hfp.LengthSchedule(9, 4).length_at(0, 9) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"start": 0, "steps": 1}, "start: expected .* got 0"),
-        ({"start": 1.5, "steps": 1}, "start: expected .* got 1.5"),
-        ({"start": 1, "steps": 0}, "steps: expected .* got 0"),
-        ({"start": 8, "steps": 1, "end": 4}, "end: expected at least start=8, got 4"),
-        ({"start": 8, "steps": 1, "growth": "sudden"}, "growth: expected one of linear, exponential, got 'sudden'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(hfp.PackingError, match=message):
-        hfp.LengthSchedule(**arguments)

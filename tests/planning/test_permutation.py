@@ -91,11 +91,6 @@ def share_of_pairs_turned(left, right):
     return (steps[inside] < 0).mean()
 
 
-def test_what_is_proven_stays():
-    plan = hfp.plan_packing([5, 5, 5], hfp.BestFit(20, max_documents=1))
-    assert plan.shuffle(1).metrics().lower_bound == 3
-
-
 @pytest.mark.parametrize("seed", [-1, 2.0, None, True])
 def test_bad_seed(seed):
     with pytest.raises(hfp.PackingError, match=f"seed: expected an integer from 0 to {2**63 - 1}, got {seed!r}"):

@@ -40,15 +40,6 @@ def test_tokens_are_counted_once():
     assert "no plan for the same trees has fewer than 2 packs" in str(plan)
 
 
-def test_without_sharing_nothing_changes():
-    plan = hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
-    assert plan.segment_shared is None
-    assert "segment_shared" not in plan.arrays()
-    assert plan.fingerprint == "c142a4627f297acf1142a0f5db745290"
-    assert plan.metrics().shared_ratio == 1
-    assert "shared" not in str(plan)
-
-
 LONGER_FOURTH = {"segment_length": [5, 4, 3, 5, 2, 6], "document_length": [5, 4, 3, 5, 2, 6]}
 
 

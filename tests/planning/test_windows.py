@@ -60,9 +60,3 @@ def test_windows_have_seeds_of_their_own():
     assert hfp.BestFit(6).plan_window(lengths, 1).plan == plans[1]
     same = [hfp.BestFit(6, seed=None).plan_window(lengths, number).plan for number in (0, 1)]
     assert same[0] == same[1]
-
-
-def test_size_of_a_window():
-    assert WindowSize.of_packs(64, 8192) == (64 * 8192, 1024, 1 << 22)
-    assert WindowSize.of_packs(2, 100) == (200, 32, 6400)
-    assert WindowSize.of_packs(64, 131072).most_tokens == 64 * 131072

@@ -134,14 +134,11 @@ def shortest_pack_first(counts: list[int], capacity: int, limit: int) -> list[in
     return sorted(fills)
 
 
-def fills_of_patterns(patterns) -> list[int]:
-    return sorted(np.repeat(patterns.tokens_per_pack(), patterns.packs).tolist())
-
-
 @many_examples
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.one_of(st.none(), st.integers(1, 6)))
 def test_same_fills_as_move_by_move(counts, limit):
     capacity = len(counts)
     patterns = hfp.plan_counts([0, *counts], hfp.ShortestPackFirst(capacity, max_documents=limit)).patterns
-    assert fills_of_patterns(patterns) == shortest_pack_first([0, *counts], capacity, limit or capacity)
+    made = np.repeat(patterns.tokens_per_pack(), patterns.packs).tolist()
+    assert sorted(made) == shortest_pack_first([0, *counts], capacity, limit or capacity)
     assert patterns.segments_per_pack().max(initial=0) <= (limit or capacity)

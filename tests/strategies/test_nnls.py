@@ -66,12 +66,6 @@ def test_published_pack_count_of_bert_wikipedia(bert_wikipedia):
     assert hfp.plan_counts(bert_wikipedia, hfp.NonNegativeLeastSquares(512)).num_packs <= 8_155_059
 
 
-def test_few_documents_are_packed_well_too(rng):
-    lengths = rng.integers(20, 200, 60)
-    plan = hfp.plan_packing(lengths, hfp.NonNegativeLeastSquares(256))
-    assert plan.num_packs <= 1.2 * hfp.plan_packing(lengths, hfp.BestFit(256, max_documents=3)).num_packs
-
-
 def test_too_many_ways_to_fill_a_pack():
     with pytest.raises(
         hfp.PackingError,
@@ -94,10 +88,5 @@ def test_all_ways_to_fill_a_pack(capacity, limit):
         if sum(way) == capacity
     }
     found = [tuple(way) for way in nnls._full_packs(capacity, limit).tolist()]
-    assert len(found) == len(set(found)) == nnls._number_of_full_packs(capacity, limit, 10**9)
+    assert len(found) == len(set(found))
     assert set(found) == expected
-
-
-def test_number_of_ways_at_512():
-    assert nnls._number_of_full_packs(512, 3, 10**9) == len(nnls._full_packs(512, 3)) == 22_102
-    assert nnls._number_of_full_packs(10_000, 10_000, 1000) > 1000  # counting stops early

@@ -83,22 +83,15 @@ def test_bert_wikipedia(bert_wikipedia, limit, packs):
     assert table.num_packs <= 1.00001 * table.metrics().lower_bound
 
 
-def test_many_distinct_lengths_are_rounded_up_to_fewer(rng, monkeypatch):
-    monkeypatch.setattr(slots, "_MAX_SLOTS", 100)
-    counts = np.bincount(rng.integers(300, 701, 50_000))
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_SLOTS", 100), ("_MAX_UNITS", 500)])
+def test_lengths_are_rounded_up_if_they_are_many_or_packs_are_long(rng, monkeypatch, limit, value):
+    monkeypatch.setattr(slots, limit, value)
+    counts = np.bincount(np.append(rng.integers(300, 701, 20_000), [2048] * 5))
     best_fit = hfp.plan_counts(counts, hfp.BestFit(2048))
     table = hfp.plan_counts(counts, hfp.Optimal(2048))
     assert table.num_packs < 0.98 * best_fit.num_packs
-    assert "column generation on 100 lengths, to which 401 were rounded up" in table.note
+    assert "to which 402 were rounded up" in table.note
     assert table.metrics().lower_bound >= best_fit.metrics().lower_bound
-
-
-def test_very_long_packs_are_measured_in_units(rng, monkeypatch):
-    monkeypatch.setattr(slots, "_MAX_UNITS", 500)
-    counts = np.bincount(np.append(rng.integers(300, 701, 20_000), [2048] * 5))
-    table = hfp.plan_counts(counts, hfp.Optimal(2048))
-    assert table.num_packs < 0.98 * hfp.plan_counts(counts, hfp.BestFit(2048)).num_packs
-    assert "were rounded up" in table.note
 
 
 def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
@@ -187,18 +180,6 @@ def test_a_time_limit_ends_the_search_early(monkeypatch):
     assert next(clock) < 60
     assert "rounds, stopped by the time limit of 40 s" in table.note
     assert table.num_packs < hfp.plan_counts(counts, hfp.BestFit(256)).num_packs
-
-
-def test_no_time_limit_at_all():
-    assert hfp.plan_packing([7, 5, 5, 4, 3], hfp.Optimal(12, time_limit=float("inf"))).num_packs == 2
-
-
-def test_the_note_is_saved_with_the_plan(tmp_path, rng):
-    plan = hfp.plan_packing(rng.integers(60, 140, 300), hfp.Optimal(400))
-    plan.save(tmp_path / "plan")
-    loaded = hfp.PackingPlan.load(tmp_path / "plan")
-    assert loaded.note == plan.note != ""
-    assert loaded.shuffle(1).metrics().lower_bound == plan.metrics().lower_bound
 
 
 def test_columns_do_not_come_and_go_for_ever():

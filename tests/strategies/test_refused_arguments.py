@@ -1,4 +1,4 @@
-"""Arguments of strategies that are refused, each by its name."""
+"""Arguments of strategies and of LengthSchedule that are refused, each by its name."""
 
 import pytest
 from any_strategy import strategy_classes
@@ -22,6 +22,10 @@ REFUSED = [
     (hfp.Multipack, {"max_length": 8, "seed": None}),
     *((hfp.Bucket, {"padding_threshold": value}) for value in (-0.1, 1.5, float("nan"), "0.1", True, None)),
     *((hfp.Optimal, {"max_length": 8, "time_limit": value}) for value in (-1, float("nan"), "60", None, True)),
+    *((hfp.LengthSchedule, {"steps": 1, "start": value}) for value in (0, 1.5)),
+    (hfp.LengthSchedule, {"start": 1, "steps": 0}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "end": 4}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "growth": "sudden"}),
 ]
 
 

@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,8 +122,3 @@ def test_another_seed_brings_other_documents_together(rng):
         plan = hfp.plan_packing(lengths, hfp.Multipack(64, window=100, seed=seed))
         pairs.append({frozenset(pack.tolist()) for pack in np.split(plan.segment_document, plan.pack_offsets[1:-1])})
     assert len(pairs[0] & pairs[1]) < 0.02 * len(pairs[0])
-
-
-def test_a_document_that_is_too_long_for_multipack_is_named():
-    with pytest.raises(hfp.PackingError, match="lengths: document 1 has 9 tokens, more than max_length=8"):
-        hfp.plan_packing([3, 9], hfp.Multipack(8, overflow="error"))

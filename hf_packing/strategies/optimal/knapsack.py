@@ -4,7 +4,8 @@ A slot is a place for one document in a pack. Each slot length has a value and m
 pack is the total value of its slots.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +16,6 @@ FloatArray = npt.NDArray[np.float64]
 
 LEAST_GAIN = 1e-12
 """Differences in value up to this number are treated as rounding errors."""
-
-
-class _Layer(NamedTuple):
-    """The most valuable combination of slots for each amount of free room in a pack, from 0 to the capacity.
-
-    If the number of slots in a pack is limited, there is one layer for each limit from 0 to the maximum.
-    """
-
-    value: FloatArray
-    """float64 [capacity + 1]: value[r] is the total value of the best combination for a room of r."""
-    slot: IntArray
-    """int64 [capacity + 1]: slot[r] is the last slot of the best combination for a room of r.
-
-    -1 if a combination for less room has the same value or, with a limit on slots, if fewer slots have the same value.
-    """
 
 
 def most_valuable_packs(
@@ -50,13 +36,26 @@ def most_valuable_packs(
         that contains slot i.
     """
     if max_documents is None:
-        layer = fill_rooms(value, slots, capacity)
-        return float(layer.value[capacity]), _packs_of_layer(layer, slots, capacity)
-    layers = _fill_rooms_with_limit(value, slots, capacity, max_documents)
-    return float(layers[-1].value[capacity]), _packs_of_layers(layers[:-1], slots, capacity)
+        best, slot = _fill_rooms(value, slots, capacity)
+        layers: Iterator[IntArray] = repeat(slot)
+    else:
+        best, slots_taken = _fill_rooms_with_limit(value, slots, capacity, max_documents)
+        layers = reversed(slots_taken[:-1])
+    # each pack begins with its own slot, and then takes one slot after the other of the best combination for its room
+    columns = np.eye(len(slots), dtype=np.int32)
+    pack, room = np.arange(len(slots)), capacity - slots
+    for slot_of_room in layers:
+        slot = slot_of_room[room]
+        taken = slot >= 0
+        if not taken.any():
+            break
+        pack, room, slot = pack[taken], room[taken], slot[taken]
+        columns[slot, pack] += 1
+        room = room - slots[slot]
+    return float(best[capacity]), columns
 
 
-def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
+def _fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> tuple[FloatArray, IntArray]:
     """Return the most valuable combination of slots for each amount of free room from 0 to the capacity.
 
     The number of slots is not limited. The best combination for a room is one slot, plus the best combination for the
@@ -66,6 +65,10 @@ def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
         value: float64 [slots]: value of each slot, at least 0.
         slots: int64 [slots]: slot lengths, ascending, at least 1.
         capacity: capacity of a pack, in the same unit as the slot lengths.
+
+    Returns:
+        float64 [capacity + 1]: total value of the best combination; int64 [capacity + 1]: a slot of the best
+        combination, or -1 if no slot adds value.
     """
     best, slot = np.zeros(capacity + 1), np.full(capacity + 1, -1)
     fitting = np.searchsorted(slots, np.arange(capacity + 1), side="right").tolist()
@@ -76,64 +79,25 @@ def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
         if totals[top] > best[room - 1] + LEAST_GAIN:
             best[room], slot[room] = totals[top], top
         else:
-            best[room] = best[room - 1]
-    return _Layer(best, slot)
+            best[room], slot[room] = best[room - 1], slot[room - 1]
+    return best, slot
 
 
-def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, max_documents: int) -> list[_Layer]:
-    """Return the most valuable combination of slots for each amount of free room and each limit on the number of slots.
+def _fill_rooms_with_limit(
+    value: FloatArray, slots: IntArray, capacity: int, max_documents: int
+) -> tuple[FloatArray, list[IntArray]]:
+    """Return the most valuable combinations of at most `max_documents` slots, as `_fill_rooms` does.
 
-    Element n of the returned list has the best combinations of at most n slots, for n from 0 to max_documents. `value`,
-    `slots` and `capacity` have the same meaning as in `fill_rooms`.
+    Element n of the returned list has a slot of the best combination of at most n slots, for n from 0 to max_documents.
     """
-    layers = [_Layer(np.zeros(capacity + 1), np.full(capacity + 1, -1))]
+    best, slot = np.zeros(capacity + 1), np.full(capacity + 1, -1)
+    layers = [slot]
     for _ in range(max_documents):
-        fewer = layers[-1].value
-        best, slot = fewer.copy(), np.full(capacity + 1, -1)
+        fewer, best, slot = best, best.copy(), slot.copy()
         for number, (length, worth) in enumerate(zip(slots.tolist(), value.tolist(), strict=True)):
             totals = fewer[: capacity + 1 - length] + worth
             better = totals > best[length:] + LEAST_GAIN
             best[length:][better] = totals[better]
             slot[length:][better] = number
-        layers.append(_Layer(best, slot))
-    return layers
-
-
-def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
-    """Return, for each slot, the most valuable pack that contains this slot, as `most_valuable_packs` does.
-
-    The pack for a slot consists of this slot and of the best combination of slots for the remaining room. For every
-    amount of room, `layer` has the next slot of the best combination. Each iteration of the loop adds one slot to all
-    packs that are not yet complete.
-    """
-    columns = np.eye(len(slots), dtype=np.int32)
-    pack = np.arange(len(slots))
-    reached_at = np.maximum.accumulate(np.where(layer.slot >= 0, np.arange(capacity + 1), 0))
-    room = reached_at[capacity - slots]
-    while (filled := room > 0).any():
-        pack, room = pack[filled], room[filled]
-        slot = layer.slot[room]
-        columns[slot, pack] += 1
-        room = reached_at[room - slots[slot]]
-    return columns
-
-
-def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return, for each slot, the most valuable pack that contains this slot, as `most_valuable_packs` does.
-
-    The number of slots in a pack is limited. The pack for a slot starts with this slot. Each layer, from the last to
-    the first, adds at most one slot to each pack.
-
-    Args:
-        layers: list of layers from `_fill_rooms_with_limit`, with limits from 0 to the maximum number of slots minus 1.
-        slots: int64 [slots]: slot lengths, ascending, at least 1.
-        capacity: capacity of a pack, in the same unit as the slot lengths.
-    """
-    columns = np.eye(len(slots), dtype=np.int32)
-    pack, room = np.arange(len(slots)), capacity - slots
-    for layer in reversed(layers):
-        slot = layer.slot[room]
-        taken = slot >= 0
-        columns[slot[taken], pack[taken]] += 1
-        room = np.where(taken, room - slots[slot], room)
-    return columns
+        layers.append(slot)
+    return best, layers

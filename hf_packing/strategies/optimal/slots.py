@@ -34,8 +34,10 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
         capacity in units of one or more tokens.
     """
     lengths = np.flatnonzero(counts)
-    if max_documents is not None and max_documents >= _most_that_fit(counts, capacity):
-        max_documents = None
+    if max_documents is not None:
+        shortest = np.repeat(lengths, np.minimum(counts[lengths], max_documents + 1))[: max_documents + 1]
+        if len(shortest) <= max_documents or shortest.sum() > capacity:
+            max_documents = None  # more documents would not fit in a pack anyway
     most = _MAX_SLOTS
     if max_documents is not None:
         most = max(_FEWEST_SLOTS, min(most, _MAX_WORK // (max_documents * min(capacity, _MAX_UNITS))))
@@ -48,17 +50,6 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
     demand = np.bincount(slot_of_length, weights=counts[lengths], minlength=len(slots)).astype(np.float64)
     grouped = len(slots) < len(lengths) or unit > 1
     return slots, Problem(units, demand, room, max_documents, grouped)
-
-
-def _most_that_fit(counts: IntArray, capacity: int) -> int:
-    """Return the largest number of counted documents that fit together in one pack."""
-    documents, room = 0, capacity
-    for length in np.flatnonzero(counts).tolist():
-        fitting = min(int(counts[length]), room // length)
-        if not fitting:
-            break
-        documents, room = documents + fitting, room - fitting * length
-    return documents
 
 
 def too_much_work(problem: Problem) -> bool:
