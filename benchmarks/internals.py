@@ -18,10 +18,9 @@ HOME_OF = {
     "TOKENS_AT_ONCE": "rows.token_columns",
     "TokenColumns": "rows.token_columns",
     "find_token_columns": "rows.token_columns",
-    "blocks_of_packs": "rows.packed_rows",
+    "Packing": "rows.packing",
     "find_trees": "trees.find",
     "plan_trees": "trees.rows",
-    "tree_rows": "trees.rows",
     # the logical streams of a mixture: mixtures
     "examples_of": "streams.upstream",
     # micro-batches of sizes alone: samplers, shapes

@@ -10,18 +10,17 @@ python benchmarks/trees.py
 import argparse
 import statistics
 import time
+from collections import deque
 
 import datasets
 from internals import (
     TOKENS_AT_ONCE,
-    TokenColumns,
-    blocks_of_packs,
+    Packing,
     check_lengths,
     cut_to_pieces,
     find_token_columns,
     find_trees,
     plan_trees,
-    tree_rows,
 )
 from measure import figure, in_turn, machine, recorded
 from tree_data import SETS, Documents, documents_of, short_documents
@@ -58,11 +57,12 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
     columns = find_token_columns(documents.as_dataset().data.table)
     lengths = check_lengths(columns["input_ids"].length)
     pieces = cut_to_pieces(lengths, arguments.max_length, "split")
+    packing = Packing.of(strategy, share_prefixes=least)
     plans: list[hfp.PackingPlan] = []
     sides = {
         "find": lambda: find_trees(columns, pieces, least),
         "plan": lambda: plans.append(plan_trees(columns, strategy, least)[0]),
-        "rows": lambda: build(columns, plans[-1]),
+        "rows": lambda: deque(packing.blocks(columns, plans[-1], TOKENS_AT_ONCE), maxlen=0),
     }
     seconds = in_turn(sides, arguments.rounds, time.process_time)
     plan, packed = plans[-1], hfp.plan_packing(lengths, strategy)
@@ -83,11 +83,6 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
         shared_ratio=metrics.shared_ratio,
         processor_seconds=seconds,
     )
-
-
-def build(columns: TokenColumns, plan: hfp.PackingPlan) -> None:
-    for packs in blocks_of_packs(plan, TOKENS_AT_ONCE):
-        tree_rows(columns, plan, packs)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def _segment_lengths(dataset: Any) -> IntArray | None:
     if not hasattr(dataset, "data") or not is_token_type(dataset.data.table.schema.field(SEQ_LENGTHS).type):
         return None
     column = TokenColumn(SEQ_LENGTHS, dataset.data.table.column(SEQ_LENGTHS), row_numbers(dataset))
-    rows = np.arange(len(column.length))
-    return column.gather(rows, np.zeros_like(rows), column.length)
+    return column.gather_rows(np.arange(len(column.length)))
 
 
 def _visible(dataset: Any) -> list[str]:

@@ -43,7 +43,6 @@ from hf_packing.fleet.manifest import (
     url_of,
 )
 from hf_packing.rows.changes import labels_left
-from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import (
     columns_left_out,
@@ -235,7 +234,7 @@ def _text_tokenizer(tokenizer: Any, trust_remote_code: bool, settings: Mapping[s
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise PackingError(f"tokenizer: expected a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     texts = text_tokenizer(tokenizer, **settings)
-    parts = (texts.backend.to_str(), str(texts.template.source), texts.end)
+    parts = (texts.backend.to_str(), str(texts.renderer.template), texts.end)
     return texts, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -322,9 +321,8 @@ def _write_rows(task: Task, fresh: Path) -> PackedFile:
     options = _PARQUET | {"use_byte_stream_split": [f"{name}.list.element" for name in wide]}
     trained = 0
     with pq.ParquetWriter(fresh, schema, **options) as writer:
-        for packs in blocks_of_packs(plan, _TOKENS_IN_A_ROW_GROUP):
-            rows = packing.rows(columns, plan, packs)
-            writer.write_table(rows.table, len(packs))
+        for rows in packing.blocks(columns, plan, _TOKENS_IN_A_ROW_GROUP):
+            writer.write_table(rows.table, rows.table.num_rows)
             trained += rows.trained_tokens
     metrics = vars(plan.metrics())
     return PackedFile(

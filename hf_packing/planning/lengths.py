@@ -107,6 +107,18 @@ def indices_in_ranges(begin: IntArray | int, length: IntArray) -> IntArray:
     return np.arange(total) + np.repeat(begin - (end - length), length)
 
 
+def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the indices offsets[g]:offsets[g + 1] of each group g, group after group, and the number of each group.
+
+    Example:
+        >>> indices, sizes = indices_in_groups(np.array([0, 2, 5]), np.array([1, 0]))
+        >>> indices.tolist(), sizes.tolist()
+        ([2, 3, 4, 0, 1], [3, 2])
+    """
+    sizes = offsets[groups + 1] - offsets[groups]
+    return indices_in_ranges(offsets[groups], sizes), sizes
+
+
 def count_ranges(begin: IntArray, length: IntArray, size: int) -> IntArray:
     """Return how many ranges each index below `size` is in, int64 [size].
 

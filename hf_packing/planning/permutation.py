@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, offsets_of
 
 _Keys = npt.NDArray[np.uint64]
 
@@ -140,8 +140,8 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
         the new order.
     """
     trees, offsets, packs = shuffle_packs(np.searchsorted(tree_offsets, pack_offsets), seed)
-    segments = np.diff(tree_offsets)[trees]
-    return indices_in_ranges(tree_offsets[trees], segments), offsets_of(segments)[offsets], packs
+    segments, sizes = indices_in_groups(tree_offsets, trees)
+    return segments, offsets_of(sizes)[offsets], packs
 
 
 def _permute_cells(back: bool, cell: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, smallest_index_type, sums_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_groups, offsets_of, smallest_index_type, sums_of
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
 from hf_packing.planning.storage import ARRAYS, SEGMENT_SHARED, load_arrays, save_arrays
@@ -209,8 +209,8 @@ class PackingPlan:
 
     def take_packs(self, packs: IntArray) -> PackingPlan:
         """Return the plan of some packs, in the order of their indices in `packs`, int64 [packs]."""
-        sizes = np.diff(self.pack_offsets)[packs]
-        return self.take(indices_in_ranges(self.pack_offsets[packs], sizes), offsets_of(sizes), packs)
+        segments, sizes = indices_in_groups(self.pack_offsets, packs)
+        return self.take(segments, offsets_of(sizes), packs)
 
     def save(self, path: str | Path) -> None:
         """Save the plan to a folder, as .npy files and a plan.json. A plan that is already in the folder is replaced.

@@ -1,21 +1,19 @@
 """What packing did to documents: what it dropped, cut, skipped or left out, as counts and as texts for warnings."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import Pieces
+from hf_packing.planning.lengths import Pieces, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import read_labels
 from hf_packing.rows.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows
 
 
-@dataclass(frozen=True)
-class LabelCounts:
+class LabelCounts(NamedTuple):
     """The number of labels that are left to train on, and of those that the documents have."""
 
     left: int
@@ -72,8 +70,7 @@ def count_labels(columns: TokenColumns, pieces: Pieces, keep_first: bool = False
         labels = read_labels(columns, block, np.zeros(tokens, dtype=np.int32))
         assert labels is not None
         if not keep_first:
-            begins = np.cumsum(block.length, dtype=np.int64) - block.length
-            labels[begins[block.length > 0]] = IGNORED_LABEL
+            labels[offsets_of(block.length)[:-1][block.length > 0]] = IGNORED_LABEL
         found += int(np.count_nonzero(labels != IGNORED_LABEL))
     return found
 
@@ -88,14 +85,13 @@ def changes_of(columns: TokenColumns, plan: PackingPlan, splits: Mapping[str, in
         strategy: the argument that decides what is dropped.
     """
     masks = [name for name in LOSS_MASKS if name in columns]
-    labels = labels_left(columns, plan)
     return {
         "labels_made": LABELS not in columns and not masks,
         "loss_masks": masks,
         "packed_tokens": int(plan.segment_length.sum(dtype=np.int64)),
         "tokens": int(plan.document_length.sum(dtype=np.int64)),
         "empty_documents": int((plan.document_length == 0).sum()),
-        "labels_left": None if labels is None else [labels.left, labels.documents],
+        "labels_left": labels_left(columns, plan),
         "splits": dict(splits),
         "strategy": strategy,
     }

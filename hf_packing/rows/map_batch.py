@@ -116,9 +116,7 @@ def _current_map_call() -> _MapCall | None:
     If a strategy is the transform of a dataset and is called for a single row, the result has batched=False.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _package_of(frame) == "hf_packing":
-        frame = frame.f_back
-    while frame is not None and _package_of(frame) == "datasets":
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("hf_packing", "datasets"):
         name, known = frame.f_code.co_name, frame.f_locals
         mapped: Any = known.get("self")
         if name == "_map_single" and known.keys() >= {"batched", "remove_columns", "shard"}:
@@ -130,10 +128,6 @@ def _current_map_call() -> _MapCall | None:
             return _MapCall(batched=False)
         frame = frame.f_back
     return None
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
 def _is_single_row(batch: Any) -> bool:

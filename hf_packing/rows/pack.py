@@ -21,9 +21,8 @@ from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, UNFINISHED, Origin, fingerprint_of, folder_for
-from hf_packing.rows.changes import LabelCounts, changes_of, count_labels, describe_changes
+from hf_packing.rows.changes import changes_of, count_labels, describe_changes
 from hf_packing.rows.lazy import DocumentRows
-from hf_packing.rows.packed_rows import blocks_of_packs
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.packing_trace import with_trace
 from hf_packing.rows.token_columns import (
@@ -182,7 +181,7 @@ def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) ->
     plan, splits = packing.plan(columns)
     facts = changes_of(columns, plan, splits, repr(packing.strategy))
     if facts["labels_left"]:
-        LabelCounts(*facts["labels_left"]).check_some_left("strategy", packing.strategy)
+        facts["labels_left"].check_some_left("strategy", packing.strategy)
     first_labels = None
     with new_folder(folder, UNFINISHED) as unfinished:
         if not lazy:
@@ -211,15 +210,14 @@ def _write_rows(
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
         written: Future[None] | None = None
-        for packs in blocks_of_packs(plan, TOKENS_AT_ONCE):
-            rows = packing.rows(columns, plan, packs)
+        for rows in packing.blocks(columns, plan, TOKENS_AT_ONCE):
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
             if written:
                 written.result()
             written = writer.submit(stream.write_table, rows.table)
-            progress.update(len(packs))
+            progress.update(rows.table.num_rows)
         if written:
             written.result()
     return trained_tokens, np.concatenate(first_labels) if first_labels else None

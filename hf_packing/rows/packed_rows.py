@@ -1,6 +1,5 @@
 """Build packed rows from the token columns of documents according to a plan."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows
+from hf_packing.rows.token_columns import TokenColumns
 
 _MAX_LIST_VALUES = 2**31 - 1
 """The most values that an Arrow list column with 32-bit offsets can hold."""
@@ -52,46 +51,30 @@ def pack_rows(
         position_ids: whether packed rows get a column `position_ids`.
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
-    segments = indices_in_ranges(plan.pack_offsets[packs], sizes)
+    segments, sizes = indices_in_groups(plan.pack_offsets, packs)
     pieces = plan.segments.take(segments)
     length = pieces.length
-    row_tokens = np.diff(offsets_of(length)[offsets_of(sizes)])
-    others = {
-        name: column.gather(pieces.document, pieces.start, length)
-        for name, column in columns.items()
-        if name not in (LABELS, *LOSS_MASKS)
-    }
+    row_tokens = sums_of(length, offsets_of(sizes))
+    others = {name: column.gather(pieces) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, others.pop(INPUT_IDS))
     given = read_labels(columns, pieces, input_ids)
     labels = input_ids.copy() if given is None else given
-    begin = np.cumsum(length, dtype=np.int64) - length
+    begin = offsets_of(length)[:-1]
     first_labels = None if given is None else labels[begin]
     labels[begin] = IGNORED_LABEL
-    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **others}
-    arrays = {
-        name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
-    }
     if position_ids:
-        arrays[POSITION_IDS] = list_array(positions_of(length), row_tokens, large[INPUT_IDS])
+        of_tokens[POSITION_IDS] = positions_of(length)
+    arrays = {
+        name: list_array(values, row_tokens, columns.get(name, columns[INPUT_IDS]).large)
+        for name, values in of_tokens.items()
+    }
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     # without labels and masks, all tokens have labels but the first of each segment
     trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
     return Rows(pa.table(arrays), first_labels, trained)
-
-
-def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[IntArray]:
-    """Yield the numbers of the packs to build at once, in order.
-
-    Args:
-        plan: the plan.
-        tokens: the most tokens in the segments of a block of several packs, at least 1.
-    """
-    row_tokens = np.diff(offsets_of(plan.segment_length)[plan.pack_offsets])
-    return (np.arange(first, end) for first, end in blocks_of_rows(row_tokens, tokens))
 
 
 def read_labels(
@@ -106,15 +89,13 @@ def read_labels(
         pieces: the pieces of documents to read.
         input_ids: int32 [tokens]: the tokens of the pieces, if they are at hand.
     """
-    where = (pieces.document, pieces.start, pieces.length)
-    masks = {name: columns[name].gather(*where) for name in LOSS_MASKS if name in columns}
-    if LABELS not in columns and not masks:
+    masks = {name: columns[name].gather(pieces) for name in LOSS_MASKS if name in columns}
+    if LABELS in columns:
+        labels = as_int32(LABELS, columns[LABELS].gather(pieces))
+    elif not masks:
         return None
-    if LABELS in columns or input_ids is None:
-        source = LABELS if LABELS in columns else INPUT_IDS
-        labels = as_int32(source, columns[source].gather(*where))
     else:
-        labels = input_ids
+        labels = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(pieces)) if input_ids is None else input_ids
     return apply_loss_masks(labels, masks) if masks else labels
 
 

@@ -4,7 +4,7 @@
 trees if documents share prefixes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, TREE_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.lengths import IntArray, check_lengths, sums_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.packed_rows import Rows, pack_rows
-from hf_packing.rows.token_columns import TokenColumns, find_token_columns
+from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
 from hf_packing.strategies.base import Strategy, check_strategy
 from hf_packing.trees.forest import check_fewest_shared
 from hf_packing.trees.rows import plan_trees, tree_rows
@@ -81,6 +81,11 @@ class Packing:
         if self.fewest_shared is not None:
             return tree_rows(columns, plan, packs, bucket=self.strategy.has_buckets)
         return pack_rows(columns, plan, packs, position_ids=self.position_ids, bucket=self.strategy.has_buckets)
+
+    def blocks(self, columns: TokenColumns, plan: PackingPlan, tokens: int) -> Iterator[Rows]:
+        """Build all rows of a plan in order, in blocks whose segments have at most so many tokens, or of one row."""
+        for first, end in blocks_of_rows(sums_of(plan.segment_length, plan.pack_offsets), tokens):
+            yield self.rows(columns, plan, np.arange(first, end))
 
     def schema(self, documents: pa.Schema) -> pa.Schema:
         """Return names and types of the columns of rows, given those of the documents."""

@@ -22,7 +22,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
 from hf_packing.rows.packing_trace import refuse_lost_borders
 
 TOKENS_AT_ONCE = 1 << 19
@@ -30,8 +30,8 @@ TOKENS_AT_ONCE = 1 << 19
 
 VALUES_OF_TOKENS = {INPUT_IDS: "integers", LABELS: "integers"} | dict.fromkeys((ATTENTION_MASK, *LOSS_MASKS), "0 and 1")
 """Columns that must have a number for each token, with a description of these numbers."""
-_NO_LIST, _HAS_NULL = -1, -2
-"""What stands for the length of a row that cannot be read: it is null, or one of its values is."""
+_UNREADABLE = -1
+"""What stands for the length of a row that is null, or has a value that is."""
 
 
 class TokenColumn:
@@ -47,15 +47,15 @@ class TokenColumn:
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
-        type: the Arrow type of the column.
+        large: whether the lists have 64-bit offsets.
 
     Raises:
         PackingError: a list or a value is null.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
-        self.name = name
-        self.type: pa.DataType = column.type
+        self.large = pa.types.is_large_list(column.type)
+        self._dtype = column.type.value_type.to_pandas_dtype()
         chunks = [_read_chunk(name, chunk) for chunk in column.chunks]
         none = np.zeros(0, dtype=np.int64)
         self._values = [values for values, _, _ in chunks]
@@ -66,40 +66,39 @@ class TokenColumn:
             self._begin = self._begin[row_numbers]
             self.length = self.length[row_numbers]
             self._chunk = self._chunk[row_numbers]
-        if (unreadable := self.length < 0).any():
-            row = int(unreadable.argmax())
-            if self.length[row] == _NO_LIST:
-                raise PackingError(f"column {name!r}: expected a list in every row, but row {row} has none")
-            raise PackingError(f"column {name!r}: expected a number for every token, but row {row} has a null")
+        if (unreadable := np.flatnonzero(self.length == _UNREADABLE)).size:
+            raise PackingError(
+                f"column {name!r}: expected a list with a number for every token in every row, but row {unreadable[0]} "
+                "is null or has a null"
+            )
 
-    def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
-        """Return slices of rows, concatenated. Each slice has the values start:start + length of its row.
+    def gather(self, pieces: Pieces) -> npt.NDArray[Any]:
+        """Return the values of pieces of rows, concatenated, in the dtype of the column; always a copy.
 
         Slicing and one np.concatenate are about twice as fast as fancy indexing or `take`.
-
-        Args:
-            row: integers [slices]: the index of the row to which each slice belongs.
-            start: integers [slices]: the index, within the row, of each slice's first value.
-            length: integers [slices]: the number of values in each slice.
-
-        Returns:
-            Array [sum(length)] in the dtype of the column; always a copy.
         """
-        slices = self._slices(row, start, length)
-        return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
+        slices = self._slices(pieces)
+        return np.concatenate(slices) if slices else np.zeros(0, dtype=self._dtype)
+
+    def gather_rows(self, rows: IntArray) -> npt.NDArray[Any]:
+        """Return the values of whole rows, concatenated, as `gather` does."""
+        return self.gather(self._whole(rows))
 
     def read(self, rows: IntArray) -> list[npt.NDArray[Any]]:
         """Return the values of some rows, as arrays that share the memory of the Arrow column."""
-        return self._slices(rows, 0, self.length[rows])
+        return self._slices(self._whole(rows))
 
-    def _slices(self, row: IntArray, start: IntArray | int, length: IntArray) -> list[npt.NDArray[Any]]:
-        begin = self._begin[row] + start
-        bounds = zip(begin.tolist(), (begin + length).tolist(), strict=True)
+    def _whole(self, rows: IntArray) -> Pieces:
+        return Pieces(rows, np.zeros_like(rows), self.length[rows])
+
+    def _slices(self, pieces: Pieces) -> list[npt.NDArray[Any]]:
+        begin = self._begin[pieces.document] + pieces.start
+        bounds = zip(begin.tolist(), (begin + pieces.length).tolist(), strict=True)
         if len(self._values) == 1:
             values = self._values[0]
             return [values[a:b] for a, b in bounds]
-        chunks = self._values
-        return [chunks[c][a:b] for c, (a, b) in zip(self._chunk[row].tolist(), bounds, strict=True)]
+        chunks = self._chunk[pieces.document].tolist()
+        return [self._values[chunk][a:b] for chunk, (a, b) in zip(chunks, bounds, strict=True)]
 
 
 def column_of_values(name: str, values: npt.NDArray[Any], lengths: IntArray) -> TokenColumn:
@@ -214,12 +213,12 @@ def visible_columns(dataset: Any) -> list[str]:
             would look like documents.
     """
     form, schema = dataset.format, dataset.data.table.schema
-    shown = schema.names if form["output_all_columns"] else form["columns"]
+    shown = set(schema.names if form["output_all_columns"] else form["columns"])
+    if ATTENTION_MASK in schema.names and is_token_type(schema.field(ATTENTION_MASK).type):
+        shown.add(ATTENTION_MASK)
     names = [name for name in schema.names if name in shown]
     refuse_lost_borders(dataset, names, stored=schema.names)
-    if ATTENTION_MASK in schema.names and is_token_type(schema.field(ATTENTION_MASK).type):
-        shown = [*shown, ATTENTION_MASK]
-    return [name for name in schema.names if name in shown]
+    return names
 
 
 def check_no_transform(dataset: Any) -> None:
@@ -291,10 +290,9 @@ def check_no_padding(mask: TokenColumn) -> None:
     """Raise PackingError if an attention_mask has a value other than 1."""
     for first, end in blocks_of_rows(mask.length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
-        values = mask.gather(rows, np.zeros_like(rows), mask.length[rows])
-        if (other := values != 1).any():
-            token = int(other.argmax())
-            row = int(np.repeat(rows, mask.length[rows])[token])
+        values = mask.gather_rows(rows)
+        for token in np.flatnonzero(values != 1)[:1]:
+            row = np.repeat(rows, mask.length[rows])[token]
             raise PackingError(
                 f"column 'attention_mask': expected documents without padding, got a {values[token]} in row {row}; "
                 "tokenize with padding=False, and pack documents once"
@@ -309,10 +307,10 @@ def _read_chunk(name: str, chunk: pa.Array) -> tuple[npt.NDArray[Any], IntArray,
     length = np.diff(offsets)
     if values.null_count and not is_list(values.type):
         nulls_before = offsets_of(values.is_null().to_numpy(zero_copy_only=False))
-        length[np.diff(nulls_before[offsets]) > 0] = _HAS_NULL
+        length[np.diff(nulls_before[offsets]) > 0] = _UNREADABLE
         values = values.fill_null(False if pa.types.is_boolean(values.type) else 0)
     if chunk.null_count:
-        length[chunk.is_null().to_numpy(zero_copy_only=False)] = _NO_LIST
+        length[chunk.is_null().to_numpy(zero_copy_only=False)] = _UNREADABLE
     if is_list(values.type):
         sizes, values = pc.list_value_length(values), values.flatten()
         if values.null_count or sizes.null_count or pc.any(pc.not_equal(sizes, 2)).as_py():

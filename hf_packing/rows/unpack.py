@@ -24,7 +24,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, count_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, count_ranges, offsets_of
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.rows.cache import PLAN, ROWS, Origin
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
@@ -119,7 +119,7 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
     ranges = paths.find(order, np.zeros_like(length), length).in_order()
     pack = plan.pack_of_segment()[order[ranges.part]]
     begin_of_pack = offsets_of(paths.own)[plan.pack_offsets]
-    where = pack, ranges.begin - begin_of_pack[pack], ranges.length
+    where = Pieces(pack, ranges.begin - begin_of_pack[pack], ranges.length)
     begin = offsets_of(length)[:-1]
     document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)
@@ -133,7 +133,7 @@ def _documents_of(rows: pa.Table, origin: Origin) -> pa.Table:
                 f"column {stored!r}: expected lists of numbers, one for each token, got {kind}; remove the column "
                 "before unpacking"
             )
-        values = TokenColumn(stored, rows.column(stored)).gather(*where)
+        values = TokenColumn(stored, rows.column(stored)).gather(where)
         name = {TREE_INPUT_IDS: INPUT_IDS, TREE_LABELS: LABELS}.get(stored, stored)
         if stored == TREE_LABELS:
             values[~_are_trained(rows.column(TRAINED), plan, order, begin)] = IGNORED_LABEL

@@ -49,7 +49,7 @@ def kept_labels(
     columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
     whole = Pieces.whole(sizes.tokens)
     if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
-        lengths = segments.gather(whole.document, whole.start, sizes.segments).astype(np.int64)
+        lengths = segments.gather_rows(whole.document).astype(np.int64)
         row = np.repeat(whole.document, sizes.segments)
         whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
     found = count_labels(columns, whole, keep_first)

@@ -34,7 +34,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, offsets_of, sums_of
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
@@ -216,8 +216,7 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
         names: the columns to read, of which a few rows are sampled.
     """
     plan = rows.plan
-    segments = np.diff(plan.pack_offsets)[packs]
-    chosen = indices_in_ranges(plan.pack_offsets[packs], segments)
+    chosen, segments = indices_in_groups(plan.pack_offsets, packs)
     own = plan.segment_own()[chosen]
     depths = plan.segment_length[chosen] - own
     bucket = plan.pack_capacity[packs] if BUCKET in names else None

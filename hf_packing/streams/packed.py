@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -30,7 +31,7 @@ from hf_packing.planning.windows import (
     packs_with_room,
 )
 from hf_packing.rows.changes import labels_left
-from hf_packing.rows.packed_rows import blocks_of_packs, list_array
+from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy
@@ -96,11 +97,10 @@ class StreamPacking:
         reader = DocumentReader(examples, self.schema, window["place"], share)
         while not reader.ended:
             columns, plan, following = self._plan(reader, window)
-            for packs in blocks_of_packs(plan, _TOKENS_AT_ONCE):
-                left = packs[packs >= rows_out]
-                table = self.packing.rows(columns, plan, left).table
-                for row, pack in enumerate(left.tolist()):
-                    yield table.slice(row, 1), window, pack + 1
+            blocks = (rows.table for rows in self.packing.blocks(columns, plan, _TOKENS_AT_ONCE))
+            tables = (block.slice(row, 1) for block in blocks for row in range(block.num_rows))
+            for number, table in enumerate(islice(tables, rows_out, None), start=rows_out + 1):
+                yield table, window, number
             window, rows_out = following, 0
         yield None, window, 0
 
@@ -219,6 +219,5 @@ def _waiting_documents(
     """
     waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
     waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
-    where = (waiting.document, waiting.start, waiting.length)
-    arrays = {name: list_array(columns[name].gather(*where), waiting.length) for name in schema.names}
+    arrays = {name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names}
     return pa.table(arrays).cast(schema), waiting.document

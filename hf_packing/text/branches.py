@@ -147,7 +147,7 @@ def _turns_of(
         if whole[: len(prompt)] != prompt:  # a token spans the end of the prompt, which cannot happen at inference
             (generated,) = _encode(texts, [text])
             apart, together = (
-                texts.template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                texts.renderer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 for ids in (prompt + generated, whole)
             )
             if apart != together:
@@ -155,7 +155,7 @@ def _turns_of(
                     f"message {number}: expected a tokenizer that can tokenize a turn apart from its prompt, but "
                     f"{before[-_SHOWN:]!r} and {text[:_SHOWN]!r} become other text"
                 )
-        has_end = text.endswith(texts.template.special_tokens)
+        has_end = text.endswith(texts.renderer.special_tokens)
         turns.append(_Turn(prompt, generated, has_end, lacks_text(messages[number], text)))
     return turns
 
@@ -167,8 +167,8 @@ def _write_turn(texts: TextTokenizer, messages: Sequence[Message], number: int, 
         BadRowError: the turn does not begin with its generation prompt.
     """
     try:
-        prompt, _ = texts.template.write(messages[:number], settings, ask=True)
-        whole, _ = texts.template.write(messages[: number + 1], settings)
+        prompt, _ = texts.renderer.write(messages[:number], settings, ask=True)
+        whole, _ = texts.renderer.write(messages[: number + 1], settings)
     except BadRowError as error:
         raise BadRowError(f"message {number}: {error}") from None
     if not whole.startswith(prompt):
@@ -185,7 +185,7 @@ def _write_turn(texts: TextTokenizer, messages: Sequence[Message], number: int, 
         raise BadRowError(f"message {number}: expected a turn with text, but the chat template writes none for it")
     stripped = generated.rstrip()
     # the model stops at the end token; a line break after it is the template's
-    return prompt, stripped if stripped.endswith(texts.template.special_tokens) else generated
+    return prompt, stripped if stripped.endswith(texts.renderer.special_tokens) else generated
 
 
 def _encode(texts: TextTokenizer, given: list[str]) -> list[list[int]]:

@@ -102,7 +102,7 @@ class Documents:
         rows = self._lines() if dataset is None else _numbered(self.data, dataset)
         first = next(rows, None)
         names = first[1] if first else {}
-        if INPUT_IDS in names and (tokenizer is None or tokenizer.text_field is None):
+        if INPUT_IDS in names and (tokenizer is None or tokenizer.renderer.text_field is None):
             if tokenizer is not None or self.skip_bad:
                 argument = "skip_bad" if tokenizer is None else "tokenizer"
                 raise PackingError(
@@ -128,7 +128,7 @@ class Documents:
         size = 0
         for place, row in rows:
             try:
-                document = tokenizer.render(row)
+                document = tokenizer.renderer.render(row)
             except BadRowError as error:
                 self._leave_out(f"{place}: {error}")
                 continue

@@ -59,12 +59,18 @@ class Rendered(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """A chat template, and the tokenizer of transformers that writes chats with it."""
+class Renderer:
+    """How rows become text: the chat template, the tokenizer of transformers that writes chats with it, and options."""
 
     tokenizer: Any
-    source: Any
-    """The template's text; or several, by name."""
+    template: Any
+    """The chat template's text; or several, by name."""
+    text_field: str | None = None
+    """Name of the field with the text; None to take the first of ROW_KINDS that a row has."""
+    separator: str | None = None
+    """The text between a prompt and a completion that are both text; None for no text."""
+    train_on: str | None = None
+    """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -73,28 +79,33 @@ class ChatTemplate:
         return tuple({*self.tokenizer.all_special_tokens, *added})
 
     @cached_property
-    def for_training(self) -> "ChatTemplate":
-        """TRL's training version of the tokenizer's template, which SFTTrainer takes; or this template."""
-        if self.source != self.tokenizer.chat_template:
-            return self
+    def _template_for_training(self) -> Any:
+        """TRL's training version of the tokenizer's template, which SFTTrainer takes; or the given template."""
+        if self.template != self.tokenizer.chat_template:
+            return self.template
         try:
             from trl import get_training_chat_template
 
-            return ChatTemplate(self.tokenizer, get_training_chat_template(self.tokenizer) or self.source)
+            return get_training_chat_template(self.tokenizer) or self.template
         except (ImportError, ValueError):  # no TRL, or a template that it does not know
-            return self
+            return self.template
 
     def write(
-        self, messages: Sequence[Message], settings: Settings, ask: bool = False, mark: bool = False
+        self, messages: Sequence[Message], settings: Settings, ask: bool = False, for_training: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Return a chat as text, if `ask` with the generation prompt; if `mark`, also the parts that it marks."""
+        """Return a chat as text, if `ask` with the generation prompt, and the parts that the template marks.
+
+        With `for_training`, TRL's training version of the template writes the chat.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template  # apply_chat_template calls it
 
-        given = self.source if isinstance(self.source, str) else None
-        source = self.tokenizer.get_chat_template(given, settings.get("tools"))
+        template = self._template_for_training if for_training else self.template
+        source = self.tokenizer.get_chat_template(
+            template if isinstance(template, str) else None, settings.get("tools")
+        )
         if settings.get("tools") and "tools" not in source:
             raise BadRowError("expected a chat template that writes tools, since the row has tools")
-        marked = mark and _MARKS.search(source) is not None
+        marked = _MARKS.search(source) is not None
         options = {**self.tokenizer.special_tokens_map, **settings, "chat_template": source}
         options |= {"add_generation_prompt": ask, "return_assistant_tokens_mask": marked}
         try:
@@ -105,97 +116,82 @@ class ChatTemplate:
             ) from None
         return text, spans[0] if marked else None
 
+    def render(self, row: Mapping[str, Any]) -> Rendered:
+        """Return the text of a row, and the parts of the text that are trained on.
 
-def render(
-    row: Mapping[str, Any],
-    template: ChatTemplate,
-    text_field: str | None = None,
-    separator: str | None = None,
-    train_on: str | None = None,
-) -> Rendered:
-    """Return the text of a row, and the parts of the text that are trained on.
+        Raises:
+            BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, the
+                template cannot write the chat, or the text is not Unicode.
+        """
+        wanted = (self.text_field,) if self.text_field else ROW_KINDS
+        kind = next((name for name in wanted if row.get(name) is not None), None)
+        if kind is None or (kind == "prompt" and row.get("completion") is None):
+            expected = self.text_field
+            if expected in (None, "prompt"):
+                expected = "text, prompt and completion, or messages"
+            fields = ", ".join(row) or "none"
+            raise BadRowError(f"expected {expected}, got the fields {fields}; text_field names the field with the text")
+        if self.separator is not None and kind != "prompt":
+            raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
+        before: Any = [] if kind == "messages" else ""
+        after = row[kind]
+        if kind == "prompt":
+            before, after = row["prompt"], row["completion"]
+        is_chat = kind == "messages" or (kind == "prompt" and not (isinstance(before, str) and isinstance(after, str)))
+        fitting = ["completion"] * (kind == "prompt") + ["assistant"] * is_chat + ["all"]
+        if self.train_on not in (None, *fitting):
+            raise BadRowError(
+                f"expected train_on={' or '.join(map(repr, fitting))} for documents with {kind} of this type, got "
+                f"train_on={self.train_on!r}"
+            )
+        train_on = self.train_on or fitting[0]
+        if is_chat:
+            prompt, completion = messages_of(before), messages_of(after)
+            if kind == "prompt" and not completion:
+                raise BadRowError("expected at least one message in the completion, got an empty list")
+            rendered = self._render_chat([*prompt, *completion], len(prompt), settings_of(row), train_on)
+        elif isinstance(after, str):
+            before += self.separator or ""
+            text = before + after
+            rendered = Rendered(text, None if train_on == "all" else [(len(before), len(text))])
+        else:
+            raise BadRowError(f"expected text in the field {kind!r}, got {type(after).__name__}")
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
+        return rendered
 
-    Args:
-        row: a row of the documents.
-        template: the chat template.
-        text_field: name of the field with the text; None to take the first of ROW_KINDS that the row has.
-        separator: the text between a prompt and a completion that are both text; None for no text.
-        train_on: one of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts.
+    def _render_chat(self, messages: Sequence[Message], prompt: int, settings: Settings, train_on: str) -> Rendered:
+        """Return the text of a chat, and its parts that are trained on; the first `prompt` messages are the prompt."""
+        for_training = train_on == "assistant"
+        text, marked = self.write(messages, settings, for_training=for_training)
 
-    Raises:
-        BadRowError: the row has no such field, a value has the wrong type, an option does not fit the row, or the
-            template cannot write the chat.
-    """
-    wanted = (text_field,) if text_field else ROW_KINDS
-    kind = next((name for name in wanted if row.get(name) is not None), None)
-    if kind is None or (kind == "prompt" and row.get("completion") is None):
-        expected = "text, prompt and completion, or messages" if text_field in (None, "prompt") else text_field
-        fields = ", ".join(row) or "none"
-        raise BadRowError(f"expected {expected}, got the fields {fields}; text_field names the field with the text")
-    if separator is not None and kind != "prompt":
-        raise BadRowError(f"separator: expected a row with prompt and completion, got one with {kind}")
-    before: Any = [] if kind == "messages" else ""
-    after = row[kind]
-    if kind == "prompt":
-        before, after = row["prompt"], row["completion"]
-    is_chat = kind == "messages" or (kind == "prompt" and not (isinstance(before, str) and isinstance(after, str)))
-    fitting = ["completion"] * (kind == "prompt") + ["assistant"] * is_chat + ["all"]
-    if train_on not in (None, *fitting):
-        raise BadRowError(
-            f"expected train_on={' or '.join(map(repr, fitting))} for documents with {kind} of this type, got "
-            f"train_on={train_on!r}"
-        )
-    train_on = train_on or fitting[0]
-    if is_chat:
-        prompt, completion = messages_of(before), messages_of(after)
-        if kind == "prompt" and not completion:
-            raise BadRowError("expected at least one message in the completion, got an empty list")
-        return _render_chat(prompt, completion, row, template, train_on)
-    if not isinstance(after, str):
-        raise BadRowError(f"expected text in the field {kind!r}, got {type(after).__name__}")
-    before += separator or ""
-    text = before + after
-    return Rendered(text, None if train_on == "all" else [(len(before), len(text))])
+        def prefix(number: int, ask: bool) -> int:
+            """Return the length of the text of the first messages, if `ask` with the generation prompt."""
+            before, _ = self.write(messages[:number], settings, ask, for_training)
+            if text.startswith(before):
+                return len(before)
+            raise BadRowError(
+                f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
+                f"{number} messages when others follow, so the tokens to train on cannot be found. Install trl, "
+                "which has training versions of many templates; take a template with {% generation %} marks; or make a "
+                "document of each turn with hf_packing.branches"
+            )
 
-
-def _render_chat(
-    prompt: Sequence[Message],
-    completion: Sequence[Message],
-    row: Mapping[str, Any],
-    template: ChatTemplate,
-    train_on: str,
-) -> Rendered:
-    """Return the text of a chat, and its parts that are trained on."""
-    messages, settings = [*prompt, *completion], settings_of(row)
-    if train_on == "assistant":
-        template = template.for_training
-    text, marked = template.write(messages, settings, mark=train_on == "assistant")
-
-    def prefix(number: int, ask: bool) -> int:
-        """Return the length of the text of the first messages, if `ask` with the generation prompt."""
-        before, _ = template.write(messages[:number], settings, ask)
-        if text.startswith(before):
-            return len(before)
-        raise BadRowError(
-            f"expected a chat template that leaves earlier turns as they are, but this template rewrites the first "
-            f"{number} messages when others follow, so the tokens to train on cannot be found. Install trl, "
-            "which has training versions of many templates; take a template with {% generation %} marks; or make a "
-            "document of each turn with hf_packing.branches"
-        )
-
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    begin = prefix(len(prompt), True) if prompt and train_on != "all" else 0
-    trained: list[Span] | None = None
-    if train_on == "completion":
-        trained = [(begin, len(text))]
-    elif train_on == "assistant":
-        if marked is None:
-            marked = [(prefix(turn, True) if turn else 0, prefix(turn + 1, False)) for turn in turns]
-        elif turns and not marked:
-            raise BadRowError("expected a chat template that marks the assistant's turns, but it marks none")
-        trained = [(max(start, begin), stop) for start, stop in marked if stop > begin]
-    lacking = any(lacks_text(messages[turn], text) for turn in turns)
-    return Rendered(text, trained, complete=True, lacks_text=lacking)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        begin = prefix(prompt, True) if prompt and train_on != "all" else 0
+        trained: list[Span] | None = None
+        if train_on == "completion":
+            trained = [(begin, len(text))]
+        elif train_on == "assistant":
+            if marked is None:
+                marked = [(prefix(turn, True) if turn else 0, prefix(turn + 1, False)) for turn in turns]
+            elif turns and not marked:
+                raise BadRowError("expected a chat template that marks the assistant's turns, but it marks none")
+            trained = [(max(start, begin), stop) for start, stop in marked if stop > begin]
+        lacking = any(lacks_text(messages[turn], text) for turn in turns)
+        return Rendered(text, trained, complete=True, lacks_text=lacking)
 
 
 def lacks_text(message: Message, text: str) -> bool:

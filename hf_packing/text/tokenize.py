@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, ChatTemplate, Rendered, Span, reason_of, render
+from hf_packing.text.render import CHATML, TRAIN_ON, BadRowError, Rendered, Renderer, Span, reason_of
 
 TOKEN_COLUMNS = datasets.Features(
     {INPUT_IDS: datasets.List(datasets.Value("int32")), LABELS: datasets.List(datasets.Value("int32"))}
@@ -41,24 +41,10 @@ class TextTokenizer:
 
     backend: Any
     """A `tokenizers.Tokenizer`, or an object with the same methods."""
-    template: ChatTemplate
+    renderer: Renderer
+    """Turns rows into text."""
     end: int | None
     """The id of the token to append to texts that do not end with it; None for none. Chat templates write their own."""
-    text_field: str | None = None
-    """Name of the field with the text; None to take the first of ROW_KINDS that a row has."""
-    separator: str | None = None
-    """The text between a prompt and a completion that are both text; None for no text."""
-    train_on: str | None = None
-    """One of TRAIN_ON; None for the assistant's turns of messages, for completions, and for whole texts."""
-
-    def render(self, row: Mapping[str, Any]) -> Rendered:
-        """Return the text of a row; raise BadRowError if the row cannot be used."""
-        rendered = render(row, self.template, self.text_field, self.separator, self.train_on)
-        try:
-            rendered.text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
-        return rendered
 
     def tokens(self, rendered: Sequence[Rendered]) -> Tokens:
         """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100."""
@@ -120,7 +106,7 @@ def text_tokenizer(
         tokenizer: a PreTrainedTokenizerBase. Its padding and truncation, which would change lengths, are switched off.
         chat_template: the chat template; None for that of the tokenizer, or ChatML if it has none.
         end_documents: whether to append the end-of-sequence token to texts.
-        options: `text_field`, `separator` and `train_on` of TextTokenizer.
+        options: `text_field`, `separator` and `train_on` of Renderer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -128,8 +114,8 @@ def text_tokenizer(
     else:
         backend.no_padding()
         backend.no_truncation()
-    template = ChatTemplate(tokenizer, chat_template or tokenizer.chat_template or CHATML)
-    return TextTokenizer(backend, template, tokenizer.eos_token_id if end_documents else None, **options)
+    renderer = Renderer(tokenizer, chat_template or tokenizer.chat_template or CHATML, **options)
+    return TextTokenizer(backend, renderer, tokenizer.eos_token_id if end_documents else None)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
@@ -265,7 +251,7 @@ def _tokens_of(
     rendered = []
     for number, row in enumerate(rows):
         try:
-            rendered.append(texts.render(row))
+            rendered.append(texts.renderer.render(row))
         except BadRowError as error:
             place = f"row {number} of the batch" if numbers is None else f"row {numbers[number]}"
             raise PackingError(f"{place}: {error}") from None

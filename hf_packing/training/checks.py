@@ -379,8 +379,7 @@ def _blocks(
     length = columns[LABELS].length
     for first, end in blocks_of_rows(length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
-        whole = np.zeros_like(rows)
-        values = {name: columns[name].gather(rows, whole, length[rows]) for name in names}
-        lengths = length[rows] if segments is None else segments.gather(rows, whole, segments.length[rows])
+        values = {name: columns[name].gather_rows(rows) for name in names}
+        lengths = length[rows] if segments is None else segments.gather_rows(rows)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
         yield np.repeat(rows, length[rows]), values, begins[lengths > 0]

@@ -11,7 +11,7 @@ only where they are neither -100 nor the token itself.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -84,8 +84,7 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     step = max(1, _TOKENS_OF_BLOCK // min_shared)
     for begin in range(0, len(long_enough), step):
         some = pieces.take(long_enough[begin : begin + step])
-        lengths = np.full(len(some.document), min_shared)
-        beginnings = columns[INPUT_IDS].gather(some.document, some.start, lengths)
+        beginnings = columns[INPUT_IDS].gather(replace(some, length=np.full(len(some.length), min_shared)))
         hashes[begin : begin + step] = _hash(beginnings.reshape(-1, min_shared))
     _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     several = np.flatnonzero(sizes[group] > 1)
@@ -207,9 +206,8 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
     Raises:
         PackingError: a loss mask has a value other than 0 and 1, or input_ids or labels do not fit in 32 bits.
     """
-    where = (pieces.document, pieces.start, pieces.length)
     offsets = offsets_of(pieces.length)
-    input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(*where))
+    input_ids = as_int32(INPUT_IDS, columns[INPUT_IDS].gather(pieces))
     found, names = [input_ids[:, None]], [INPUT_IDS]
     labels = read_labels(columns, pieces)
     if labels is not None:
@@ -221,7 +219,7 @@ def _read_values(columns: TokenColumns, pieces: Pieces, are_beginnings: bool) ->
             names.append(LABELS)
     for name, column in columns.items():
         if name not in (INPUT_IDS, LABELS, *LOSS_MASKS):
-            found.append(_as_integers(column.gather(*where)))
+            found.append(_as_integers(column.gather(pieces)))
             names += [name] * found[-1].shape[1]
     joined = (np.concatenate(found, axis=1) if len(found) > 1 else input_ids).tobytes()
     borders = (offsets * 4 * len(names)).tolist()
@@ -263,7 +261,7 @@ def find_in_batch(
         ((2, 1, 2), (-1, 0, 0), [0, 1, 2, 5, 6], [0, 1, 2, 0, 1, 3, 4])
     """
     length = np.array(lengths, dtype=np.int64)
-    begin = np.cumsum(length) - length
+    begin = offsets_of(length)[:-1]
     of_tokens = {INPUT_IDS: input_ids, **others}
     columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
     forest = find_trees(columns, Pieces.whole(length), min_shared).forest

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_ranges, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, Pieces, check_lengths, indices_in_groups, offsets_of, sums_of
 from hf_packing.planning.plan import PackingPlan
 
 
@@ -45,8 +45,7 @@ class Forest:
 
     def select(self, trees: IntArray) -> "Forest":
         """Return the forest of some of the trees, in the order of their indices `trees`."""
-        offsets = self.offsets
-        chosen = indices_in_ranges(offsets[trees], np.diff(offsets)[trees])
+        chosen, _ = indices_in_groups(self.offsets, trees)
         return Forest(self.order[chosen], self.length[chosen], self.shared[chosen])
 
 

@@ -30,6 +30,7 @@ from hf_packing.planning.lengths import (
     check_lengths,
     count_ranges,
     cut_to_pieces,
+    indices_in_groups,
     indices_in_ranges,
     offsets_of,
     sums_of,
@@ -72,19 +73,14 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         packs: integers [rows]: numbers of packs, in any order.
         bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
-    sizes = plan.pack_offsets[packs + 1] - plan.pack_offsets[packs]
+    documents, sizes = indices_in_groups(plan.pack_offsets, packs)
     offsets = offsets_of(sizes)
-    documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
     whole = plan.segments.take(documents)
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
     adds = np.flatnonzero(paths.own)
     own = Pieces(whole.document[adds], whole.start[adds] + paths.shared[adds], paths.own[adds])
-    values = {
-        name: column.gather(own.document, own.start, own.length)
-        for name, column in columns.items()
-        if name not in (LABELS, *LOSS_MASKS)
-    }
+    values = {name: column.gather(own) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
     begin = offsets_of(paths.length)[:-1]
@@ -102,14 +98,13 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
     row_runs = np.diff(np.searchsorted(runs.document, offsets))
     in_row = runs.document - np.repeat(offsets[:-1], row_runs)
     trained = np.stack([in_row, runs.start, runs.length], axis=1)
-    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
     arrays = {
-        TREE_INPUT_IDS: list_array(input_ids, row_tokens, large[INPUT_IDS]),
-        TREE_LABELS: list_array(tree_labels, row_tokens, large.get(LABELS, large[INPUT_IDS])),
-        **{name: list_array(of_tokens, row_tokens, large[name]) for name, of_tokens in values.items()},
+        TREE_INPUT_IDS: list_array(input_ids, row_tokens, columns[INPUT_IDS].large),
+        TREE_LABELS: list_array(tree_labels, row_tokens, columns.get(LABELS, columns[INPUT_IDS]).large),
+        **{name: list_array(of_tokens, row_tokens, columns[name].large) for name, of_tokens in values.items()},
         SEGMENT_LENGTHS: list_array(segments.lengths.astype(np.int32), segments.per_row),
         PARENTS: list_array(segments.parents.astype(np.int32), segments.per_row),
-        ENDS: list_array(segments.ends.astype(np.int32), np.diff(offsets)),
+        ENDS: list_array(segments.ends.astype(np.int32), sizes),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
     if bucket:

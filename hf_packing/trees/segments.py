@@ -69,10 +69,7 @@ class TreeSegments:
             return cls.from_arrays(joined, above)
         except PackingError:
             for number, row in enumerate(zip(lengths, parents, strict=True)):
-                try:
-                    cls.from_arrays(*row)
-                except PackingError as error:
-                    raise PackingError(f"{error} of row {number}") from None
+                _check(*row, f" of row {number}")
             raise
 
     @property
@@ -174,25 +171,25 @@ def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64
     return lengths * (2 * depths + lengths)
 
 
-def _check(lengths: Sequence[int], parents: Sequence[int]) -> None:
+def _check(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray, where: str = "") -> None:
     if len(lengths) != len(parents):
         raise PackingError(
             f"column {PARENTS!r}: expected one parent for each of the {len(lengths)} segments in {SEGMENT_LENGTHS}, "
-            f"got {len(parents)}"
+            f"got {len(parents)}{where}"
         )
     path: list[int] = []  # the segments from the last root down to the segment before
     for segment, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
         if length < 1:
             raise PackingError(
                 f"column {SEGMENT_LENGTHS!r}: expected at least 1 token in each segment, got {length} in segment "
-                f"{segment}"
+                f"{segment}{where}"
             )
         while path and path[-1] != parent:
             path.pop()
         if parent != -1 and not path:
             raise PackingError(
                 f"column {PARENTS!r}: expected segments in depth-first order, each after its parent and whatever is "
-                f"below the segments between them, got parent {parent} for segment {segment}"
+                f"below the segments between them, got parent {parent} for segment {segment}{where}"
             )
         path.append(segment)
 
@@ -261,7 +258,7 @@ class TreePaths:
     @cached_property
     def begin(self) -> IntArray:
         """int64 [documents]: index of the first token that each document adds."""
-        return np.cumsum(self.own) - self.own
+        return offsets_of(self.own)[:-1]
 
     @cached_property
     def above(self) -> IntArray:

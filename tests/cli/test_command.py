@@ -126,7 +126,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         ),
         (
             ["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{folder}/out", "--max-length", "8", "16"],
-            "--max-length: expected a single number with best_fit, got 8, 16",
+            "--max-length: expected a single number with best_fit, got [8, 16]",
         ),
         (["check", "nobody/nothing"], "MODEL: expected a name on the hub, a folder, or an architecture such as llama"),
     ],

@@ -59,9 +59,9 @@ def test_rows_that_were_filtered_away_are_not_looked_at():
     rows = [[1, 2], None, [3], [4, None]]
     source = Dataset.from_dict({"input_ids": rows})
     assert hfp.unpack(hfp.pack(source.select([2, 0]), hfp.BestFit(4)))["input_ids"][:] == [[3], [1, 2]]
-    with pytest.raises(hfp.PackingError, match="expected a list in every row, but row 1 has none"):
+    with pytest.raises(hfp.PackingError, match="row 1 is null or has a null"):
         hfp.pack(source.select([2, 1]), hfp.BestFit(4))
-    with pytest.raises(hfp.PackingError, match="expected a number for every token, but row 0 has a null"):
+    with pytest.raises(hfp.PackingError, match="row 0 is null or has a null"):
         hfp.pack(source.select([3, 2]), hfp.BestFit(4))
 
 

@@ -47,8 +47,8 @@ REFUSED = {
     "pack packed rows": (lambda: hfp.pack(pack(), STRATEGY), "column 'seq_lengths': .*packed already"),
     "pack trees": (lambda: hfp.pack(trees(), STRATEGY), "column 'tree_input_ids': "),
     "pack a transform": (lambda: hfp.pack(documents().with_transform(dict), STRATEGY), "dataset: .* attach .* map"),
-    "pack a null": (lambda: pack([[1], None]), "column 'input_ids': .* row 1 has none"),
-    "pack a null token": (lambda: pack([[1], [2, None]]), "column 'input_ids': .* row 1 has a null"),
+    "pack a null": (lambda: pack([[1], None]), "column 'input_ids': .* row 1 is null"),
+    "pack a null token": (lambda: pack([[1], [2, None]]), "column 'input_ids': .* row 1 is null"),
     "pack a mask of another length": (lambda: pack([[5, 6]], completion_mask=[[1]]), "column 'completion_mask': "),
     "pack a stream in a dict": (
         lambda: hfp.pack(DatasetDict(a=documents(), b=documents().to_iterable_dataset()), STRATEGY),

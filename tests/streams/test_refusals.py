@@ -45,7 +45,7 @@ REFUSED = {
         datasets.IterableDatasetDict(train=Dataset.from_dict({"text": ["a"]}).to_iterable_dataset())
     ),
     "column 'labels': .* as many values": lambda: pack(stream_of([[1, 2], [3, 4]], labels=[[1], [2]])),
-    "column 'labels': .* row 1 has none": lambda: pack(stream_of([[1, 2], [3, 4]], labels=[[1, 2], None])),
+    "column 'labels': .* row 1 is null": lambda: pack(stream_of([[1, 2], [3, 4]], labels=[[1, 2], None])),
     "column 'attention_mask'": lambda: pack(stream_of([[1, 2], [3, 4]], attention_mask=[[1, 1], [1, 0]])),
     "column 'input_ids': .*int32": lambda: pack(stream_of([[1, 2**31]])),
     "5 tokens": lambda: pack(stream_of([[1] * 5]), hfp.BestFit(4, overflow="error")),

@@ -7,18 +7,13 @@ import pytest
 from chat_templates import tokenizer_with
 
 from hf_packing.errors import PackingError
-from hf_packing.text.render import CHATML, ChatTemplate
-from hf_packing.text.render import render as render_with
+from hf_packing.text.render import CHATML, Renderer
 
 TOKENIZER = tokenizer_with(None)
 
 
-def template_of(source):
-    return ChatTemplate(TOKENIZER, source)
-
-
 def render(row, source=CHATML, **options):
-    return render_with(row, template_of(source), **options)
+    return Renderer(TOKENIZER, source, **options).render(row)
 
 
 def test_without_a_template_chats_are_written_as_chatml():

@@ -274,7 +274,7 @@ class Spelled(PreTrainedTokenizer):
 
 def test_a_tokenizer_in_python():
     tokenizer = text_tokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.render({"prompt": "ab", "completion": "c"})])
+    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
     assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
     assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
 
