@@ -81,11 +81,10 @@ def check_whole_numbers(name: str, values: Any) -> npt.NDArray[Any]:
         raise PackingError(
             f"{name}: expected 1-d integers, got {type(values).__name__}; conversion to a NumPy array failed: {error}"
         ) from error
-    if array.ndim != 1:
-        got = f"an array of shape {array.shape}" if array.ndim else type(values).__name__
-        raise PackingError(f"{name}: expected a 1-d array, got {got}")
-    if array.size and array.dtype.kind not in "iu":
-        raise PackingError(f"{name}: expected integers, got {array.dtype} values such as {array[0]!r}")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PackingError(
+            f"{name}: expected a 1-d array of integers, got {array.dtype} values of shape {array.shape}: {values!r:.60}"
+        )
     return array
 
 

@@ -23,7 +23,6 @@ from hf_packing.cli.screen import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 
-_NOT_ISOLATED = 1
 _AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 """The Auto class of each kind of language model."""
 _WITHOUT_PATCH = re.compile(r"\. hf_packing\.patch_model\(.*|\nroute: none.*")
@@ -71,7 +70,7 @@ def run(given: argparse.Namespace) -> int:
                 "refusal": refusal,
             }
         )
-    return 0 if patched.isolated else _NOT_ISOLATED
+    return 0 if patched.isolated else 1
 
 
 def _say_wrapped(text: str) -> None:
@@ -109,7 +108,8 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
         return model.to("cuda") if torch.cuda.is_available() else model, f"the model itself{note}"
     with _expecting(buildable):
         with torch.device("meta"):
-            large = head._from_config(config) if _is_model(head) else head.from_config(config, **code)
+            is_auto = hasattr(head, "from_config")
+            large = head.from_config(config, **code) if is_auto else head._from_config(config)
         small = small_copy_of(large)
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
@@ -139,7 +139,7 @@ def _head_of(config: PreTrainedConfig, given: argparse.Namespace) -> tuple[Any, 
         PackingError: the model is neither a causal nor a masked language model.
     """
     named = config.architectures or []
-    known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
+    known = [getattr(transformers, name) for name in named if hasattr(transformers, name)]
     brought = [
         getattr(transformers, auto)
         for auto, where in (getattr(config, "auto_map", None) or {}).items()
@@ -156,7 +156,3 @@ def _head_of(config: PreTrainedConfig, given: argparse.Namespace) -> tuple[Any, 
         )
     missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
     return by_type[-1], f"; the configuration names {missing if named else 'no class'}"
-
-
-def _is_model(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, PreTrainedModel)

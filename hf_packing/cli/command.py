@@ -85,13 +85,13 @@ def _add_report(commands: Any) -> None:
         default=[2048, 4096, 8192],
         help="the most tokens that a row may have; one number or several (default: 2048 4096 8192)",
     )
-    usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
     command.add_argument(
         "--strategy",
         nargs="+",
         choices=STRATEGIES,
         metavar="NAME",
-        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: {usual})",
+        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and "
+        "bucket if --max-length has several numbers)",
     )
     command.add_argument(
         "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"

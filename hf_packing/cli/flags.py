@@ -37,8 +37,9 @@ def read_documents(data: str, given: argparse.Namespace, folder: str) -> tuple[A
     if documents.texts and tokenizer.end is None and not given.no_eos:
         say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
     if documents.lacking:
-        lacking = f"{documents.lacking:,} chats lack content, thinking or tool calls"
-        say_warning(f"{lacking}, which the chat template leaves out")
+        say_warning(
+            f"{documents.lacking:,} chats lack content, thinking or tool calls, which the chat template leaves out"
+        )
     return tokens, documents.skipped
 
 
@@ -55,8 +56,9 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
     return text_tokenizer(loaded, end_documents=not given.no_eos, **options)
 
 
-def print_skipped(skipped: Sequence[str]) -> None:
-    """Print the number of lines and rows that were left out, and the reason for the first one."""
+def print_counts(trained: int, tokens: int, skipped: Sequence[str]) -> None:
+    """Print how many tokens are trained on; and how many lines and rows were left out, with the first one's reason."""
+    print(f"{trained:,} of {tokens:,} tokens are trained on")
     if skipped:
         print(f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
 

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_skipped, read_documents, strategies_named
+from hf_packing.cli.flags import print_counts, read_documents, strategies_named
 from hf_packing.cli.screen import print_json
 from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
@@ -57,20 +57,21 @@ def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, outp
         put_in_place(fresh, folder)
     metrics = plan.metrics()
     if given.json:
-        facts = {
-            "output": str(output),
-            "strategy": name_of(strategy),
-            "rows": len(packed),
-            "trained_tokens": trained,
-            "skipped": skipped,
-            "loss_masks": origin.facts["loss_masks"],
-            "left_out": [field.name for field in documents.features.arrow_schema if not is_token_type(field.type)],
-        }
-        print_json(facts | vars(metrics))
+        print_json(
+            {
+                "output": str(output),
+                "strategy": name_of(strategy),
+                "rows": len(packed),
+                "trained_tokens": trained,
+                "skipped": skipped,
+                "loss_masks": origin.facts["loss_masks"],
+                "left_out": [field.name for field in documents.features.arrow_schema if not is_token_type(field.type)],
+                **vars(metrics),
+            }
+        )
         return
     print(plan)
-    print(f"{trained:,} of {metrics.num_tokens:,} tokens are trained on")
-    print_skipped(skipped)
+    print_counts(trained, metrics.num_tokens, skipped)
     print(f"written: {output}, with the packing plan in {output / _PLAN}")
 
 
@@ -102,8 +103,15 @@ def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
 def say_packed(packed: PackedCorpus, as_json: bool) -> None:
     """Print what was packed: as text, or as JSON."""
     if as_json:
-        facts = {"rows": packed.num_rows, "strategy": packed.strategy, "changes": packed.changes()}
-        print_json(facts | packed.counts | {"data_files": packed.data_files})
+        print_json(
+            {
+                "rows": packed.num_rows,
+                "strategy": packed.strategy,
+                "changes": packed.changes(),
+                **packed.counts,
+                "data_files": packed.data_files,
+            }
+        )
         return
     print(packed)
     print(f"written: {packed.folder.url}")

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_skipped, read_documents, strategies_named
+from hf_packing.cli.flags import print_counts, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
 from hf_packing.cli.screen import print_json
 from hf_packing.columns import INPUT_IDS
@@ -43,13 +43,12 @@ def run(given: argparse.Namespace) -> int:
         )
     if not given.json:
         print(report)
-        print(f"{trained:,} of {report.lengths.tokens:,} tokens are trained on")
-        print_skipped(skipped)
+        print_counts(trained, report.lengths.tokens, skipped)
     written = report.save(given.output) if given.output else []
     if given.json:
         facts = {"trained_tokens": trained, "skipped": skipped, "files": [str(file) for file in written]}
         print_json(report.to_dict() | facts)
-        return 0
-    for file in written:
-        print(f"written: {file}")
+    else:
+        for file in written:
+            print(f"written: {file}")
     return 0

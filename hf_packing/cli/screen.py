@@ -1,7 +1,6 @@
 """Print errors and warnings, each in one line, and JSON."""
 
 import json
-import math
 import re
 import sys
 from typing import Any
@@ -38,6 +37,6 @@ def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print a dict as JSON, which has neither NaN nor infinity: numbers of the dict become null."""
-    unknown = {name: None for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
-    print(json.dumps(facts | unknown, indent=1, allow_nan=False))
+    """Print a dict as JSON. NaN and infinity, which JSON does not have, become null."""
+    known = json.loads(json.dumps(facts), parse_constant=lambda _: None)
+    print(json.dumps(known, indent=1))

@@ -7,7 +7,7 @@ import numpy as np
 
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
-from hf_packing.report.work import FloatArray, Setup, Work, padded_work
+from hf_packing.report.work import FloatArray, Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
 
@@ -55,20 +55,13 @@ class PaddedRow:
         return 1 - self.work.tokens / self.work.slots
 
 
-def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Return the result of padding without packing, for documents with tokens that are cut to max_length tokens."""
-    work = padded_work(lengths, max_length, setup)
-    lost = int(lengths.sum(dtype=np.int64)) - work.tokens
-    return PaddedRow(max_length, work, int(np.count_nonzero(lengths > max_length)), lost)
-
-
 @dataclass(frozen=True, eq=False)
 class ReportRow:
     """The result of packing the documents with one strategy."""
 
     compared: ComparedStrategy
-    padded: Work
-    """Work of an epoch with padding to the same max_length."""
+    padded: PaddedRow
+    """The result of padding to the same max_length."""
     work: Work
     """Work of an epoch that runs packs in the order of the plan."""
     leveled: Work
@@ -86,7 +79,7 @@ class ReportRow:
     @property
     def max_length(self) -> int:
         """The largest number of tokens that a pack may hold."""
-        return self.compared.strategy.largest_capacity
+        return self.padded.max_length
 
     @property
     def metrics(self) -> PackingMetrics:
@@ -98,7 +91,8 @@ class ReportRow:
         """Time per token with padding / time per token of `leveled`; counted in operations."""
         if not self.leveled.tokens:
             return 0.0
-        return (self.padded.time / self.padded.tokens) / (self.leveled.time / self.leveled.tokens)
+        padded = self.padded.work
+        return (padded.time / padded.tokens) / (self.leveled.time / self.leveled.tokens)
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,10 @@ def shown_rows(report: Figures) -> list[ReportRow]:
 
 def _draw_lengths(axes: Any, report: Figures) -> None:
     counts = report.lengths.counts
-    shortest = int(np.flatnonzero(counts)[0])
-    edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), _LENGTH_BINS).astype(int))
+    edges = np.unique(np.geomspace(np.argmax(counts > 0), len(counts), _LENGTH_BINS).astype(int))
     axes.hist(np.arange(len(counts)), edges, weights=counts)
     for padded in report.padded:
-        axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--")
+        axes.axvline(padded.max_length, color="C1", linewidth=1, linestyle="--")
     axes.lines[0].set_label("max_length")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
@@ -112,8 +111,8 @@ def _draw_ranks(axes: Any, report: Figures) -> None:
     steps = np.arange(1, len(attention) + 1)
     largest = relative.max(axis=1)
     axes.vlines(steps, relative.min(axis=1), largest, color=_FAINT, linewidth=2)
-    axes.plot(steps, largest, ".", color=_CURVES[1], markersize=5, label="largest rank")
-    axes.plot(steps, relative.mean(axis=1), ".", color=_CURVES[0], markersize=5, label="mean")
+    axes.plot(steps, largest, ".", color="C1", markersize=5, label="largest rank")
+    axes.plot(steps, relative.mean(axis=1), ".", color="C0", markersize=5, label="mean")
     axes.set(xlabel="steps, with packs in the order of the plan", ylabel="attention work / mean", ylim=(0, None))
 
 

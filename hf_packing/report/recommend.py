@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
+from hf_packing.report.figures import LengthSummary, PaddedRow, Recommendation, ReportRow
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.strategies.optimal.strategy import Optimal
 
@@ -19,14 +19,14 @@ _WORTH_NAMING = 1.05
 """The smallest speed-up over padding that is stated as a number."""
 
 
-def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
+def recommend(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> Recommendation:
     """Recommend a strategy that, as far as possible, drops nothing, cuts few documents and needs few packs.
 
     The recommended rows are only as long as the documents need. Longer rows would take more memory, without making
     attention cheaper.
     """
-    max_length = _row_length(lengths, rows)
-    of_length = [row for row in rows if row.max_length == max_length]
+    length = _row_length(lengths, padded, rows)
+    of_length = [row for row in rows if row.padded is length]
     kept = [row for row in of_length if not row.metrics.num_dropped_tokens] or of_length
     few = min(row.metrics.num_cut_documents for row in kept) + _FEW_CUT * lengths.documents
     careful = [row for row in kept if row.metrics.num_cut_documents <= few]
@@ -37,24 +37,20 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
     return Recommendation(best.name, "; ".join(reasons), best.speed_up)
 
 
-def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the shortest row length with little padding, or else the one with the least padding.
+def _row_length(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> PaddedRow:
+    """Return padding to the shortest row length with few empty slots, or else to the one with the fewest.
 
     Only those row lengths count with which documents that are longer than a row hold a small share of all tokens, or
-    else the longest row length. Padding is that of the strategies that cut the fewest documents.
+    else the longest row length. Empty slots are those of the strategy that cuts the fewest documents.
     """
-    tokens = lengths.counts * np.arange(len(lengths.counts))
-    row_lengths = sorted({row.max_length for row in rows})
-    fitting = [each for each in row_lengths if tokens[each + 1 :].sum() <= _FEW_CUT * lengths.tokens] or row_lengths[
-        -1:
-    ]
-    padding = {}
-    for length in fitting:
-        _, padding[length] = min(
-            (row.metrics.num_cut_documents, row.metrics.padding_ratio) for row in rows if row.max_length == length
-        )
-    little = max(_FEW_EMPTY, min(padding.values()))
-    return next(length for length in fitting if padding[length] <= little)
+    few = _FEW_CUT * lengths.tokens
+    fitting = [each for each in padded if each.lost_tokens + each.cut_documents * each.max_length <= few] or padded[-1:]
+    empty = []
+    for each in fitting:
+        found = [row.metrics for row in rows if row.padded is each]
+        empty.append(min((metrics.num_cut_documents, metrics.padding_ratio) for metrics in found)[1])
+    little = max(_FEW_EMPTY, min(empty))
+    return next(each for each, share in zip(fitting, empty, strict=True) if share <= little)
 
 
 def _simplicity(row: ReportRow) -> int:
@@ -70,7 +66,7 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
-    cut, longer = best.metrics.num_cut_documents, int(lengths.counts[best.max_length + 1 :].sum())
+    cut, longer = best.metrics.num_cut_documents, best.padded.cut_documents
     cuts = f"cuts {cut / lengths.documents:.2%} of the documents" if cut else "cuts no document"
     if longer:
         if cut == longer:
@@ -90,7 +86,7 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
     """Return a remark that names row lengths with which few documents, or none, would be cut."""
     longer = lengths.documents - np.cumsum(lengths.counts)
-    few = int(np.argmax(longer <= _FEW_CUT * lengths.documents))
+    few = np.argmax(longer <= _FEW_CUT * lengths.documents)
     said = f"rows of {lengths.longest:,} tokens would cut no document"
     return f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents, {said}" if few > max_length else said
 

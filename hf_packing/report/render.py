@@ -11,7 +11,6 @@ import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures
 from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
-from hf_packing.report.work import Work
 from hf_packing.strategies.compare import aligned, cells_of
 
 COLUMNS = {
@@ -32,7 +31,7 @@ COLUMNS = {
     "and empty slots of a pack cost nothing",
 }
 """The columns of a report's table, and what they mean."""
-_TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=select_autoescape(("html",)))
+_TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=select_autoescape())
 
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
@@ -40,29 +39,41 @@ def report_cells(report: Figures) -> list[tuple[str, ...]]:
     documents, tokens = report.lengths.documents, report.lengths.tokens
     cells: list[tuple[str, ...]] = []
     for padded in report.padded:
-        lost = (
-            f"padding, at most {padded.max_length}",
-            f"{padded.padding_ratio:.3%}",
-            f"{padded.cut_documents / documents:.3%}",
-            f"{padded.lost_tokens / tokens:.3%}",
+        work = padded.work
+        cells.append(
+            (
+                f"padding, at most {padded.max_length}",
+                f"{padded.padding_ratio:.3%}",
+                f"{padded.cut_documents / documents:.3%}",
+                f"{padded.lost_tokens / tokens:.3%}",
+                "1.00",
+                f"{documents:,}",
+                "",
+                f"{work.steps:,}",
+                f"{work.documents_per_step:,.0f}",
+                f"{work.balance:.0%}",
+                "1.0",
+            )
         )
-        balance = f"{padded.work.balance:.0%}"
-        cells.append((*lost, "1.00", f"{documents:,}", "", *_steps(padded.work), balance, "1.0"))
         for row in report.rows:
-            if row.max_length == padded.max_length:
-                balance = f"{row.work.balance:.0%}, {row.leveled.balance:.0%}"
-                cells.append((*cells_of(row.compared), *_steps(row.work), balance, f"{row.speed_up:.1f}"))
+            if row.padded is padded:
+                work = row.work
+                cells.append(
+                    (
+                        *cells_of(row.compared),
+                        f"{work.steps:,}",
+                        f"{work.documents_per_step:,.0f}",
+                        f"{work.balance:.0%}, {row.leveled.balance:.0%}",
+                        f"{row.speed_up:.1f}",
+                    )
+                )
     return cells
-
-
-def _steps(work: Work) -> tuple[str, str]:
-    return f"{work.steps:,}", f"{work.documents_per_step:,.0f}"
 
 
 def as_text(report: Figures) -> str:
     """Return the whole report as text. The headings of the table have a line for each word."""
     headings = zip_longest(*(reversed(name.split()) for name in COLUMNS), fillvalue="")
-    table = aligned([*reversed(list(headings)), *report_cells(report)])
+    table = aligned(list(headings)[::-1] + report_cells(report))
     return fill_template("text.txt", report, table=table).rstrip()
 
 
@@ -107,19 +118,15 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     Returns:
         The paths of all written files, with the page first.
     """
-    pictures = {name: picture(report, name) for name in PICTURES}
-    shown = shown_rows(report)
-    page = fill_template(
-        "page.html",
-        report,
-        svgs={name: svg for name, (svg, _) in pictures.items()},
-        not_shown=[row.name for row in report.rows if row not in shown],
-        version=hf_packing.__version__,
-    )
     folder = path.with_name(f"{path.stem}-pictures")
+    svgs, images = {}, {}
+    for name in PICTURES:
+        svgs[name], images[folder / f"{name}.png"] = picture(report, name)
+    shown = shown_rows(report)
+    not_shown = [row.name for row in report.rows if row not in shown]
+    page = fill_template("page.html", report, svgs=svgs, not_shown=not_shown, version=hf_packing.__version__)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {path: page.encode("utf-8", errors="backslashreplace")}
-    files |= {folder / f"{name}.png": png for name, (_, png) in pictures.items()}
-    for file, content in files.items():
-        file.write_bytes(content)
-    return [*files]
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    for file, image in images.items():
+        file.write_bytes(image)
+    return [path, *images]

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.report.figures import Figures, ReportRow, row_of_padding, summary_of_lengths
+from hf_packing.report.figures import Figures, PaddedRow, ReportRow, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.render import as_text, fill_template, save_page
-from hf_packing.report.work import Setup, packed_work
+from hf_packing.report.work import Setup, packed_work, padded_work
 from hf_packing.sampling.fill import LINEAR_COST
-from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
+from hf_packing.strategies.base import Strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import compare_plans
 from hf_packing.strategies.greedy import BestFit
@@ -100,15 +102,18 @@ def packing_report(
     if not len(filled):
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
     setup = Setup(check_whole_number("ranks", ranks), check_whole_number("padded_rows", padded_rows), linear_cost)
-    chosen = _usual_strategies(max_length) if strategies is None else [check_strategy(each) for each in strategies]
-    if not chosen:
-        raise PackingError("strategies: expected at least one strategy, got none")
-    row_lengths = sorted({strategy.largest_capacity for strategy in chosen})
-    padded = {length: row_of_padding(filled, length, setup) for length in row_lengths}
-    found = compare_plans(filled, chosen, lambda plan: packed_work(plan, setup))
-    rows = [ReportRow(row, padded[row.strategy.largest_capacity].work, *packed) for row, packed in found]
+    if strategies is None:
+        strategies = _usual_strategies(max_length)
     summary = summary_of_lengths(filled, len(lengths) - len(filled))
-    report = PackingReport(summary, setup, tuple(padded.values()), tuple(rows), recommend(summary, rows), source)
+    found = compare_plans(filled, strategies, lambda plan: packed_work(plan, setup))
+    by_length = {}
+    for length in sorted({row.strategy.largest_capacity for row, _ in found}):
+        work = padded_work(filled, length, setup)
+        cut = int(np.count_nonzero(filled > length))
+        by_length[length] = PaddedRow(length, work, cut, summary.tokens - work.tokens)
+    padded = tuple(by_length.values())
+    rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
+    report = PackingReport(summary, setup, padded, rows, recommend(summary, padded, rows), source)
     if documents is None:
         return report
     return replace(report, shared=measure_shared_prefixes(documents, report.taken.max_length, len(lengths)))

@@ -78,8 +78,8 @@ def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray
     total = int(tokens.sum())
     work = _work_of(documents, total, tokens, attention, setup)
     whole = plan.num_packs // setup.ranks * setup.ranks
-    cost = setup.linear_cost * tokens[:whole] + attention[:whole]
-    order = np.append(group_by_cost(cost, setup.ranks, seed=0), np.arange(whole, plan.num_packs))
+    cost = setup.linear_cost * tokens + attention
+    order = np.append(group_by_cost(cost[:whole], setup.ranks, seed=0), np.arange(whole, plan.num_packs))
     leveled = _work_of(documents, total, tokens[order], attention[order], setup)
     fill = tokens / plan.pack_capacity
     if len(fill):

@@ -137,7 +137,7 @@ def _is_single_row(batch: Any) -> bool:
         return kind == "LazyRow"
     tokens = batch.get(INPUT_IDS, [])
     first = next(iter(tokens), None) if hasattr(tokens, "__len__") else tokens
-    return isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
+    return isinstance(first, int) or getattr(first, "ndim", 1) == 0
 
 
 def _as_table(batch: Any) -> pa.Table:

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import (
-    BUCKET,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
@@ -37,9 +36,7 @@ class Rows(NamedTuple):
     """The number of tokens that are trained on; in a row of trees, once for each document that trains on a token."""
 
 
-def pack_rows(
-    columns: TokenColumns, plan: PackingPlan, packs: IntArray, position_ids: bool = True, bucket: bool = False
-) -> Rows:
+def pack_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, position_ids: bool) -> Rows:
     """Build some of a plan's packs, and return one packed row for each.
 
     Loss masks are applied to the labels, and are not columns of packed rows.
@@ -49,7 +46,6 @@ def pack_rows(
         plan: the plan, which assigns slices of documents to packs.
         packs: integers [rows]: numbers of packs, in any order.
         position_ids: whether packed rows get a column `position_ids`.
-        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
     segments, sizes = indices_in_groups(plan.pack_offsets, packs)
     pieces = plan.segments.take(segments)
@@ -70,8 +66,6 @@ def pack_rows(
         for name, values in of_tokens.items()
     }
     arrays[SEQ_LENGTHS] = list_array(length, sizes)
-    if bucket:
-        arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     # without labels and masks, all tokens have labels but the first of each segment
     trained = len(labels) - len(length) if first_labels is None else int(np.count_nonzero(labels != IGNORED_LABEL))
     return Rows(pa.table(arrays), first_labels, trained)

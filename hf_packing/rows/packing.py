@@ -4,9 +4,9 @@
 trees if documents share prefixes.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +20,6 @@ from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_tok
 from hf_packing.strategies.base import Strategy, check_strategy
 from hf_packing.trees.forest import check_fewest_shared
 from hf_packing.trees.rows import plan_trees, tree_rows
-
-
-class Planned(NamedTuple):
-    """The plan of some documents."""
-
-    plan: PackingPlan
-    splits: Mapping[str, int]
-    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +56,15 @@ class Packing:
                 "this name; rename or remove the column of the documents"
             )
 
-    def plan(self, columns: TokenColumns) -> Planned:
-        """Plan documents, given their token columns."""
+    def plan(self, columns: TokenColumns) -> tuple[PackingPlan, dict[str, int]]:
+        """Plan documents, given their token columns.
+
+        Returns:
+            The plan, and by the name of a column, how many shared prefixes ended early because values in it differ.
+        """
         if self.fewest_shared is not None:
-            return Planned(*plan_trees(columns, self.strategy, self.fewest_shared))
-        return Planned(self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {})
+            return plan_trees(columns, self.strategy, self.fewest_shared)
+        return self.strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length)), {}
 
     def rows(self, columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
         """Build one row for each of some packs of a plan.
@@ -78,9 +74,14 @@ class Packing:
             plan: the plan of the documents.
             packs: integers [rows]: numbers of packs, in any order.
         """
-        if self.fewest_shared is not None:
-            return tree_rows(columns, plan, packs, bucket=self.strategy.has_buckets)
-        return pack_rows(columns, plan, packs, position_ids=self.position_ids, bucket=self.strategy.has_buckets)
+        if self.fewest_shared is None:
+            rows = pack_rows(columns, plan, packs, self.position_ids)
+        else:
+            rows = tree_rows(columns, plan, packs)
+        if self.strategy.has_buckets:
+            capacity = pa.array(plan.pack_capacity[packs], type=pa.int32())
+            rows = rows._replace(table=rows.table.append_column(BUCKET, capacity))
+        return rows
 
     def blocks(self, columns: TokenColumns, plan: PackingPlan, tokens: int) -> Iterator[Rows]:
         """Build all rows of a plan in order, in blocks whose segments have at most so many tokens, or of one row."""
@@ -90,4 +91,5 @@ class Packing:
     def schema(self, documents: pa.Schema) -> pa.Schema:
         """Return names and types of the columns of rows, given those of the documents."""
         columns = find_token_columns(documents.empty_table())
-        return self.rows(columns, self.plan(columns).plan, np.arange(0)).table.schema
+        plan, _ = self.plan(columns)
+        return self.rows(columns, plan, np.arange(0)).table.schema

@@ -56,12 +56,10 @@ class TokenColumn:
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
         self.large = pa.types.is_large_list(column.type)
         self._dtype = column.type.value_type.to_pandas_dtype()
-        chunks = [_read_chunk(name, chunk) for chunk in column.chunks]
-        none = np.zeros(0, dtype=np.int64)
-        self._values = [values for values, _, _ in chunks]
-        self._begin = np.concatenate([none, *(begin for _, begin, _ in chunks)])
-        self.length = np.concatenate([none, *(length for _, _, length in chunks)])
-        self._chunk = np.repeat(np.arange(len(chunks)), [len(begin) for _, begin, _ in chunks])
+        chunks = [_read_chunk(name, chunk) for chunk in column.chunks or [pa.array([], column.type)]]
+        self._values, begins, lengths = zip(*chunks, strict=True)
+        self._begin, self.length = np.concatenate(begins), np.concatenate(lengths)
+        self._chunk = np.repeat(np.arange(len(chunks)), [*map(len, begins)])
         if row_numbers is not None:
             self._begin = self._begin[row_numbers]
             self.length = self.length[row_numbers]

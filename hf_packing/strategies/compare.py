@@ -117,31 +117,34 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
         >>> [row.gap for row in hfp.compare(lengths, [hfp.BestFit(30), hfp.Optimal(30)])]
         [0.33333333333333326, 0.0]
     """
-    if not isinstance(strategies, Iterable) or isinstance(strategies, str):
-        raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
-    chosen = [check_strategy(strategy) for strategy in strategies]
-    if not chosen:
-        raise PackingError("strategies: expected at least one strategy, got none")
-    found = compare_plans(read_lengths(lengths), chosen, lambda _: None)
+    found = compare_plans(read_lengths(lengths), strategies, lambda _: None)
     shared = None
     if documents is not None:
         from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
 
-        shared = measure_shared_prefixes(documents, max(strategy.largest_capacity for strategy in chosen))
+        shared = measure_shared_prefixes(documents, max(row.strategy.largest_capacity for row, _ in found))
     return Comparison((row for row, _ in found), shared)
 
 
 def compare_plans(
-    lengths: IntArray, strategies: Sequence[Strategy], measure: Callable[[PackingPlan], _Measured]
+    lengths: IntArray, strategies: Iterable[Strategy], measure: Callable[[PackingPlan], _Measured]
 ) -> list[tuple[ComparedStrategy, _Measured]]:
     """Plan the lengths with one strategy after the other, and return each with what `measure` returns for its plan.
 
     The lower bound of one strategy is also valid for every strategy that packs the same segments into packs of the same
     capacity, with the same limit on segments in a pack or a lower one. Each strategy gets the highest bound that is
     valid for it. At most two plans are in memory at the same time.
+
+    Raises:
+        PackingError: `strategies` is no list, is empty, or has an element that is not a strategy.
     """
+    if not isinstance(strategies, Iterable) or isinstance(strategies, str):
+        raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
+    chosen = [check_strategy(strategy) for strategy in strategies]
+    if not chosen:
+        raise PackingError("strategies: expected at least one strategy, got none")
     found, problems = [], []
-    with tqdm(strategies, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
+    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()

@@ -11,7 +11,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,18 @@ _Rows = Iterable[tuple[str, dict[str, Any]]]
 """Rows with their places, such as ("a.jsonl, line 3", {"text": "..."})."""
 
 _JSON, _TEXT = "JSON", "text"
-_KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"} | dict.fromkeys(
-    (".jsonl", ".ndjson", ".json"), _JSON
-)
+_KINDS = {".jsonl": _JSON, ".ndjson": _JSON, ".json": _JSON}
+_KINDS |= {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 """Kinds of files by suffix. Files with another suffix are text."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "csv": {"keep_default_na": False},
-    "tsv": {"keep_default_na": False, "sep": "\t"},
+_BUILDERS: dict[str, dict[str, Any]] = {
+    _JSON: {"path": "json"},
+    "parquet": {"path": "parquet"},
+    "arrow": {"path": "arrow"},
+    "csv": {"path": "csv", "keep_default_na": False},
+    "tsv": {"path": "csv", "keep_default_na": False, "sep": "\t"},
 }
-"""How `datasets` reads tables; text such as NA stays text."""
+"""How `datasets` reads files by kind; in tables, text such as NA stays text."""
 _TRAIN = "train"
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
@@ -100,8 +102,8 @@ class Documents:
         """
         dataset = None if self.kind in (_JSON, _TEXT) else self._load()
         rows = self._lines() if dataset is None else _numbered(self.data, dataset)
-        first = next(rows, None)
-        names = first[1] if first else {}
+        first = list(islice(rows, 1))
+        names = first[0][1] if first else {}
         if INPUT_IDS in names and (tokenizer is None or tokenizer.renderer.text_field is None):
             if tokenizer is not None or self.skip_bad:
                 argument = "skip_bad" if tokenizer is None else "tokenizer"
@@ -116,7 +118,7 @@ class Documents:
             )
         schema = TOKEN_COLUMNS.arrow_schema
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            for block in self._blocks(chain([first] if first else [], rows), tokenizer):
+            for block in self._blocks(chain(first, rows), tokenizer):
                 tokens = dict(zip(schema.names, tokenizer.tokens(block), strict=True))
                 stream.write_table(pa.table(tokens, schema=schema))
                 seen(len(block))
@@ -171,9 +173,7 @@ class Documents:
         """Return the rows of everything that `datasets` reads, without the format of a saved dataset."""
         try:
             if self.kind is not None:
-                builder = "csv" if self.kind in _OPTIONS else self.kind.lower()
-                options = _OPTIONS.get(self.kind, {})
-                found = datasets.load_dataset(builder, data_files=self.files, split=_TRAIN, **options)
+                found = datasets.load_dataset(data_files=self.files, split=_TRAIN, **_BUILDERS[self.kind])
             elif not Path(self.data).exists():
                 found = datasets.load_dataset(self.data, split=self.split or _TRAIN)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import INPUT_IDS
+from hf_packing.columns import INPUT_IDS, check_has_tokens
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 from hf_packing.rows.token_columns import TokenColumn, TokenColumns, find_token_columns, row_numbers
@@ -66,8 +66,8 @@ def measure_shared_prefixes(documents: Any, max_length: int, num_documents: int 
 def _columns_of(documents: Any) -> TokenColumns:
     known = sys.modules.get("datasets")  # whoever has a Dataset has imported it
     if known is not None and isinstance(documents, known.Dataset):
-        names = [INPUT_IDS] if INPUT_IDS in documents.column_names else documents.column_names
-        return find_token_columns(documents.data.table.select(names), row_numbers(documents))
+        check_has_tokens(documents.column_names)
+        return find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
     try:
         column = pa.array([np.asarray(document) for document in documents], pa.list_(pa.int32()))
     except (ValueError, TypeError) as error:

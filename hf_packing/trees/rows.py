@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import (
-    BUCKET,
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
@@ -62,7 +61,7 @@ def plan_trees(columns: TokenColumns, strategy: Strategy, fewest: int) -> tuple[
     return plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits
 
 
-def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> Rows:
+def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray) -> Rows:
     """Build some of a plan's packs, and return one row of trees for each.
 
     Loss masks are applied to the labels, and are not columns of the rows.
@@ -71,15 +70,13 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         columns: token columns of the documents for which the plan was made.
         plan: a plan with `segment_shared`.
         packs: integers [rows]: numbers of packs, in any order.
-        bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
     documents, sizes = indices_in_groups(plan.pack_offsets, packs)
     offsets = offsets_of(sizes)
     whole = plan.segments.take(documents)
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
-    adds = np.flatnonzero(paths.own)
-    own = Pieces(whole.document[adds], whole.start[adds] + paths.shared[adds], paths.own[adds])
+    own = Pieces(whole.document, whole.start + paths.shared, paths.own)
     values = {name: column.gather(own) for name, column in columns.items() if name not in (LABELS, *LOSS_MASKS)}
     input_ids = as_int32(INPUT_IDS, values.pop(INPUT_IDS))
     labels = read_labels(columns, whole)
@@ -107,8 +104,6 @@ def tree_rows(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket:
         ENDS: list_array(segments.ends.astype(np.int32), sizes),
         TRAINED: list_array(trained.astype(np.int32).ravel(), 3 * row_runs),
     }
-    if bucket:
-        arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return Rows(pa.table(arrays), first_labels, int(runs.length.sum()))
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -103,8 +103,7 @@ class TreeSegments:
     @cached_property
     def position_ids(self) -> npt.NDArray[np.int32]:
         """int32 [tokens]: the position of each token in its documents, which is its depth in the tree."""
-        offset = self.depths - self.begins[:-1]
-        return (np.arange(self.tokens) + np.repeat(offset, self.lengths)).astype(np.int32)
+        return indices_in_ranges(self.depths, np.diff(self.begins)).astype(np.int32)
 
     @cached_property
     def predecessors(self) -> Places:
@@ -139,8 +138,8 @@ class TreeSegments:
 
     def path_of(self, segment: int) -> Places:
         """Return the indices of the tokens from a root down to the last token of a segment, int64 [tokens]."""
-        parts = [np.arange(self.begins[each], self.begins[each + 1]) for each in self.segments_of(segment)]
-        return np.concatenate(parts)
+        tokens, _ = indices_in_groups(self.begins, np.array(self.segments_of(segment)))
+        return tokens
 
     def find_runs(self, ends: IntArray, runs: IntArray) -> "Ranges":
         """Return where runs of tokens of documents stand.
@@ -271,8 +270,6 @@ class TreePaths:
         above, path = [], [-1]
         shared = [*self.shared.tolist(), -1]  # the last entry is for the -1 in path
         for document, taken in enumerate(shared[:-1]):
-            if not taken:
-                path = [-1]
             while shared[path[-1]] >= taken:
                 path.pop()
             above.append(path[-1])
@@ -325,22 +322,19 @@ def segments_of(paths: TreePaths, row_documents: IntArray) -> Segments:
         paths: the documents of all rows.
         row_documents: int64 [rows + 1]: the documents of row r are row_documents[r]:row_documents[r + 1].
     """
-    tokens = int(paths.own.sum())
-    adds, branches = np.flatnonzero(paths.own), np.flatnonzero(paths.shared)
-    is_start = np.zeros(tokens + 1, dtype=bool)
-    is_start[paths.begin[adds]] = True
-    is_start[paths.branch[branches]] = True
-    starts = np.flatnonzero(is_start[:tokens])
-    lengths = np.diff(starts, append=tokens)
-    segment_of = np.cumsum(is_start) - 1  # of each token
-    last = np.where(paths.own > 0, paths.begin + paths.own, paths.branch) - 1
+    tokens, adds = int(paths.own.sum()), paths.own > 0
+    begins, branches = paths.begin[adds], paths.branch[adds]
+    starts = np.unique(np.concatenate([begins, paths.branch[paths.shared > 0]]))
+    starts = starts[starts < tokens]  # documents also branch off after the last token
+
+    def segment_of(token: IntArray) -> IntArray:
+        return np.searchsorted(starts, token, side="right") - 1
+
     parents = np.arange(-1, len(starts) - 1)
-    parents[segment_of[paths.begin[adds]]] = np.where(
-        paths.shared[adds] > 0, segment_of[np.maximum(paths.branch[adds] - 1, 0)], -1
-    )
-    row_tokens = np.append(paths.begin, tokens)[row_documents]
-    first = np.append(segment_of[:tokens], len(starts))[row_tokens]
+    parents[segment_of(begins)] = segment_of(branches - 1)  # -1 for a document that shares no token
+    last = np.where(adds, paths.begin + paths.own, paths.branch) - 1
+    first = np.searchsorted(starts, np.append(paths.begin, tokens)[row_documents])
     per_row = np.diff(first)
     parents -= np.where(parents < 0, 0, np.repeat(first[:-1], per_row))
-    ends = segment_of[last] - np.repeat(first[:-1], np.diff(row_documents))
-    return Segments(lengths, parents, ends, per_row)
+    ends = segment_of(last) - np.repeat(first[:-1], np.diff(row_documents))
+    return Segments(np.diff(starts, append=tokens), parents, ends, per_row)

@@ -90,12 +90,6 @@ def test_processes(documents, form):
         joined.map(STRATEGY, num_proc=2)
 
 
-def test_columns_that_would_stand_beside_the_wrong_rows_of_a_stream():
-    stream = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]}).to_iterable_dataset()
-    with pytest.raises(hfp.PackingError, match=r"remove_columns=\['text'\]"):
-        list(stream.map(hfp.BestFit(2), batched=True))
-
-
 @pytest.mark.parametrize(
     ("options", "given"),
     [

@@ -128,13 +128,6 @@ def test_what_is_dropped_or_skipped_is_said_on_a_hit_too(tmp_path):
         assert "pack skips 1 document without a token" in words
 
 
-def test_other_token_columns_are_packed_along():
-    weights = [[0.5] * len(row) for row in ROWS]
-    packed = hfp.pack(documents(weights=weights, attention_mask=[[1] * len(row) for row in ROWS]), hfp.BestFit(4))
-    assert packed.column_names == ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
-    assert hfp.unpack(packed)["weights"][:] == weights
-
-
 @pytest.mark.parametrize("share_prefixes", [False, 2])
 def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path, share_prefixes):
     packed = hfp.pack(documents(), hfp.BestFit(4), share_prefixes=share_prefixes)

@@ -52,13 +52,6 @@ def test_fixed_size_lists_and_booleans():
     assert column.gather_rows(np.array([1, 0])).tolist() == [True, True, True, False]
 
 
-def test_a_null_token():
-    column = pa.chunked_array([pa.array([[1]]), pa.array([[1, 2], [3, None]])])
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected a list .* row 2 is null or has a null"):
-        TokenColumn("labels", column)
-    assert TokenColumn("labels", pa.chunked_array([column.chunk(1).slice(0, 1)])).length.tolist() == [2]
-
-
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
 def test_blocks_cover_all_rows_within_their_budget(row_tokens, tokens):
     blocks = list(blocks_of_rows(np.array(row_tokens, dtype=np.int64), tokens))

@@ -80,20 +80,6 @@ def test_documents_are_the_tokens_of_their_text(ask, answer):
         assert [*last, *tokenizer.encode("\n")] == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
-def test_thinking_is_left_out_of_earlier_turns():
-    documents = {name: hfp.branches(CHAT, TOKENIZERS[name]) for name in ("stripped", "opened")}
-    stripped, opened = (trained(TOKENIZERS[name], documents[name]) for name in documents)
-    assert stripped == [
-        f"<think>\nthought {n}\n</think>\n\n{m}<|im_end|>" for n, m in (("one", "two"), ("two", "four"))
-    ]
-    assert opened == [text.removeprefix("<think>\n") for text in stripped]
-    for name in documents:
-        first, last = map(TOKENIZERS[name].decode, documents[name]["input_ids"])
-        assert "thought one" in first
-        assert "thought one" not in last
-        assert "assistant\ntwo<|im_end|>\n" in last
-
-
 def test_a_token_across_the_end_of_the_prompt_is_split_as_at_inference():
     """The prompt ends with a line break, and the generated text begins with one: together, they would be one token."""
     tokenizer = TOKENIZERS["opened"]

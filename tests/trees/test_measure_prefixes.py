@@ -76,23 +76,6 @@ def test_the_command_reports_and_packs(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["shared_ratio"] == 20 * 62 / (10 * 63)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--strategy", "fixed_length"], "strategy: expected a strategy that cuts no document"),
-        (
-            ["--strategy", "bucket", "--max-length", "8", "16"],
-            "padding_threshold: expected 1 with --share-prefixes",
-        ),
-    ],
-)
-def test_where_the_command_shares_nothing(flags, message, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
-    given = ["pack", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "packed"), "--share-prefixes", "2", *flags]
-    assert main(given) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("documents", ["text", 3, [["a"]], Dataset.from_dict({"text": ["a"]})])
 def test_documents_without_tokens(documents):
     with pytest.raises(hfp.PackingError, match="documents: expected|column 'input_ids': expected"):
