@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -320,28 +320,21 @@ def _sample_of(values: Any) -> bytes:
         return repr(values).encode()
 
 
-@dataclass(frozen=True)
-class DataFacts:
+class DataFacts(NamedTuple):
     """Facts about one rank's dataset, small enough to send to all other ranks."""
 
-    rows: int
-    tokens: int
+    rows: str
+    """The numbers of rows and tokens."""
     sizes: str
-    """Hex digest of the sizes of all rows."""
+    """The digest of the sizes of all rows."""
     content: str
-    """Hex digest of a few rows; empty if rows change between two reads."""
+    """The digest of a few rows; empty if rows change between two reads."""
 
     def difference(self, other: "DataFacts", rank: int) -> str | None:
         """Return how these data, of rank 0, and those of another rank differ; None if the facts show no difference."""
-        if (self.rows, self.tokens) != (other.rows, other.tokens):
-            return (
-                f"rank 0 has {self.rows:,} rows and {self.tokens:,} tokens, but rank {rank} has {other.rows:,} rows "
-                f"and {other.tokens:,} tokens"
-            )
-        if self.sizes != other.sizes:
-            return f"ranks 0 and {rank} have as many tokens, but rows of different lengths, segments or buckets"
-        if self.content and other.content and self.content != other.content:
-            return f"ranks 0 and {rank} have rows of the same lengths, but with different tokens or labels"
+        for own, others in zip(self, other, strict=True):
+            if own and others and own != others:
+                return f"rank 0 has {own}, but rank {rank} has {others}"
         return None
 
 
@@ -353,8 +346,12 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
         sizes: sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
     """
     content = sizes.sample or _content_of(dataset, len(sizes))
-    digest = hashlib.blake2b(content, digest_size=8).hexdigest() if content else ""
-    return DataFacts(len(sizes), int(sizes.tokens.sum()), replace(sizes, sample=b"").fingerprint, digest)
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return DataFacts(
+        rows=f"{len(sizes):,} rows and {int(sizes.tokens.sum()):,} tokens",
+        sizes=f"lengths, segments and buckets with the digest {replace(sizes, sample=b'').fingerprint}",
+        content=f"tokens and labels with the digest {digest}" if content else "",
+    )
 
 
 def _content_of(dataset: Any, rows: int) -> bytes:

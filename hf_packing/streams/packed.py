@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -32,7 +33,7 @@ from hf_packing.planning.windows import (
 from hf_packing.rows.changes import labels_left
 from hf_packing.rows.packed_rows import list_array
 from hf_packing.rows.packing import Packing
-from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
@@ -96,10 +97,10 @@ class StreamPacking:
         reader = DocumentReader(examples, self.schema, window["place"], share)
         while not reader.ended:
             columns, plan, following = self._plan(reader, window)
-            for first, end in blocks_of_rows(plan.pack_tokens()[rows_out:], _TOKENS_AT_ONCE):
-                table = self.packing.rows(columns, plan, np.arange(rows_out + first, rows_out + end)).table
-                for row in range(end - first):
-                    yield table.slice(row, 1), window, rows_out + first + row + 1
+            blocks = (rows.table for rows in self.packing.blocks(columns, plan, _TOKENS_AT_ONCE))
+            tables = (block.slice(row, 1) for block in blocks for row in range(block.num_rows))
+            for number, table in enumerate(islice(tables, rows_out, None), start=rows_out + 1):
+                yield table, window, number
             window, rows_out = following, 0
         yield None, window, 0
 

@@ -1,5 +1,7 @@
 """What ranks compare of their data: every difference that changes batches or their content is seen, and said."""
 
+import re
+
 import datasets
 import numpy as np
 import pytest
@@ -31,7 +33,8 @@ def table(rows):
 
 def said(one, other):
     facts, others = (data_facts(data, sizes_of(data)) for data in (one, other))
-    return facts.difference(others, 1)
+    difference = facts.difference(others, 1)
+    return None if difference is None else re.sub("digest .*", "digest", difference)
 
 
 def changed(row, column, token=0):
@@ -45,8 +48,8 @@ def unseen(data):
     return data.with_transform(lambda batch: {"input_ids": [np.random.permutation(row) for row in batch["input_ids"]]})
 
 
-OTHER_SIZES = "ranks 0 and 1 have as many tokens, but rows of different lengths, segments or buckets"
-OTHER_CONTENT = "ranks 0 and 1 have rows of the same lengths, but with different tokens or labels"
+OTHER_SIZES = "rank 0 has lengths, segments and buckets with the digest"
+OTHER_CONTENT = "rank 0 has tokens and labels with the digest"
 
 
 @pytest.mark.parametrize("kind", [table, list])

@@ -95,15 +95,6 @@ def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
         assert plan.num_micro_batches < hfp.TokenBudget(500).plan(sizes).num_micro_batches + slots
 
 
-def test_few_rows_make_a_last_step_without_accumulated_copies():
-    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(10, 8)), Epoch(0, 2, 4))
-    assert (plan.num_micro_batches, plan.num_copies) == (5, 0)
-    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(3, 2)), Epoch(0, 1, 16))
-    assert (plan.num_micro_batches, plan.num_copies) == (3, 0)
-    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(9, 8)), Epoch(0, 4, 2))
-    assert (plan.num_micro_batches, plan.num_copies) == (3, 3)
-
-
 @pytest.mark.parametrize(("ranks", "accumulation"), [(8, 1), (4, 2), (8, 4), (2, 16)])
 @pytest.mark.parametrize("balance", ["attention", "tokens"])
 def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balance):

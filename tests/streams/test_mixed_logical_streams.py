@@ -191,20 +191,6 @@ def test_resumed_at_any_row(stops, streams, change, how, rows_in_table):
     check_resumed(make, rows, stops)
 
 
-@pytest.mark.parametrize("streams", [0, None, 2])
-@pytest.mark.parametrize("change", fast_only(CHANGES, "map and filter"))
-def test_other_shares_wait_for_the_next_epoch(streams, change):
-    def make(share):
-        mixed = CHANGES[change](make_mixture(share))
-        return mixed if streams == 0 else hfp.pack(mixed, hfp.BestFit(64), window_packs=3, streams=streams)
-
-    stream, other = make(0.5), make(0.9)
-    next(iter(stream))
-    other.load_state_dict(stream.state_dict())
-    with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* a \(0.9\), b \(0.1\) .* a \(0.5\), b \(0.5\)"):
-        next(iter(other))
-
-
 def test_other_shares_in_the_next_epoch_of_a_training():
     """Through `attach`, with a state for all ranks: a state from the end of an epoch takes other shares."""
     files = {name: [documents(source, 20, 8)] * 2 for source, name in enumerate("ab")}
