@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 one_rank.py FOLDER FILE FUNCTION '[ARGUMENT, ...]'
 """
 
+import gc
 import json
 import sys
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from process_group import end_process_group
+from accelerate import PartialState
 
 
 def main(folder, file, function, arguments):
@@ -21,6 +22,17 @@ def main(folder, file, function, arguments):
     sys.path.insert(1, str(file.parent))
     getattr(import_module(file.stem), function)(folder, *arguments)
     end_process_group()
+
+
+def end_process_group():
+    """Wait until all processes are done, then end their group, since a process that exits within it can be aborted.
+
+    No trainer may be left: a DDP model that outlives the group hangs.
+    """
+    gc.collect()
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def pairs(number=6):
 def moved(model):
     """A reference model that differs from the policy."""
     other = copy.deepcopy(model)
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

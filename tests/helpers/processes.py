@@ -24,7 +24,6 @@ import training_process
 HANGS = 600
 """Seconds after which processes are taken to hang, also on a busy machine."""
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
 RECIPES = IN_THE_FAMILY.parents[1] / "recipes"
 

@@ -167,6 +167,35 @@ class KilledAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def by_hand(kind, folder, steps):
+    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
+
+    Args:
+        steps: for each optimizer step, the keys of its rows.
+    """
+    trainer = trainer_of(kind, folder)
+    rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
+    for step in steps:
+        batch = trainer.data_collator([rows[json.dumps(each)] for each in step])
+        after_a_step(trainer.model, trainer.compute_loss(trainer.model.train(), batch))
+    return trainer.model.state_dict()
+
+
+def after_a_step(model, loss):
+    """Parameters after a step of gradient descent."""
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= LEARNING_RATE * parameter.grad
+    return model.state_dict()
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def train_all(folder, runs):
     """Do runs in this process, which is one of several."""
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs

@@ -42,10 +42,9 @@ def attached(folder, kind=Trainer, data=None, budget=None, shapes=None, **change
     return trainer
 
 
-@pytest.mark.parametrize("shapes", [{}, SHAPES])
-def test_input_tokens_seen_are_those_of_documents(tmp_path, shapes):
+def test_input_tokens_seen_are_those_of_documents(tmp_path):
     known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    trainer = attached(tmp_path, shapes=shapes, include_num_input_tokens_seen="non_padding", **known)
+    trainer = attached(tmp_path, shapes=SHAPES, include_num_input_tokens_seen="non_padding", **known)
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 2 * tokens_in(trainer.train_dataset)
 
@@ -74,16 +73,14 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
     assert sum(found for _, found, *_ in counts) == sum(segments)
 
 
-@pytest.mark.parametrize("shapes", [{}, SHAPES])
-def test_tokens_of_trl_are_those_of_documents(tmp_path, shapes):
-    trainer = attached(tmp_path, SFTTrainer, shapes=shapes, max_steps=-1, num_train_epochs=2, logging_steps=1)
+def test_tokens_of_trl_are_those_of_documents(tmp_path):
+    trainer = attached(tmp_path, SFTTrainer, shapes=SHAPES, max_steps=-1, num_train_epochs=2, logging_steps=1)
     trainer.train()
     last = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
     assert last == 2 * tokens_in(trainer.train_dataset)
 
 
-@pytest.mark.parametrize("steps", [3, 11])
-@pytest.mark.parametrize("shapes", [{}, SHAPES])
+@pytest.mark.parametrize(("steps", "shapes"), [(3, SHAPES), (11, {})])
 def test_samples_per_second_count_documents(tmp_path, steps, shapes):
     trainer = attached(tmp_path, shapes=shapes, max_steps=steps, logging_steps=2)
     trained, step = [], trainer.training_step
@@ -107,9 +104,8 @@ def test_a_second_training_counts_its_own_documents(tmp_path):
         assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(NUMBER, rel=1e-2)
 
 
-@pytest.mark.parametrize("shapes", [{}, SHAPES])
-def test_speed_of_an_evaluation(tmp_path, shapes):
-    trainer = attached(tmp_path, shapes=shapes, per_device_eval_batch_size=4)
+def test_speed_of_an_evaluation(tmp_path):
+    trainer = attached(tmp_path, shapes=SHAPES, per_device_eval_batch_size=4)
     packed = hfp.pack(ending_with_eos(), hfp.BestFit(48))
     for data, documents_in in ((ending_with_eos(23), 23), (packed, NUMBER)):
         steps = len(trainer.get_eval_dataloader(data))

@@ -1,15 +1,16 @@
 """Ranks that agree on their steps: the same steps for all, in order, whatever each rank has, and where it fails."""
 
-import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import chain, count, repeat, zip_longest
 from random import Random
+from threading import local
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from processes import on_ranks, read
 
+from hf_packing.training.streams import lockstep
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
 
 RANKS = 3
@@ -33,9 +34,8 @@ def expected(held, fails_at):
     return steps, first if first <= len(agreed) else None
 
 
-def run(held, fails_at, most_ahead):
-    """Return the steps that this rank ran, the error, and the most steps that it read ahead."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def run(rank, held, fails_at, most_ahead):
+    """Return the steps that a rank ran, the error, and the most steps that it read ahead."""
     answers, number, steps, last_read, ahead = chain(held[rank], repeat(Answer.ENDED)), count(), [], [0], 0
 
     def read():
@@ -45,7 +45,7 @@ def run(held, fails_at, most_ahead):
         return last_read[0], Answer(next(answers))
 
     try:
-        for step, is_run in in_lockstep(read, ranks, torch.device("cpu"), most_ahead):
+        for step, is_run in in_lockstep(read, RANKS, torch.device("cpu"), most_ahead):
             steps.append([step, is_run])
             ahead = max(ahead, last_read[0] - step)
     except Exception as error:
@@ -53,17 +53,23 @@ def run(held, fails_at, most_ahead):
     return {"steps": steps, "error": None, "ahead": ahead}
 
 
-def run_cases(folder, cases):
-    PartialState(cpu=True)
-    with open(folder / f"ran-{dist.get_rank()}.jsonl", "w") as file:
-        for case in cases:
-            file.write(json.dumps(run(**case)) + "\n")
+def test_all_ranks_run_the_same_steps_and_stop_at_the_same_error(monkeypatch):
+    """Ranks are threads, each with a process group of its own that meets those of the others in a store."""
+    cases, store, of_thread = [drawn_case(Random(seed)) for seed in range(60)], dist.HashStore(), local()
 
+    def all_reduce(tensor, op, async_op):
+        assert async_op
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return of_thread.group.allreduce([tensor], options)
 
-def test_all_ranks_run_the_same_steps_and_stop_at_the_same_error(tmp_path):
-    cases = [drawn_case(Random(seed)) for seed in range(60)]
-    on_ranks(run_cases, tmp_path, cases, ranks=RANKS)
-    found = [read(tmp_path, "ran", rank) for rank in range(RANKS)]
+    def run_cases(rank):
+        of_thread.group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=60))
+        return [run(rank, **case) for case in cases]
+
+    monkeypatch.setattr(lockstep, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(RANKS) as ranks:
+        found = [*ranks.map(run_cases, range(RANKS))]
     failed = 0
     for number, case in enumerate(cases):
         steps, fails = expected(case["held"], case["fails_at"])

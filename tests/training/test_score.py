@@ -1,5 +1,7 @@
 """score: log-likelihoods and embeddings are those of each document alone, in packed rows and in rows of trees."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tree_documents import DOCUMENTS, LABELS
 import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.training import log_probs
+from hf_packing.training import log_probs, score
 from hf_packing.training.rows_to_score import rows_to_score
 
 LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
@@ -57,6 +59,8 @@ def test_chunks_and_whole_logits(monkeypatch):
     monkeypatch.setattr(log_probs, "_CHUNK_TOKENS", 5)
     check(hfp.score(model, rows, progress=False), expected, 1e-12)
     model.lm_head.register_forward_hook(lambda *_: None)  # which would see chunks
+    check(hfp.score(model, rows, progress=False), expected, 1e-12)
+    model.get_output_embeddings = lambda: None
     check(hfp.score(model, rows, progress=False), expected, 1e-12)
 
 
@@ -118,28 +122,56 @@ def test_the_model_is_as_before():
     assert scores.hidden is None
 
 
+CASES = {"packed": (documents(), False), "trees": (related_documents(), True), "one document": ([[5, 6, 7]], False)}
+"""Documents, and whether they share prefixes; one document is fewer than there are processes."""
+
+
+def scores_of(rows, **how):
+    model = patched_tiny("llama", "causal", torch.float64)
+    scores = hfp.score(model, rows, hidden="mean", progress=False, **how)
+    return {each: getattr(scores, each) for each in ("log_likelihood", "num_tokens", "greedy", "hidden")}
+
+
+def check_scores(found, rows):
+    expected = scores_of(rows)
+    assert np.allclose(found["log_likelihood"], expected["log_likelihood"], rtol=1e-7)
+    assert found["num_tokens"].tolist() == expected["num_tokens"].tolist()
+    assert found["greedy"].tolist() == expected["greedy"].tolist()
+    assert np.allclose(found["hidden"], expected["hidden"], atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_the_documents(monkeypatch, case):
+    """One after the other, as if each of them were a process; the last one sees what both have scored."""
+    (rows, share), gathered = CASES[case], []
+
+    def gather(own):
+        gathered.extend(own)
+        return gathered
+
+    with monkeypatch.context() as patch:
+        patch.setattr(score, "is_initialized", lambda: True)
+        patch.setattr(score, "gather_object", gather)
+        for rank in range(2):
+            state = SimpleNamespace(process_index=rank, num_processes=2)
+            patch.setattr(score, "PartialState", lambda state=state: state)
+            found = scores_of(rows, max_tokens=50, share_prefixes=share)
+    assert max(map(len, gathered)) < len(rows) or case == "one document"
+    check_scores(found, rows)
+
+
 def score_on_rank(folder):
     rank = Accelerator(cpu=True).process_index
-    for name, rows, share in (("packed", documents(), False), ("trees", related_documents(), True)):
-        model = patched_tiny("llama", "causal", torch.float64)
-        scores = hfp.score(model, rows, max_tokens=50, hidden="mean", share_prefixes=share)
-        found = {each: getattr(scores, each) for each in ("log_likelihood", "num_tokens", "greedy", "hidden")}
-        np.savez(folder / f"{name}-{rank}.npz", **found)
-    one = hfp.score(patched_tiny("llama", "causal", torch.float64), documents()[:1])  # fewer rows than processes
-    assert one.num_tokens.tolist() == [LENGTHS[0] - 1]
+    for name, (rows, share) in CASES.items():
+        np.savez(folder / f"{name}-{rank}.npz", **scores_of(rows, max_tokens=50, share_prefixes=share))
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_documents(tmp_path):
     on_ranks(score_on_rank, tmp_path, ranks=2)
-    model = patched_tiny("llama", "causal", torch.float64)
-    for name, rows in (("packed", documents()), ("trees", related_documents())):
-        expected = hfp.score(model, rows, hidden="mean", progress=False)
+    for name, (rows, _) in CASES.items():
         for rank in range(2):
-            found = np.load(tmp_path / f"{name}-{rank}.npz")
-            assert np.allclose(found["log_likelihood"], expected.log_likelihood, rtol=1e-7)
-            assert found["num_tokens"].tolist() == expected.num_tokens.tolist()
-            assert found["greedy"].tolist() == expected.greedy.tolist()
-            assert np.allclose(found["hidden"], expected.hidden, atol=1e-6)
+            check_scores(np.load(tmp_path / f"{name}-{rank}.npz"), rows)
 
 
 CLOSE_IN_TREES = 1e-12

@@ -44,8 +44,8 @@ def train(folder, steps, **settings):
     return seen
 
 
-def train_on_rank(folder, steps, settings):
-    seen = train(folder, steps, **settings)
+def train_on_rank(folder, steps):
+    seen = train(folder, steps, **NOT_DISPATCHED)
     (folder / f"seen-{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
 
 
@@ -109,14 +109,8 @@ def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_are_told(tmp_path):
-    done = on_ranks(train_on_rank, tmp_path, 2, {}, ranks=2, fails=True)
-    assert "hf_packing.errors.PackingError: dispatch_batches: expected False" in done.stderr
-
-
-@pytest.mark.slow
 def test_two_processes(tmp_path):
-    on_ranks(train_on_rank, tmp_path, PACKS // 2, NOT_DISPATCHED, ranks=2)
+    on_ranks(train_on_rank, tmp_path, PACKS // 2, ranks=2)
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     documents = [document for steps in seen for step in steps for document in step]
     packs = [sorted(step) for steps in seen for step in steps]

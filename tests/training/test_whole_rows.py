@@ -10,17 +10,19 @@ import pytest
 import torch
 import transformers
 import trl
-from padded_steps import apart, by_hand, read_rows
 from processes import on_ranks
+from training_by_hand import largest_difference
 from transformers import default_data_collator
 from whole_rows import (
     BUDGET,
-    LEARNING_RATE,
     ROWS,
     Recorded,
+    after_a_step,
     bert,
+    by_hand,
     classified,
     paired,
+    read_rows,
     tokenizer,
     train_all,
     trainer_of,
@@ -67,8 +69,8 @@ def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
     ]
     assert len({len(batch) for batch in batches}) > 1  # otherwise the weights of micro-batches would not matter
     expected = by_hand(kind, tmp_path, steps)
-    assert apart(before, expected) > 1e-6
-    assert apart(trainer.model.state_dict(), expected) < 1e-12
+    assert largest_difference(before, expected) > 1e-6
+    assert largest_difference(trainer.model.state_dict(), expected) < 1e-12
 
 
 def test_samples_per_second_count_rows(tmp_path):
@@ -150,14 +152,6 @@ class WeightedByTokens(transformers.BertForSequenceClassification):
         return outputs
 
 
-def after_a_step(model, loss):
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= LEARNING_RATE * parameter.grad
-    return model.state_dict()
-
-
 class Penalized(transformers.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -177,7 +171,7 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
     trainer.train()
     batch = stock.data_collator(list(stock.train_dataset))
     expected = after_a_step(stock.model, Penalized(stock.model, **settings).compute_loss(stock.model, batch))
-    assert apart(model.state_dict(), expected) < 1e-12
+    assert largest_difference(model.state_dict(), expected) < 1e-12
     assert trainer.planned_rows.unit == "labeled rows"
 
 
@@ -218,7 +212,7 @@ def test_masked_classes_do_not_count(tmp_path):
     rows = [row for row in data if row["labels"] != -100]
     stock = trainer_of("classifier", tmp_path)
     loss = stock.compute_loss(stock.model, stock.data_collator(rows))
-    assert apart(trainer.model.state_dict(), after_a_step(stock.model, loss)) < 1e-12
+    assert largest_difference(trainer.model.state_dict(), after_a_step(stock.model, loss)) < 1e-12
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss))
 
 
@@ -328,7 +322,7 @@ def test_two_processes(kind, on_two_processes, tmp_path):
     first, second = (read_rows(folder / "few" / f"rows-{rank}.jsonl") for rank in range(2))
     assert len(first) == len(second) >= 6  # accelerate reads one more than it needs
     steps = [[row for batch in (*first[n : n + 2], *second[n : n + 2]) for row in batch] for n in (0, 2, 4)]
-    assert apart(torch.load(folder / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
+    assert largest_difference(torch.load(folder / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
 
     unbroken, resumed = (torch.load(folder / name / "parameters.pt") for name in ("unbroken", "cut"))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
