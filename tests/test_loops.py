@@ -13,8 +13,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_dataset
 from processes import HANGS
-from recipe_inputs import save_tiny_model, write
-from safetensors.torch import load_file
+from recipe_inputs import save_tiny_model, weights, write
 from transformers import AutoTokenizer
 
 import hf_packing as hfp
@@ -48,10 +47,6 @@ def launched(recipe, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads, timeout=HANGS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def weights(output):
-    return {name: value.numpy().tobytes() for name, value in load_file(output / "model.safetensors").items()}
 
 
 def options_of(data, model):

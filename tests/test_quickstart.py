@@ -3,10 +3,7 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import common
 import nbformat
@@ -124,15 +121,6 @@ def test_what_does_not_fit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_refuses_ends_with_an_error():
-    command = [sys.executable, str(RECIPES / "quickstart.py"), "--data", "nowhere.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "--data: expected a file or a dataset's name, got 'nowhere.jsonl'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_documents_of_the_standard_library():
     functions = common.functions()["text"][:]
     assert len(functions) > 10_000
@@ -170,17 +158,3 @@ def test_the_notebook(tmp_path, monkeypatch):
 
 def kinds_of_outputs(cell):
     return [sorted(output.get("data", [output.output_type])) for output in cell.get("outputs", [])]
-
-
-@pytest.mark.slow
-def test_skipped_tests_are_counted_by_reason(tmp_path):
-    """As conftest.py of these tests does it, with more than one process."""
-    (tmp_path / "test_skips.py").write_text(
-        "import pytest\n\n\n"
-        '@pytest.mark.parametrize("reason", ["no card", "no card", "no data"])\n'
-        "def test(reason):\n    pytest.skip(reason)\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "-p", "no:cacheprovider", "test_skips.py"]
-    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=known)
-    assert "2 skipped: no card\n1 skipped: no data\n" in done.stdout

@@ -2,15 +2,13 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import sft
 import torch
 import yaml
-from processes import HANGS, run_script
-from recipe_inputs import chats, prompts, save_tiny_model, write
-from safetensors.torch import load_file
+from processes import run_script
+from recipe_inputs import chats, prompts, save_tiny_model, weights, write
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model as tiny_model_of
@@ -57,23 +55,6 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def weights(folder):
-    return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
-
-
-def test_every_way_to_name_a_checkpoint(train, tmp_path):
-    whole = train("--save_steps", 2, steps=4)
-    for name, flag in (("one", "True"), ("two", "last"), ("three", tmp_path / "output" / "checkpoint-2")):
-        copy = tmp_path / name
-        shutil.copytree(tmp_path / "output" / "checkpoint-2", copy / "checkpoint-2")
-        rest = train("--save_steps", 2, "--resume_from_checkpoint", flag, output=copy, steps=4)
-        assert losses(rest) == losses(whole)
-        assert weights(copy) == weights(tmp_path / "output")
-        assert rest.callback_handler.train_dataloader.dataset.sampler.first_micro_batch == 0
-    more = train("--resume_from_checkpoint", "last", "--ignore_data_skip", "True", output=copy, steps=5)
-    assert len(losses(more)) == 5
-
-
 def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(train, tmp_path):
     train(steps=2)
     saved = weights(tmp_path / "output")
@@ -84,15 +65,6 @@ def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(train, tmp_pat
     assert weights(tmp_path / "output") == saved
     assert not list((tmp_path / "output").glob("optimizer*"))
     assert sft.AutoTokenizer.from_pretrained(tmp_path / "output").eos_token == "<|endoftext|>"
-
-
-def test_flags_of_ddp(tiny_model, data, tmp_path):
-    flags = ["--data", data, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "output", *QUIET, *CPU]
-    flags += ["--max_steps", 2, "--max_tokens", 80, "--ddp_timeout", HANGS, "--ddp_backend", "gloo"]
-    flags += ["--ddp_find_unused_parameters", "False", "--ddp_broadcast_buffers", "False", "--ddp_bucket_cap_mb", 5]
-    done = run_script(sft.__file__, *flags, "--full_determinism", "True", ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert weights(tmp_path / "output")
 
 
 REFUSED = [
@@ -135,6 +107,7 @@ def test_an_error_is_printed_on_one_process(tiny_model):
     )
     assert done.returncode
     assert (done.stdout + done.stderr).count("--data: expected a file or a dataset's name, got 'nowhere.jsonl'") == 1
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", sft.WITHOUT_EFFECT)
@@ -144,15 +117,6 @@ def test_flags_without_effect_are_refused(train, name):
     value = "True" if name in ("dataloader_drop_last", "shuffle_dataset", "packing", "padding_free") else value
     with pytest.raises(ValueError, match=f"--{name}: expected none, since --max_tokens and --strategy decide that"):
         train(f"--{name}", value)
-
-
-def test_real_problems(train, shared_data, tmp_path, capsys):
-    train("--max_tokens", 4096, data=shared_data / "math.jsonl.gz")
-    said = capsys.readouterr().out
-    assert "1 x " in said
-    assert "micro-batches (ranks x micro-batches per rank)" in said
-    assert "0 tokens lost" in said
-    assert (tmp_path / "output" / "model.safetensors").is_file()
 
 
 def test_help_has_one_default_for_each_flag(capsys):
@@ -244,16 +208,6 @@ def test_what_cannot_share_prefixes(train, chat_data, tmp_path, tmp_path_factory
         train("--per_turn", "True", data=chat_data, model=model, output=tmp_path / "ahead")
 
 
-def test_the_order_of_documents_has_a_seed(train, tmp_path):
-    def first_batch(*flags):
-        trainer = train(*flags, steps=1, output=tmp_path / "-".join(flags))
-        return next(iter(trainer.get_train_dataloader()))["input_ids"].tolist()
-
-    one = first_batch("--seed", "1")
-    assert first_batch("--data_seed", "1") == one
-    assert first_batch("--seed", "1", "--data_seed", "2") != one
-
-
 @pytest.mark.parametrize("strategy", sft.STRATEGIES)
 def test_packs_have_the_seed(train, strategy, tmp_path):
     def rows(seed, name):
@@ -263,40 +217,6 @@ def test_packs_have_the_seed(train, strategy, tmp_path):
 
     one = rows(1, "one")
     assert rows(1, "same") == one != rows(2, "other")
-
-
-def test_model_init_kwargs(train, tmp_path):
-    trainer = train("--model_init_kwargs", '{"attn_implementation": "eager", "dtype": "bfloat16"}', steps=1)
-    assert trainer.model.dtype == torch.bfloat16
-    with pytest.raises(Exception, match="no-such-implementation"):
-        train("--model_init_kwargs", '{"attn_implementation": "no-such-implementation"}', output=tmp_path / "none")
-
-
-def test_special_tokens(train):
-    trainer = train("--eos_token", "<|im_end|>", "--pad_token", "<|im_start|>", steps=1)
-    end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
-    assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {end}
-    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 2
-
-
-def test_chat_template_path(train, chat_data, tmp_path):
-    (tmp_path / "mine.jinja").write_text(sft.common.CHATML.replace("<|im_start|>", "# "))
-    trainer = train("--chat_template_path", tmp_path / "mine.jinja", data=chat_data, steps=1)
-    assert trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"]).startswith("# user\nHi")
-    assert (tmp_path / "output" / "chat_template.jinja").read_text().startswith("{% for message")
-
-
-@pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
-def test_processes_that_tokenize(train, monkeypatch):
-    seen = []
-    usual = sft.datasets.Dataset.map
-    monkeypatch.setattr(
-        sft.datasets.Dataset,
-        "map",
-        lambda self, *given, **options: seen.append(options.get("num_proc")) or usual(self, *given, **options),
-    )
-    train("--dataset_num_proc", 2, steps=1)
-    assert 2 in seen
 
 
 def test_evaluation(train, data, tmp_path):
@@ -312,29 +232,21 @@ def test_evaluation(train, data, tmp_path):
     assert last[0] == pytest.approx(last[1], rel=1e-6)
 
 
-def test_the_best_model(train, data, tmp_path):
-    flags = ("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--save_steps", 1)
-    trainer = train(*flags, "--load_best_model_at_end", "True", "--learning_rate", 1, steps=2)
-    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.state.best_metric == min(found[:2])
-    assert found[-1] == pytest.approx(min(found[:2]))
-    assert weights(tmp_path / "output") == weights(Path(trainer.state.best_model_checkpoint))
-
-
-EFFECTS = [
-    (("--loss_type", "dft"), False),
-    (("--label_smoothing_factor", 0.5), False),
-    (("--gradient_checkpointing", "False"), True),
-    (("--gradient_checkpointing_kwargs", '{"use_reentrant": true}'), True),
-    (("--torch_compile", "True", "--torch_compile_backend", "eager"), True),
-]
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.parametrize(("flags", "is_same"), EFFECTS)
-def test_flags_that_change_the_loss_and_others(train, tmp_path, flags, is_same):
-    usual, other = losses(train(steps=1)), losses(train(*flags, steps=1, output=tmp_path / "other"))
-    assert (other == pytest.approx(usual, rel=1e-4)) == is_same
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
+def test_flags_of_the_model_and_of_the_texts(train, chat_data, tmp_path):
+    (tmp_path / "mine.jinja").write_text(sft.common.CHATML.replace("<|im_start|>", "# "))
+    flags = ("--chat_template_path", tmp_path / "mine.jinja", "--dataset_num_proc", 2, "--pad_token", "<|im_start|>")
+    flags += ("--model_init_kwargs", '{"attn_implementation": "eager", "dtype": "bfloat16"}')
+    trainer = train(*flags, data=chat_data, steps=1)
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 2
+    assert trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"]).startswith("# user\nHi")
+    assert (tmp_path / "output" / "chat_template.jinja").read_text().startswith("{% for message")
+    trainer = train("--eos_token", "<|im_end|>", steps=1, output=tmp_path / "end")
+    end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
+    assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {end}
+    with pytest.raises(Exception, match="no-such-implementation"):
+        train("--model_init_kwargs", '{"attn_implementation": "no-such-implementation"}', output=tmp_path / "none")
 
 
 def test_other_flags(train):

@@ -18,7 +18,7 @@ import squad
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from processes import run_script
-from recipe_inputs import prompts, questions, save_tiny_model, write
+from recipe_inputs import prompts, questions, save_tiny_model, weights, write
 from safetensors.torch import load_file
 from tiers import fast_only
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorForLanguageModeling
@@ -133,19 +133,6 @@ def test_dpo(tmp_path, capsys):
     assert "evaluation: 1 of 7 pairs are truncated, 1 left out" in said
 
 
-def test_dpo_with_lora(tmp_path, capsys):
-    model = save_tiny_model(tmp_path / "model")
-    flags = flags_of("dpo", tmp_path, "--max_steps", 1, "--model_name_or_path", model, "--use_peft", "--lora_r", 4)
-    trainer = dpo.main([*flags, "--learning_rate", "0.01"])
-    assert trainer.model.peft_config["default"].r == 4
-    assert "ref_model" not in capsys.readouterr().out
-    trained = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
-    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").get_base_model()
-    before = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(saved.model.norm.weight, before)
-
-
 def test_reward(tmp_path, capsys):
     """The accuracy is that of the saved model on each pair alone; long pairs are counted."""
     pairs = preferred(26)
@@ -204,30 +191,34 @@ def test_whole_words_of_tokens_that_begin_with_a_space():
     assert {False} in of_word
 
 
-def test_reward_with_lora(tmp_path):
+LORA = [("dpo", AutoPeftModelForCausalLM, {}), ("reward", AutoPeftModelForSequenceClassification, {"num_labels": 1})]
+
+
+@pytest.mark.parametrize(("recipe", "kind", "options"), fast_only(LORA, LORA[1]))
+def test_adapters(recipe, kind, options, tmp_path, capsys):
     model = save_tiny_model(tmp_path / "model")
-    flags = flags_of("reward", tmp_path, "--max_steps", 2, "--model_name_or_path", model)
-    reward.main([*flags, "--use_peft", "--lora_r", "4", "--learning_rate", "0.01"])
+    flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--model_name_or_path", model, "--use_peft", "--lora_r", 4)
+    MAIN[recipe]([*flags, "--learning_rate", "0.01"])
+    assert "ref_model" not in capsys.readouterr().out
     trained = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
-    assert any("score" in name for name in trained)  # the head, which is new, is trained and saved whole
-    found = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
+    assert any("score" in name for name in trained) == (recipe == "reward")  # a new head is trained and saved whole
+    found = kind.from_pretrained(tmp_path / "out", **options)
     assert found.peft_config["default"].r == 4
+    before = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(found.get_base_model().model.norm.weight, before)
 
 
-def test_grpo(tmp_path, capsys):
-    flags = flags_of("grpo", tmp_path, "--max_steps", 1, "--reward", "length:20", "--beta", 0.1)
-    trainer = grpo.main(flags)
+@pytest.mark.parametrize("lora", fast_only([False, True], False))
+def test_grpo(tmp_path, capsys, lora):
+    model = save_tiny_model(tmp_path / "model")
+    flags = ("--max_steps", 1, "--reward", "length:20", "--beta", 0.1, "--model_name_or_path", model)
+    trainer = grpo.main(flags_of("grpo", tmp_path, *flags, *(["--use_peft"] if lora else [])))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() == lora
     said = capsys.readouterr().out
     assert "model: LlamaForCausalLM, its tokens run as one packed row" in said
-    assert "ref_model: LlamaForCausalLM, its tokens run as one packed row" in said
+    assert ("ref_model: LlamaForCausalLM, its tokens run as one packed row" in said) != lora
     assert f"mean reward: {trainer.state.log_history[0]['rewards/reward/mean']:.3f} in the first 1 steps" in said
-
-
-def test_grpo_with_lora(tmp_path):
-    model = save_tiny_model(tmp_path / "model")
-    grpo.main(flags_of("grpo", tmp_path, "--max_steps", 1, "--model_name_or_path", model, "--use_peft"))
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_rewards_of_grpo():
@@ -273,10 +264,6 @@ def test_refused(tmp_path, recipe, rows, flags, message):
 
 
 LAST = ("--resume_from_checkpoint", "last")
-
-
-def weights(folder):
-    return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
 
 
 @pytest.mark.parametrize("recipe", fast_only(MAIN, "classify"))

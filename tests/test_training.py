@@ -1,13 +1,13 @@
 """Packed rows through the stock trainers: the losses are those of the unpacked documents."""
 
-import datasets
 import numpy as np
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import build
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trainers import documents, logged, trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
@@ -20,39 +20,14 @@ CLOSE = 1e-6
 
 
 @pytest.fixture
-def documents(rng):
-    rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, 60), 2, 40).astype(int)]
-    labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
-    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+def packed():
+    return hfp.pack(documents(60), hfp.BestFit(48))
 
 
-@pytest.fixture
-def packed(documents):
-    return hfp.pack(documents, hfp.BestFit(48))
-
-
-@pytest.fixture
-def tokenizer():
-    vocabulary = {f"<{i}>": i for i in range(128)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")
-
-
-def options(folder):
-    return {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": ROWS_PER_STEP,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": 1,
-        "learning_rate": LEARNING_RATE,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-    }
+def trainer_on(folder, kind, model, rows, **changes):
+    """A trainer on rows as they are, in their order."""
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": ROWS_PER_STEP, "learning_rate": LEARNING_RATE}
+    return trainer_of(folder, kind, model, rows, train_sampling_strategy="sequential", **sizes | changes)
 
 
 def llama():
@@ -103,57 +78,45 @@ def unpacked_losses(model, packed, shift=1):
     return losses
 
 
-def logged_losses(trainer):
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float64}
-    trainer.train()
-    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-
-
-def masked(documents, rng):
+def masked(rows, rng):
     def hide_some(row):
         hidden = rng.random(len(row["input_ids"])) < 0.3
         hidden[0] = False  # packed rows have no label there
         ids = np.array(row["input_ids"])
         return {"input_ids": np.where(hidden, 4, ids), "labels": np.where(hidden, ids, -100)}
 
-    return documents.map(hide_some)
+    return rows.map(hide_some)
+
+
+FAST = [(llama, "varlen", False), (bert, "varlen", True)]
 
 
 @pytest.mark.parametrize(
     ("make", "route", "position_ids"),
-    [(llama, "varlen", True), (llama, "varlen", False), (jamba, "varlen + segments", True), (bert, "varlen", True)],
+    fast_only([(llama, "varlen", True), *FAST, (jamba, "varlen + segments", True)], *FAST),
 )
-def test_trainer(documents, rng, tmp_path, make, route, position_ids):
-    rows, shift = (masked(documents, rng), 0) if make is bert else (documents, 1)
+def test_trainer(rng, tmp_path, make, route, position_ids):
+    rows, shift = (masked(documents(60), rng), 0) if make is bert else (documents(60), 1)
     packed = hfp.pack(rows, hfp.BestFit(48), position_ids=position_ids)
     expected = unpacked_losses(make(), packed, shift)
     model = hfp.patch_model(make())
     assert hfp.check_isolation(model).route.name == route
-    arguments = TrainingArguments(**options(tmp_path), remove_unused_columns=position_ids)
-    trainer = Trainer(model, arguments, train_dataset=packed, data_collator=hfp.PackingCollator())
-    assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
+    trainer = trainer_on(tmp_path, Trainer, model, packed, remove_unused_columns=position_ids)
+    trainer.data_collator = hfp.PackingCollator()
+    assert logged(trainer) == pytest.approx(expected, rel=CLOSE)
     assert len(set(expected)) == STEPS
     assert max(map(len, packed["seq_lengths"])) > 1
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")  # TRL still uses names that transformers has renamed
-def test_sft_trainer(packed, tokenizer, tmp_path):
-    expected = unpacked_losses(llama(), packed)
-    config = SFTConfig(**options(tmp_path), padding_free=True, max_length=None)
-    trainer = SFTTrainer(hfp.patch_model(llama()), config, train_dataset=packed, processing_class=tokenizer)
-    assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default::FutureWarning")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_sft_trainer_with_a_model_that_runs_by_segment(packed, tokenizer, tmp_path, gradient_checkpointing):
-    expected = unpacked_losses(jamba(), packed)
-    config = SFTConfig(
-        **options(tmp_path), padding_free=True, max_length=None, gradient_checkpointing=gradient_checkpointing
-    )
-    trainer = SFTTrainer(hfp.patch_model(jamba()), config, train_dataset=packed, processing_class=tokenizer)
-    assert logged_losses(trainer) == pytest.approx(expected, rel=CLOSE)
+@pytest.mark.parametrize(
+    ("make", "checkpointing"), fast_only([(llama, True), (jamba, False), (jamba, True)], (llama, True))
+)
+def test_sft_trainer(packed, tmp_path, make, checkpointing):
+    expected = unpacked_losses(make(), packed)
+    changes = {"padding_free": True, "gradient_checkpointing": checkpointing}
+    trainer = trainer_on(tmp_path, SFTTrainer, hfp.patch_model(make()), packed, **changes)
+    assert logged(trainer) == pytest.approx(expected, rel=CLOSE)
 
 
 def test_that_losses_would_show_a_leak(packed, tmp_path):
@@ -162,11 +125,9 @@ def test_that_losses_would_show_a_leak(packed, tmp_path):
 
     def leaky(rows):
         batch = hfp.PackingCollator()(rows)
-        return {
-            "input_ids": batch["input_ids"],
-            "labels": batch["labels"],
-            "attention_mask": torch.ones_like(batch["input_ids"]),
-        }
+        mask = torch.ones_like(batch["input_ids"])
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "attention_mask": mask}
 
-    trainer = Trainer(llama(), TrainingArguments(**options(tmp_path)), train_dataset=packed, data_collator=leaky)
-    assert abs(logged_losses(trainer)[0] - expected[0]) > 1e-3
+    trainer = trainer_on(tmp_path, Trainer, llama(), packed)
+    trainer.data_collator = leaky
+    assert abs(logged(trainer)[0] - expected[0]) > 1e-3

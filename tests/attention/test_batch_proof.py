@@ -25,7 +25,7 @@ def batch_with(lengths=LENGTHS, seed=0):
     return batch_of([torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths])
 
 
-FAST = ("distance", "gradients", "segments")
+FAST = ("gradients", "segments")
 
 
 @pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), *FAST))
@@ -72,9 +72,13 @@ STOCK = ["llama", "mixtral", "gemma2", "gpt_oss", "mamba2", "jamba", "bart", "ro
 STOCK += ["gpt2", "falcon", "bloom", "olmo2", "phi3", "granitemoehybrid", "lfm2", "minimax", "modernbert", "rwkv"]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", fast_only(STOCK, "mixtral", "mamba2"))
+HALF = torch.bfloat16
+PROVEN = [(name, dtype, training) for name in STOCK for dtype in (torch.float32, HALF) for training in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "training"), fast_only(PROVEN, ("mixtral", HALF, True), ("mamba2", HALF, False))
+)
 def test_stock_models_are_proven(architecture, dtype, training):
     model = patched_tiny(architecture, "masked" if "bert" in architecture else "causal").to(dtype)
     proof = prove_on_batch(model, batch_with(SHORT), training)
@@ -190,7 +194,7 @@ def test_a_leak_at_any_distance_reaches_a_document_that_is_kept():
         assert any(index - distance in kept for index in replaced)
 
 
-@pytest.mark.parametrize("distance", fast_only([1, 2, 4, -2], 4, -2))
+@pytest.mark.parametrize("distance", fast_only([1, 2, 4, -2], -2))
 def test_a_leak_below_rounding_from_another_document(distance):
     """Each document of 8 tokens reads the document so many places before it, or after it."""
     model = hfp.patch_model(build("Llama").to(torch.bfloat16))

@@ -83,14 +83,14 @@ CASES = [
     *((name, "a tree") for name in IN_TREES),
 ]
 FAST = [
-    *((name, "packed") for name in ("Llama", "Gemma2", "GptOss", "a state", "alibi", "positions with an offset")),
-    *((name, form) for name in ("GPT2", "attention and a state") for form in ("packed", "a fixed shape")),
+    *((name, "packed") for name in ("Llama", "GptOss", "a state", "alibi", "positions with an offset")),
+    *(("attention and a state", form) for form in ("packed", "a fixed shape")),
     *((name, "two packed rows") for name in ("Llama", "a state", "positions with an offset")),
-    *((name, form) for name in (("bert", SEQUENCE), ("gpt2", "causal")) for form in ("right", "left", "both")),
-    *((name, "both") for name in (("albert", SEQUENCE), ("bert", QUESTION), ("albert", "backbone"))),
+    *((("bert", SEQUENCE), form) for form in ("right", "left", "both")),
+    *((name, "both") for name in (("gpt2", "causal"), ("albert", "backbone"))),
     *((name, "no padding") for name in ("Llama", ("bert", SEQUENCE))),
     (("xlnet", SEQUENCE), "right, none short"),
-    *((name, "a tree") for name in ("Mistral", ("qwen3_next", "causal"))),
+    ("Mistral", "a tree"),
 ]
 
 EXACT = {"Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Phi3", "Olmo2", "StableLm", "GPTNeoX", "GPT2"}
@@ -152,7 +152,7 @@ def test_documents_are_as_alone(name, form):
 
 
 @given(forests(), st.integers(0, 10))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_random_trees(forest, seed):
     check(*once(("gpt2", "causal"), trees=True), tree(TreeSegments(*forest), seed))
 
@@ -193,9 +193,10 @@ CHECKPOINTED = [
     *((("llama", SEQUENCE), "both", way) for way in [*WAYS][:2]),
     *((("gpt2", "causal"), "a tree", way) for way in [*WAYS][:2]),
 ]
-FAST_WAYS = [(name, "packed", way) for name, ways in (("Llama", WAYS), ("alibi", [*WAYS][:2])) for way in ways]
+FAST_WAYS = [("Llama", "packed", way) for way in WAYS] + [
+    ("alibi", form, "reentrant") for form in ("packed", RIGHT_BY_LENGTH)
+]
 FAST_WAYS += [(("gpt2", "causal"), "a tree", "not reentrant"), (("llama", SEQUENCE), "both", "reentrant")]
-FAST_WAYS += [("alibi", RIGHT_BY_LENGTH, way) for way in [*WAYS][:2]]
 
 
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # of torch 2.9
@@ -225,7 +226,7 @@ ADAPTED = [(("llama", SEQUENCE), "right"), (("gpt2", "causal"), "a tree"), ("att
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out:UserWarning")  # of PEFT
-@pytest.mark.parametrize(("name", "form"), fast_only(ADAPTED, *ADAPTED[:2]))
+@pytest.mark.parametrize(("name", "form"), fast_only(ADAPTED, ADAPTED[0]))
 def test_adapters(name, form):
     stock, _ = stock_and_patched(name)
     targets = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}.get(name[0], ["in_proj", "out_proj", "x_proj"])
@@ -246,7 +247,12 @@ EMBEDDED = [
     *((name, form) for name in (("llama", "causal"), ("bert", SEQUENCE)) for form in ("right", "left")),
     (("gpt2", "causal"), "a tree"),
 ]
-FAST_EMBEDDED = [("Llama", "packed"), ("positions with an offset", "packed"), *EMBEDDED[-5:]]
+FAST_EMBEDDED = [
+    ("Llama", "packed"),
+    ("positions with an offset", "packed"),
+    (("bert", SEQUENCE), "left"),
+    EMBEDDED[-1],
+]
 
 
 @pytest.mark.parametrize(("name", "form"), fast_only(EMBEDDED, *FAST_EMBEDDED))

@@ -55,7 +55,7 @@ def cases(draw):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes], lengths, how
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(cases())
 def test_by_segment_is_dense_with_a_mask(case):
     """Compiled, too, where the backward pass is written out by hand."""

@@ -1,6 +1,7 @@
 """Padded batches of texts with and without pictures: only the text backbone runs without the padding."""
 
 import copy
+from functools import cache
 
 import peft
 import pytest
@@ -13,11 +14,16 @@ from tools.survey.picture_inputs import batch_of, make_documents
 from tools.survey.picture_models import picture_model
 
 
+@cache
+def stock_and_patched(name):
+    stock = picture_model(name)
+    return stock, hfp.patch_model(copy.deepcopy(stock))
+
+
 def documents_with_pictures(name):
     """A tiny model in float64, its patched copy, a padded batch with two pictures, and the places of the tokens."""
-    stock = picture_model(name)
-    batch, places = batch_of(stock, make_documents(stock), "left")
-    return stock, hfp.patch_model(copy.deepcopy(stock)), batch, places
+    stock, model = map(copy.deepcopy, stock_and_patched(name))
+    return stock, model, *batch_of(stock, make_documents(stock), "left")
 
 
 def gradients_of(model, logits):
@@ -99,7 +105,7 @@ def test_attention_to_pictures_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", fast_only([True, False], True))
 @pytest.mark.parametrize("name", fast_only(["llava", "qwen2_5_vl", "qwen3_vl", "internvl"], "llava"))
 def test_checkpointed_towers(name, use_reentrant):
     """The backward pass runs the tower a second time, after the forward of the model has ended."""

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiers import fast_only
 from torch import nn
 
 import hf_packing as hfp
@@ -43,7 +44,7 @@ def forwards_to_patch(model):
 @pytest.mark.parametrize("architecture", ["llama", "mamba2"])
 def test_the_price_does_not_grow_with_depth(architecture, searched):
     prices = []
-    for layers in (4, 6):
+    for layers in (3, 5):
         searched.clear()
         forwards = forwards_to_patch(tiny_model(architecture, "causal", num_hidden_layers=layers))
         prices.append((forwards, len(searched)))
@@ -91,7 +92,7 @@ def test_a_layer_with_another_setting_is_searched_itself(searched):
     assert "model.layers.1.mlp" not in searched
 
 
-@pytest.mark.parametrize("layers", [[3], [1, 2, 3]])
+@pytest.mark.parametrize("layers", fast_only([[3], [1, 2, 3]], [1, 2, 3]))
 def test_layers_that_only_seem_alike_are_found_by_the_second_search(searched, layers):
     """It searches every layer."""
     model = deep_llama(ScaledInSecret)

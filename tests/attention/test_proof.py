@@ -42,7 +42,7 @@ def from_the_next_token(gradient):
     return gradient + 0.5 * gradient.roll(1, dims=1)
 
 
-@pytest.mark.parametrize("only_training", [False, True])
+@pytest.mark.parametrize("only_training", fast_only([False, True], True))
 def test_gradients_that_cross_borders(only_training):
     mode = "in training mode, " if only_training else ""
     report = hfp.check_isolation(with_gradient(from_the_next_token, only_training))

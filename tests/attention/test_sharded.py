@@ -118,7 +118,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("make", "prove", "message"), fast_only(REFUSED, *(each for each in REFUSED if each[0] is not with_another_module))
+    ("make", "prove", "message"),
+    fast_only(REFUSED, *(each for each in REFUSED if each[0] not in (with_another_module, mra))),
 )
 def test_what_cannot_be_proven_is_refused(make, prove, message):
     with pytest.raises(hfp.PackingError, match=message):

@@ -64,7 +64,7 @@ LEAKS = {
 HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_mask, "ours": hfp.PackingCollator()}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", fast_only(["eager", "sdpa"], "sdpa"))
 @pytest.mark.parametrize("setup", [*LEAKS, *HOLDS])
 def test_stock_models_leak_or_hold(setup, attention):
     model = build("Llama", use_cache=False, attn_implementation=attention)

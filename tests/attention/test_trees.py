@@ -157,7 +157,7 @@ def tree_batch():
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_batch_of_trees_is_proven(name, training):
-    proof = prove_on_batch(patched_tiny(name, trees=True), tree_batch(), training)
+    proof = prove_on_batch(patched_tiny(name, dtype=torch.float64, trees=True), tree_batch(), training)
     assert not proof.problem
     assert (proof.tokens, proof.documents, proof.longest) == (97, 5, 32)
     assert proof.alone >= 1
@@ -167,7 +167,7 @@ def test_a_batch_of_trees_is_proven(name, training):
 
 @cache
 def llama_of_trees():
-    model = patched_tiny("llama", trees=True)
+    model = patched("Llama", trees=True)
     assert not prove_on_batch(model, tree_batch()).problem, "without a fault"
     return model
 

@@ -40,18 +40,6 @@ def test_another_pad_token_than_that_of_the_configuration():
     assert_rows_are(stock, model, batch, places, SEQUENCE, rows)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("bert", SEQUENCE)])
-def test_embeddings_without_ids(name, kind, side):
-    stock, model = both(name, kind)
-    batch, places = padded(documents(), side)
-    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
-    for logits, place, (expected, *_) in zip(
-        model(**batch).logits, places, alone(stock, documents(), kind), strict=True
-    ):
-        assert torch.allclose(logits[place] if kind == "causal" else logits, expected, atol=1e-5)
-
-
 def test_a_pooler_that_looks_for_the_end_token():
     """CLIP's text model pools at the first end token of each row."""
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -75,9 +63,9 @@ def test_two_heads_are_refused(kind):
 
 
 def test_two_texts_are_refused():
-    config = transformers.BartConfig(
-        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, max_position_embeddings=64
-    )
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    config = transformers.BartConfig(vocab_size=99, **sizes, **heads)
     model = hfp.patch_model(transformers.BartModel(config).double().eval())
     batch, _ = padded([[5, 6, 7, 8, 2], [9, 2]], "right", pad=1)
     with pytest.raises(hfp.PackingError, match="decoder_input_ids: expected a padded batch of one text for each row"):

@@ -223,7 +223,3 @@ def test_which_differences_are_exact():
     assert [rows[name][1][0] for name in ("llama", "one")] == ["exact, up to rounding", "exact, gradients in float64"]
     beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
     assert replace(beyond, explained=3 * EXACT).exact
-    assert "causes them; such models: one 2e-04." in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
-    assert "causes them; such models: none." in page([beyond], "transformers 0")
-    assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
-    assert "does not jump: one." in page([replace(beyond, gradient_in_float64=True)], "transformers 0")
