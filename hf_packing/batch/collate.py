@@ -40,7 +40,7 @@ from hf_packing.columns import (
     find_unmasked_label,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, offsets_of
 from hf_packing.rows.packing_trace import refuse_lost_borders, stored_datasets
 
 Row = Mapping[str, Any]
@@ -151,8 +151,7 @@ class PackingCollator:
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
         lengths = read_segment_lengths(rows, tokens)
-        cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=cu_seq_lens[1:])
+        cu_seq_lens = offsets_of(lengths).astype(np.int32)
         begin = cu_seq_lens[:-1]
         labels = _labels_of(rows, tokens)
         if not self.keep_first_labels:

@@ -29,7 +29,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, count_ranges, joined, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, count_ranges, join_rows, offsets_of, sums_of
 from hf_packing.trees.segments import TreeSegments
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
@@ -79,9 +79,9 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     Raises:
         PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    tokens, in_rows = joined(columns[TREE_INPUT_IDS])
-    labels, labels_in_rows = joined(columns[TREE_LABELS])
-    trained, numbers_in_rows = joined(columns[TRAINED])
+    tokens, in_rows = join_rows(columns[TREE_INPUT_IDS])
+    labels, labels_in_rows = join_rows(columns[TREE_LABELS])
+    trained, numbers_in_rows = join_rows(columns[TRAINED])
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(in_rows)} rows without tokens")
     _refuse(TREE_LABELS, labels_in_rows != in_rows, "one value for each token", labels_in_rows)
@@ -94,11 +94,10 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     document += np.repeat(offsets_of(documents)[:-1], runs)
     left = (trees.depths + np.diff(trees.begins))[ends[document]] - first
     wrong = (first < 1) | (length < 1) | (length > left)
-    _refuse(TRAINED, wrong, "runs of tokens of the document, but the first, which no token predicts", trained, runs)
-    too_early = np.diff(document) < 0
-    too_early |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
-    wrong[1:] = too_early
-    _refuse(TRAINED, wrong, "runs in the order of the tokens that do not overlap", trained, runs)
+    wrong[1:] |= np.diff(document) < 0
+    wrong[1:] |= (np.diff(document) == 0) & (first[1:] < (first + length)[:-1])
+    expected = "runs of tokens of the documents, in order, without overlap, and without the first token of a document"
+    _refuse(TRAINED, wrong, expected, trained, runs)
     ranges = trees.find_runs(ends, trained)
     is_trained = count_ranges(ranges.begin, ranges.length, len(tokens)) > 0
     expected = f"a label where a document trains on the token, and otherwise {IGNORED_LABEL}"
@@ -129,9 +128,9 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     Raises:
         PackingError: the columns of a row contradict each other; the error names the row.
     """
-    lengths, segments = joined(columns[SEGMENT_LENGTHS])
-    _, parents = joined(columns[PARENTS])
-    ends, documents = joined(columns[ENDS])
+    lengths, segments = join_rows(columns[SEGMENT_LENGTHS])
+    _, parents = join_rows(columns[PARENTS])
+    ends, documents = join_rows(columns[ENDS])
     _refuse(PARENTS, parents != segments, "one value for each segment", parents)
     first_segment = offsets_of(segments)
     found = sums_of(lengths, first_segment)

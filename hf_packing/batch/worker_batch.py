@@ -1,6 +1,6 @@
 """`WorkerBatch` is a batch that a worker of a DataLoader sends to the main process as bytes, without shared memory."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,39 +16,19 @@ class WorkerBatch(dict[str, Any]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, ({name: _as_integers(value) for name, value in self.items()},)
+        tensors = {name: value for name, value in self.items() if isinstance(value, torch.Tensor)}
+        integers = {name: value.numpy() for name, value in tensors.items() if value.dtype in (torch.int32, torch.int64)}
+        small = {name: values.astype(_smallest_dtype(values)) for name, values in integers.items()}
+        return _restored, ({**self, **small}, {name: values.dtype for name, values in integers.items()})
 
 
-class _Integers(NamedTuple):
-    """The content of an integer tensor, without the tensor."""
-
-    values: npt.NDArray[np.integer[Any]]
-    """The values in the smallest dtype that holds all of them, in the shape of the tensor."""
-    dtype: np.dtype[Any]
-    """The dtype of the tensor."""
+def _smallest_dtype(values: npt.NDArray[Any]) -> Any:
+    """Return the smallest dtype that holds all values."""
+    least, largest = values.min(initial=0), values.max(initial=0)
+    dtypes = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
+    return next(each for each in dtypes if np.iinfo(each).min <= least and largest <= np.iinfo(each).max)
 
 
-def _as_integers(value: Any) -> Any:
-    """Return the content of a dense int32 or int64 tensor on the CPU as _Integers; return any other value as it is."""
-    if type(value) is not torch.Tensor or value.dtype not in (torch.int32, torch.int64) or not value.numel():
-        return value
-    if value.device.type != "cpu" or value.layout is not torch.strided or value.is_nested:
-        return value
-    values = value.numpy()
-    least, largest = values.min(), values.max()
-    smallest = next(dtype for dtype, (low, high) in _RANGES.items() if low <= least and largest <= high)
-    return _Integers(values.astype(smallest), values.dtype)
-
-
-def _restored(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch in which _Integers are tensors again."""
-    return {
-        name: torch.from_numpy(value.values.astype(value.dtype)) if isinstance(value, _Integers) else value
-        for name, value in values.items()
-    }
-
-
-_RANGES = {
-    dtype: (np.iinfo(dtype).min, np.iinfo(dtype).max) for dtype in (np.uint8, np.int16, np.uint16, np.int32, np.int64)
-}
-"""The least and the largest value of the dtypes in which integers are sent, smallest dtype first."""
+def _restored(batch: dict[str, Any], dtypes: dict[str, np.dtype[Any]]) -> dict[str, Any]:
+    """Return a batch in which arrays are tensors of these dtypes again."""
+    return batch | {name: torch.from_numpy(batch[name].astype(dtype)) for name, dtype in dtypes.items()}

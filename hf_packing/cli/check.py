@@ -5,18 +5,17 @@ A model isolates documents if changing one document of a packed row never change
 
 import argparse
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from textwrap import fill, indent
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_packing.attention import IsolationReport, architectures, check_isolation, patch_model, small_copy_of, tiny_model
@@ -24,14 +23,10 @@ from hf_packing.cli.screen import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 
-_NOT_ISOLATED = 1
-_KINDS: dict[str, tuple[Any, Any]] = {
-    "causal": (modeling_auto.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "masked": (modeling_auto.AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-}
-"""Kinds of language models, with the Auto class and the model types of each."""
-_ADVICE = ". hf_packing.patch_model("
-"""The beginning of the advice to call patch_model. The command calls patch_model itself, so it omits this advice."""
+_AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
+"""The Auto class of each kind of language model."""
+_WITHOUT_PATCH = re.compile(r"\. hf_packing\.patch_model\(.*|\nroute: none.*")
+"""What a stock model's report says of patch_model. It is left out, since the command calls patch_model next."""
 
 
 def run(given: argparse.Namespace) -> int:
@@ -46,39 +41,36 @@ def run(given: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     say = (lambda _: None) if given.json else _say_wrapped
-    model, checked = _model_named(given.model, given.weights, given.trust_remote_code)
-    stock, refusal = None, ""
+    model, checked = _model_named(given)
     if not given.json:
         print(f"{given.model}: {checked}", flush=True)
+    stock, refusal = None, ""
     try:
         stock = check_isolation(model)
-        shown = replace(stock, reason=stock.reason.partition(_ADVICE)[0])
-        say(f"stock: {shown}".replace("\nroute: none, the model is not patched", ""))
+        say(f"stock: {_WITHOUT_PATCH.sub('', str(stock))}")
         patched = check_isolation(patch_model(model))
         say(f"after patch_model: {patched}")
     except ModelNotSupportedError as error:
         refusal = str(error)
         patched = IsolationReport(False, math.nan, refusal)
         say(f"patch_model refuses the model: {refusal}")
-    stock = stock or patched  # a model is refused before the check if it is no language model
     if given.json:
-        facts = {
-            "model": given.model,
-            "checked": checked,
-            "isolated": patched.isolated,
-            "stock_isolated": stock.isolated,
-            "stock_reason": stock.reason,
-            "stock_max_leak": stock.max_leak,
-            "route": patched.route.name if patched.route else None,
-            "max_leak": patched.max_leak,
-            "max_gradient_leak": patched.max_gradient_leak,
-            "refusal": refusal,
-        }
-        infinite = {
-            name: None for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)
-        }
-        print_json(facts | infinite)
-    return 0 if patched.isolated else _NOT_ISOLATED
+        stock = stock or patched  # a model is refused before the check if it is no language model
+        print_json(
+            {
+                "model": given.model,
+                "checked": checked,
+                "isolated": patched.isolated,
+                "stock_isolated": stock.isolated,
+                "stock_reason": stock.reason,
+                "stock_max_leak": stock.max_leak,
+                "route": patched.route and patched.route.name,
+                "max_leak": patched.max_leak,
+                "max_gradient_leak": patched.max_gradient_leak,
+                "refusal": refusal,
+            }
+        )
+    return 0 if patched.isolated else 1
 
 
 def _say_wrapped(text: str) -> None:
@@ -87,39 +79,37 @@ def _say_wrapped(text: str) -> None:
     print(indent(lines, "  ").strip(), flush=True)
 
 
-def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
+def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
     """Return the model to check, and a description of the model.
 
-    Args:
-        name: name of a model on the hub, a folder, or an architecture of transformers such as "llama".
-        weights: whether to load the model itself; if False, a small model of the same architecture is made, with
-            random weights.
-        trust_remote_code: whether to run code that comes with the model; if False, a model that needs such code is
-            refused.
+    With --weights, that is the model itself. Otherwise it is a small model of the same architecture, or of the same
+    class and configuration, with random weights.
 
     Raises:
         PackingError: no such model exists, or the model cannot be built or loaded.
     """
-    cannot_build = f"MODEL: expected a configuration from which a model can be built, but building {name!r} failed"
-    if not weights and not Path(name).exists():
-        for kind in _KINDS:
+    name = given.model
+    buildable = f"MODEL: expected a configuration from which a model can be built, but building {name!r} failed"
+    if not given.weights and not Path(name).exists():
+        for kind in _AUTO_CLASSES:
             if name in architectures(kind):
-                with _expecting(cannot_build):
+                with _expecting(buildable):
                     return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
+    code = {"trust_remote_code": given.trust_remote_code}
     with _expecting(f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, got {name!r}"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    head, note = _head_of(config, name, trust_remote_code)
-    code = {} if _is_model(head) else {"trust_remote_code": trust_remote_code}
-    if weights:
+        config = AutoConfig.from_pretrained(name, **code)
+    head, note = _head_of(config, given)
+    if given.weights:
         with _expecting(f"--weights: expected weights that can be loaded, but loading {name!r} failed"):
             model, info = head.from_pretrained(name, output_loading_info=True, **code)
         if missing := sorted(info["missing_keys"]):
             drawn = f"with random values for {len(missing):,} weights that are missing in its files"
             note = f", {drawn}, such as {missing[0]}{note}"
         return model.to("cuda") if torch.cuda.is_available() else model, f"the model itself{note}"
-    with _expecting(cannot_build):
+    with _expecting(buildable):
         with torch.device("meta"):
-            large = head._from_config(config) if _is_model(head) else head.from_config(config, **code)
+            is_auto = hasattr(head, "from_config")
+            large = head.from_config(config, **code) if is_auto else head._from_config(config)
         small = small_copy_of(large)
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
@@ -129,19 +119,17 @@ def _expecting(what: str) -> Iterator[None]:
     """Context manager: turn any error of transformers, of the hub or of files into a PackingError that begins so."""
     try:
         yield
-    except PackingError:
-        raise
     except Exception as error:
         raise PackingError(f"{what}: {type(error).__name__}: {reason_of(error)}") from None
 
 
-def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
+def _head_of(config: PreTrainedConfig, given: argparse.Namespace) -> tuple[Any, str]:
     """Return the class that loads the model, and a note for the user.
 
     The class is the first of these three that is available:
 
     1. The Auto class in the configuration's auto_map, which loads code that comes with the model. This class is
-       considered only if trust_remote_code is True, or if transformers has none of the classes that the configuration
+       considered only with --trust-remote-code, or if transformers has none of the classes that the configuration
        names.
     2. The transformers class that the configuration names.
     3. The Auto class for language models of the configuration's type: masked ones, if transformers has both kinds. The
@@ -150,25 +138,21 @@ def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tu
     Raises:
         PackingError: the model is neither a causal nor a masked language model.
     """
-    named = getattr(config, "architectures", None) or []
-    known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
+    named = config.architectures or []
+    known = [getattr(transformers, name) for name in named if hasattr(transformers, name)]
     brought = [
         getattr(transformers, auto)
         for auto, where in (getattr(config, "auto_map", None) or {}).items()
-        if auto.startswith("AutoModel") and str(where).rpartition(".")[2] in named
+        if auto.startswith("AutoModel") and where.rpartition(".")[2] in named
     ]
-    if brought and (trust_remote_code or not known):
-        return brought[0], ""
-    if known:
-        return known[0], ""
-    by_type = [head for head, types in _KINDS.values() if config.model_type in types]
+    heads = [*brought, *known] if given.trust_remote_code else [*known, *brought]
+    if heads:
+        return heads[0], ""
+    by_type = [head for kind, head in _AUTO_CLASSES.items() if config.model_type in architectures(kind)]
     if not by_type:
         raise PackingError(
-            f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
+            "MODEL: expected a causal or a masked language model, but "
+            f"{given.model!r} has model type {config.model_type!r}"
         )
     missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
     return by_type[-1], f"; the configuration names {missing if named else 'no class'}"
-
-
-def _is_model(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, PreTrainedModel)

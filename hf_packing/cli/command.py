@@ -13,7 +13,7 @@ import pyarrow as pa
 
 import hf_packing
 from hf_packing.cli.flags import STRATEGIES
-from hf_packing.cli.screen import in_flags, say_error, say_warning
+from hf_packing.cli.screen import in_flags, say, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.text.render import TRAIN_ON
 
@@ -38,17 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = say_warning
             # imported here, since --help needs neither torch nor transformers
-            code: int = import_module(f"hf_packing.cli.{given.module}").run(given)
+            code: int = import_module(f"hf_packing.cli.{given.command}").run(given)
+        return code
     except (PackingError, MissingDependencyError) as error:
-        say_error(in_flags(str(error)))
-        return BAD_INPUT
+        say(f"error: {in_flags(str(error))}")
     except (OSError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
-        say_error(f"{type(error).__name__}: {error}")
-        return BAD_INPUT
+        say(f"error: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        say_error("interrupted")
+        say("error: interrupted")
         return INTERRUPTED
-    return code
+    return BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
-    commands = top.add_subparsers(required=True, metavar="report | pack | check")
+    commands = top.add_subparsers(dest="command", required=True, metavar="report | pack | check")
     _add_report(commands)
     _add_pack(commands)
     _add_check(commands)
@@ -78,14 +77,21 @@ def _add_report(commands: Any) -> None:
         description="Compare packing strategies on your documents, and recommend one.",
     )
     _add_documents(command)
-    _add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
-    usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
+    command.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        nargs="+",
+        default=[2048, 4096, 8192],
+        help="the most tokens that a row may have; one number or several (default: 2048 4096 8192)",
+    )
     command.add_argument(
         "--strategy",
         nargs="+",
         choices=STRATEGIES,
         metavar="NAME",
-        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: {usual})",
+        help=f"strategies to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and "
+        "bucket if --max-length has several numbers)",
     )
     command.add_argument(
         "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
@@ -97,7 +103,6 @@ def _add_report(commands: Any) -> None:
         default=8,
         help="number of processes that train at the same time (default: %(default)s)",
     )
-    command.set_defaults(module="report")
 
 
 def _add_pack(commands: Any) -> None:
@@ -115,7 +120,14 @@ def _add_pack(commands: Any) -> None:
         metavar="NAME",
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
-    _add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
+    command.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        nargs="+",
+        default=[4096],
+        help="the most tokens that a row may have; several numbers for strategies with buckets (default: 4096)",
+    )
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     command.add_argument(
         "--share-prefixes",
@@ -132,7 +144,6 @@ def _add_pack(commands: Any) -> None:
     many.add_argument("--workers", type=_positive, metavar="N", help="pack with N processes of this machine")
     many.add_argument("--ray", action="store_true", help="pack with the Ray cluster that ray.init() finds")
     many.add_argument("--task", type=_task_of_tasks, metavar="K/N", help="do task K of N, as in array jobs")
-    command.set_defaults(module="pack")
 
 
 def _add_check(commands: Any) -> None:
@@ -151,7 +162,6 @@ def _add_check(commands: Any) -> None:
         help="load the model itself (default: make a small model of the same configuration)",
     )
     _add_usual(command)
-    command.set_defaults(module="check")
 
 
 def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -189,14 +199,6 @@ def _add_documents(command: argparse.ArgumentParser, nargs: str | None = None) -
         help="tokens to train on (default: the assistant's turns of messages, completions, and whole texts)",
     )
     _add_usual(command)
-
-
-def _add_max_length(command: argparse.ArgumentParser, default: list[int], meaning: str) -> None:
-    """Add the flag for the length of rows."""
-    shown = " ".join(map(str, default))
-    command.add_argument(
-        "--max-length", type=_positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
-    )
 
 
 def _add_usual(command: argparse.ArgumentParser) -> None:

@@ -1,11 +1,9 @@
 """The documents and strategies that the flags of a command describe."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,41 +14,33 @@ from hf_packing.strategies.base import Strategy, plan_packing, registered_strate
 STRATEGIES = tuple(registered_strategies())
 
 
-class Read(NamedTuple):
-    """The documents that the flags describe."""
-
-    tokens: Any
-    """A Dataset with input_ids."""
-    skipped: list[str]
-    """Lines and rows that were left out, with the reasons."""
-    folder: Path
-    """The folder of the tokens, which is removed in the end."""
-
-
-@contextmanager
-def documents_of(given: argparse.Namespace, beside: Path | None = None) -> Iterator[Read]:
-    """Context manager: read and tokenize the documents that the flags describe, and warn of what they lack.
+def read_documents(data: str, given: argparse.Namespace, folder: str) -> tuple[Any, list[str]]:
+    """Read and tokenize the documents that the flags describe, and warn of what they lack.
 
     Args:
+        data: a file, a folder or a dataset.
         given: the parsed command line flags.
-        beside: where tokens are stored in the meantime: beside this path, or else in the folder of temporary files.
+        folder: an empty folder, in which tokens are stored.
+
+    Returns:
+        A Dataset with input_ids; and the lines and rows that were left out, with the reasons.
 
     Raises:
-        PackingError: the documents cannot be read, a flag does not fit them, or no document has a token.
+        PackingError: the documents cannot be read, or a flag does not fit them.
     """
     from hf_packing.text.read import Documents  # imported here, since --help needs no datasets
 
-    documents = Documents(given.data, given.split, given.glob, given.skip_bad)
+    documents = Documents(data, given.split, given.glob, given.skip_bad)
     tokenizer = _tokenizer_of(given)
-    with TemporaryDirectory(dir=beside and beside.parent, prefix=f".{beside.name if beside else 'tokens'}-") as folder:
-        with tqdm(desc="Tokenizing", unit=" documents", delay=1, leave=False, disable=None) as progress:
-            tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), progress.update)
-        if documents.texts and tokenizer and tokenizer.end is None and not given.no_eos:
-            say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
-        if documents.lacking:
-            left_out = "content, thinking or tool calls, which the chat template leaves out"
-            say_warning(f"{documents.lacking:,} chats lack {left_out}")
-        yield Read(tokens, documents.skipped, Path(folder))
+    with tqdm(desc="Tokenizing", unit=" documents", delay=1, leave=False, disable=None) as progress:
+        tokens = documents.tokens(tokenizer, Path(folder, "tokens.arrow"), progress.update)
+    if documents.texts and tokenizer.end is None and not given.no_eos:
+        say_warning(f"{given.tokenizer} has no end-of-sequence token, so no such token is appended to documents")
+    if documents.lacking:
+        say_warning(
+            f"{documents.lacking:,} chats lack content, thinking or tool calls, which the chat template leaves out"
+        )
+    return tokens, documents.skipped
 
 
 def _tokenizer_of(given: argparse.Namespace) -> Any:
@@ -66,16 +56,15 @@ def _tokenizer_of(given: argparse.Namespace) -> Any:
     return text_tokenizer(loaded, end_documents=not given.no_eos, **options)
 
 
-def print_skipped(skipped: Sequence[str]) -> None:
-    """Print the number of lines and rows that were left out, and the reason for the first one."""
+def print_counts(trained: int, tokens: int, skipped: Sequence[str]) -> None:
+    """Print how many tokens are trained on; and how many lines and rows were left out, with the first one's reason."""
+    print(f"{trained:,} of {tokens:,} tokens are trained on")
     if skipped:
         print(f"rows left out: {len(skipped):,}; the first one: {skipped[0]}")
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Return one strategy for each name and each maximum row length.
-
-    A strategy with buckets is returned only once for each name, with all lengths.
+    """Return one strategy for each name and each maximum row length; with buckets, one for each name with all lengths.
 
     Raises:
         MissingDependencyError: a package that a strategy needs is not installed.
@@ -84,7 +73,7 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     lengths = sorted(set(max_lengths))
     for name in dict.fromkeys(names):
         strategy: Any = registered_strategies()[name]
-        strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
+        strategies += [strategy(lengths)] if strategy.has_buckets else map(strategy, lengths)
     for each in strategies:
         plan_packing([1], each)  # raises MissingDependencyError before documents are read
     return strategies

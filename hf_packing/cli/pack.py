@@ -3,8 +3,9 @@
 import argparse
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
+from hf_packing.cli.flags import print_counts, read_documents, strategies_named
 from hf_packing.cli.screen import print_json
 from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
@@ -27,47 +28,51 @@ def run(given: argparse.Namespace) -> int:
             raise PackingError(f"--{flag}: expected no --{flag} with --workers, --ray or --task")
     if len(given.data) > 1 and not many:
         raise PackingError("DATA: expected one file, folder or dataset, or --workers, --ray or --task with several")
-    strategies = strategies_named([given.strategy], given.max_length)
-    if len(strategies) > 1:
-        lengths = ", ".join(map(str, given.max_length))
-        raise PackingError(f"--max-length: expected a single number with {given.strategy}, got {lengths}")
-    pack_documents = _pack_files if many else _pack_dataset
-    pack_documents(given, strategies[0])
+    strategy, *others = strategies_named([given.strategy], given.max_length)
+    if others:
+        raise PackingError(f"--max-length: expected a single number with {given.strategy}, got {given.max_length}")
+    if many:
+        _pack_files(given, strategy)
+    else:
+        _pack_dataset(given, strategy, given.data[0], Path(given.output))
     return 0
 
 
-def _pack_dataset(given: argparse.Namespace, strategy: Strategy) -> None:
+def _pack_dataset(given: argparse.Namespace, strategy: Strategy, data: str, output: Path) -> None:
     """Read, tokenize and pack documents, and save the rows with their plan. The output appears whole or not at all."""
-    given.data, given.output = given.data[0], Path(given.output)
-    output = given.output.resolve()  # a folder cannot be renamed onto a link
-    _check_output(output, given.overwrite)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with documents_of(given, beside=output) as read:
-        packed = pack(read.tokens, strategy, share_prefixes=given.share_prefixes)
+    folder = output.resolve()  # a folder cannot be renamed onto a link
+    _check_output(folder, given.overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
+        documents, skipped = read_documents(data, given, work)
+        packed = pack(documents, strategy, share_prefixes=given.share_prefixes)
         origin = Origin.load(Path(packed.cache_files[0]["filename"]).parent)
-        if not origin.plan.num_packs:
-            raise PackingError(f"data: expected documents with tokens, got none in {given.data!r}")
-        packed.save_to_disk(read.folder / "packed")
-        origin.plan.save(read.folder / "packed" / _PLAN)
-        _check_output(output, given.overwrite)  # another run may have made the output meanwhile
-        put_in_place(read.folder / "packed", output)
+        plan, trained = origin.plan, origin.facts["trained_tokens"]
+        if not plan.num_packs:
+            raise PackingError(f"data: expected documents with tokens, got none in {data!r}")
+        fresh = Path(work, "packed")
+        packed.save_to_disk(fresh)
+        plan.save(fresh / _PLAN)
+        _check_output(folder, given.overwrite)  # another run may have made the output meanwhile
+        put_in_place(fresh, folder)
+    metrics = plan.metrics()
     if given.json:
-        schema = read.tokens.features.arrow_schema
-        facts = {
-            "output": str(given.output),
-            "strategy": name_of(strategy),
-            "rows": len(packed),
-            "trained_tokens": origin.facts["trained_tokens"],
-            "skipped": read.skipped,
-            "loss_masks": origin.facts["loss_masks"],
-            "left_out": [field.name for field in schema if not is_token_type(field.type)],
-        }
-        print_json(facts | vars(origin.plan.metrics()))
+        print_json(
+            {
+                "output": str(output),
+                "strategy": name_of(strategy),
+                "rows": len(packed),
+                "trained_tokens": trained,
+                "skipped": skipped,
+                "loss_masks": origin.facts["loss_masks"],
+                "left_out": [field.name for field in documents.features.arrow_schema if not is_token_type(field.type)],
+                **vars(metrics),
+            }
+        )
         return
-    print(origin.plan)
-    print(f"{origin.facts['trained_tokens']:,} of {origin.plan.metrics().num_tokens:,} tokens are trained on")
-    print_skipped(read.skipped)
-    print(f"written: {given.output}, with the packing plan in {given.output / _PLAN}")
+    print(plan)
+    print_counts(trained, metrics.num_tokens, skipped)
+    print(f"written: {output}, with the packing plan in {output / _PLAN}")
 
 
 def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
@@ -98,8 +103,15 @@ def _pack_files(given: argparse.Namespace, strategy: Strategy) -> None:
 def say_packed(packed: PackedCorpus, as_json: bool) -> None:
     """Print what was packed: as text, or as JSON."""
     if as_json:
-        facts = {"rows": packed.num_rows, "strategy": packed.strategy, "changes": packed.changes()}
-        print_json(facts | packed.counts | {"data_files": packed.data_files})
+        print_json(
+            {
+                "rows": packed.num_rows,
+                "strategy": packed.strategy,
+                "changes": packed.changes(),
+                **packed.counts,
+                "data_files": packed.data_files,
+            }
+        )
         return
     print(packed)
     print(f"written: {packed.folder.url}")
@@ -107,10 +119,12 @@ def say_packed(packed: PackedCorpus, as_json: bool) -> None:
 
 def _check_output(output: Path, overwrite: bool) -> None:
     """Raise PackingError unless the output is new, or a saved dataset that may be overwritten."""
-    if output.exists() and not overwrite:
+    if not output.exists():
+        return
+    if not overwrite:
         raise PackingError(
             f"--output: expected a folder that does not exist, but {str(output)!r} exists; --overwrite replaces a "
             "saved dataset"
         )
-    if output.exists() and not (output / "dataset_info.json").is_file():
+    if not (output / "dataset_info.json").is_file():
         raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is not one")

@@ -5,8 +5,9 @@ Of a folder that `hf-packing pack --workers` has packed, show what its manifest 
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import documents_of, print_skipped, strategies_named
+from hf_packing.cli.flags import print_counts, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
 from hf_packing.cli.screen import print_json
 from hf_packing.columns import INPUT_IDS
@@ -33,20 +34,21 @@ def run(given: argparse.Namespace) -> int:
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
     if given.output:
         check_page(given.output)
-    with documents_of(given) as read:
-        columns = find_token_columns(read.tokens.data.table)
+    with TemporaryDirectory() as folder:
+        documents, skipped = read_documents(given.data, given, folder)
+        columns = find_token_columns(documents.data.table)
         trained = count_labels(columns, Pieces.whole(columns[INPUT_IDS].length))
         report = packing_report(
-            read.tokens, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
+            documents, given.max_length, strategies=strategies, ranks=given.ranks, source=given.data
         )
     if not given.json:
         print(report)
-        print(f"{trained:,} of {report.lengths.tokens:,} tokens are trained on")
-        print_skipped(read.skipped)
-    written = [str(file) for file in report.save(given.output)] if given.output else []
+        print_counts(trained, report.lengths.tokens, skipped)
+    written = report.save(given.output) if given.output else []
     if given.json:
-        print_json(report.to_dict() | {"trained_tokens": trained, "skipped": read.skipped, "files": written})
-        return 0
-    for file in written:
-        print(f"written: {file}")
+        facts = {"trained_tokens": trained, "skipped": skipped, "files": [str(file) for file in written]}
+        print_json(report.to_dict() | facts)
+    else:
+        for file in written:
+            print(f"written: {file}")
     return 0

@@ -1,4 +1,4 @@
-"""Print errors and warnings in one line each, and JSON."""
+"""Print errors and warnings, each in one line, and JSON."""
 
 import json
 import re
@@ -26,21 +26,17 @@ def in_flags(text: str) -> str:
     return text
 
 
-def say_error(text: str) -> None:
-    """Print an error in one line."""
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+def say(text: str) -> None:
+    """Print an error or a warning in one line, on the error stream."""
+    print(" ".join(text.split()), file=sys.stderr)
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning in one line. The other arguments of `warnings.showwarning`, such as the file, are ignored."""
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    say(f"warning: {message}")
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print a dict as JSON, which has no NaN and no infinity."""
-    print(json.dumps(facts, indent=1, default=plain, allow_nan=False))
-
-
-def plain(value: Any) -> Any:
-    """Return a NumPy number or array as a Python value, and any other value as text. For `default` of `json.dumps`."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """Print a dict as JSON. NaN and infinity, which JSON does not have, become null."""
+    known = json.loads(json.dumps(facts), parse_constant=lambda _: None)
+    print(json.dumps(known, indent=1))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
@@ -195,7 +196,7 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     found: list[tuple[str, Identity]] = []
     for each in [files] if isinstance(files, (str, Path)) else files:
         system, path = file_system(str(each), options)
-        names = system.glob(path) if any(mark in path for mark in "*?[") else system.find(path)
+        names = system.glob(path) if has_magic(path) else system.find(path)
         shown = [name for name in names if not Path(name).name.startswith((".", "_"))]
         if not shown:
             raise PackingError(f"files: expected files to pack, got none in {str(each)!r}")

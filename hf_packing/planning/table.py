@@ -78,7 +78,6 @@ class Slots:
         place = offsets_of(patterns.entry_copies)
 
         # one element for each entry of the patterns, sorted by length
-        self._length = patterns.entry_length[by_length]
         self._copies = patterns.entry_copies[by_length]
         self._first_pack = offsets_of(patterns.packs)[pattern]
         self._first_place = place[by_length] - place[patterns.entry_offsets[pattern]]
@@ -94,16 +93,6 @@ class Slots:
             self._length_keys = keys_for(np.arange(len(self._counts)), derive_key(seed, "documents of equal length"))
             self._within_pack_key = derive_key(seed, "documents of a pack")
 
-    def block(self, begin: int, end: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return the pack, the position in the pack, the length and the rank of the piece of slots begin, ..., end - 1.
-
-        Slots are numbered in the order of slot length.
-        """
-        slot = np.arange(begin, end)
-        entry = np.repeat(np.arange(len(self._length)), np.diff(self._offsets.clip(begin, end)))
-        length = self._length[entry]
-        return *self._places(slot, entry), length, self._shuffle(slot, length, back=False)
-
     def find(self, length: IntArray, rank: IntArray) -> tuple[IntArray, IntArray]:
         """Return the pack of each piece, and the position of the piece in the pack, int64 [pieces].
 
@@ -114,17 +103,11 @@ class Slots:
         Returns:
             The index of each pack in the order of the patterns, before packs are shuffled; and positions from 0.
         """
-        slot = self._shuffle(rank, length, back=True)
-        return self._places(slot, np.searchsorted(self._offsets, slot, side="right") - 1)
-
-    def _shuffle(self, index: IntArray, length: IntArray, back: bool) -> IntArray:
-        """Return the rank of the piece of each slot; or with `back`, the slot of the piece of each rank."""
-        if self._seed is None:
-            return index
-        first = self._first_of_length[length]
-        return first + permute(index - first, self._counts[length], self._length_keys[length], back=back)
-
-    def _places(self, slot: IntArray, entry: IntArray) -> tuple[IntArray, IntArray]:
+        slot = rank
+        if self._seed is not None:
+            first = self._first_of_length[length]
+            slot = first + permute(rank - first, self._counts[length], self._length_keys[length], back=True)
+        entry = np.searchsorted(self._offsets, slot, side="right") - 1
         number, copies = slot - self._offsets[entry], self._copies[entry]
         nth_pack = number // copies
         pack = self._first_pack[entry] + nth_pack
@@ -190,24 +173,25 @@ class PatternTable:
             lengths: integers [documents]: document lengths in tokens, already checked. The table must have been made
                 from counts of these lengths.
         """
-        piece_document, piece_start = self._pieces_by_rank(lengths)
-        patterns = self.patterns
+        patterns, cuts = self.patterns, self.cuts
         row = self._final_pack(np.arange(self.num_packs))
         size, pack_capacity = np.empty_like(row), np.empty(len(row), dtype=np.int32)
         size[row] = np.repeat(patterns.segments_per_pack(), patterns.packs)
         pack_capacity[row] = np.repeat(patterns.capacity, patterns.packs)
         pack_offsets = offsets_of(size)
-        first_segment = pack_offsets[row]
-        document = np.empty(len(piece_document), dtype=smallest_index_type(len(lengths)))
-        start = np.zeros(len(document), dtype=lengths.dtype)
-        length = np.empty(len(document), dtype=np.int32)
-        for begin in range(0, len(document), _BLOCK):
-            pack, place, piece_length, rank = self._slots.block(begin, min(begin + _BLOCK, len(document)))
+        first_segment, segments = pack_offsets[row], int(pack_offsets[-1])
+        by_length = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
+        document = np.empty(segments, dtype=by_length.dtype)
+        start = np.zeros(segments, dtype=lengths.dtype)
+        length = np.empty(segments, dtype=np.int32)
+        has_starts = cuts.piece_start.any()
+        for begin in range(0, len(lengths), _BLOCK):
+            nth, piece, pack, place = self._place_pieces(np.arange(begin, min(begin + _BLOCK, len(lengths))))
             target = first_segment[pack] + place
-            document[target] = piece_document[rank]
-            length[target] = piece_length
-            if piece_start is not None:
-                start[target] = piece_start[rank]
+            document[target] = by_length[begin + nth]
+            length[target] = cuts.piece_length[piece]
+            if has_starts:
+                start[target] = cuts.piece_start[piece]
         return PackingPlan(
             document_length=lengths,
             segment_document=document,
@@ -241,18 +225,11 @@ class PatternTable:
         dealt = self._take_from_counts("already_dealt", before, np.zeros_like(self.cuts.by_length.documents))
         in_shard = self._take_from_counts("shard_lengths", count_lengths(lengths), dealt)
         kind = np.repeat(np.arange(len(in_shard)), in_shard)
-        number = dealt[kind] + indices_in_ranges(0, in_shard)
-        cuts, listed_at = self.cuts, self._places_in_list(kind, number)
-        group = np.searchsorted(np.cumsum(cuts.documents), listed_at, side="right")
-        nth_of_group = listed_at - (np.cumsum(cuts.documents) - cuts.documents)[group]
-        nth, piece, rank = self._rank_pieces(group, nth_of_group)
-        pack, place = np.empty_like(nth), np.empty_like(nth)
-        for begin in range(0, len(nth), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
-            pack[block], place[block] = self._slots.find(cuts.piece_length[piece[block]], rank[block])
+        position = offsets_of(self.cuts.by_length.documents)[kind] + dealt[kind] + indices_in_ranges(0, in_shard)
+        nth, piece, pack, place = self._place_pieces(position)
         document = sort_by_length(lengths)[nth]
         in_order = np.argsort(document, kind="stable")
-        start, length = cuts.piece_start[piece[in_order]], cuts.piece_length[piece[in_order]]
+        start, length = self.cuts.piece_start[piece[in_order]], self.cuts.piece_length[piece[in_order]]
         return DealtShard(document[in_order], start, length, self._final_pack(pack[in_order]), place[in_order])
 
     def _take_from_counts(self, name: str, taken: LengthCounts, dealt: IntArray) -> IntArray:
@@ -303,90 +280,44 @@ class PatternTable:
         )
 
     @cached_property
+    def _cut_in_several_ways(self) -> IntArray:
+        """True for each group of `Cuts` that is not the only group of its length, bool [groups]."""
+        _, kind, groups = np.unique(self.cuts.document_length, return_inverse=True, return_counts=True)
+        several: IntArray = groups[kind] > 1
+        return several
+
+    @cached_property
     def _slots(self) -> Slots:
         return Slots(self.patterns, self.seed)
 
-    @cached_property
-    def _cut_in_several_ways(self) -> IntArray:
-        """True for each length whose documents are cut in several ways, bool [lengths]."""
-        several: IntArray = np.unique(self.cuts.document_length, return_counts=True)[1] > 1
-        return several
-
-    def _places_in_list(self, kind: IntArray, number: IntArray) -> IntArray:
-        """Return the positions of some documents in the list of all documents, sorted by length and then by group.
-
-        A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
-        groups of one length, documents of that length are first shuffled, unless the seed is None.
+    def _place_pieces(self, position: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Choose how some documents are cut, and where their pieces go.
 
         Args:
-            kind: int64 [documents]: index of each document's length in `Cuts.by_length`.
-            number: int64 [documents]: number of earlier documents of the same length, in this and earlier shards.
-        """
-        counts = self.cuts.by_length
-        first = offsets_of(counts.documents)
-        listed_at = first[kind] + number
-        if self.seed is not None and self._cut_in_several_ways.any():
-            mixed = np.flatnonzero(self._cut_in_several_ways[kind])
-            kind = kind[mixed]
-            keys = keys_for(counts.length[kind], derive_key(self.seed, "cuts"))
-            listed_at[mixed] = first[kind] + permute(number[mixed], counts.documents[kind], keys)
-        return listed_at
-
-    def _list_documents(self, lengths: IntArray) -> IntArray:
-        """Return the indices of all documents, sorted by document length and then by group.
-
-        A group consists of documents of one length that are cut in the same way (see `Cuts`).
-        """
-        order = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
-        counts, several = self.cuts.by_length, np.flatnonzero(self._cut_in_several_ways)
-        if not len(several):
-            return order
-        number = counts.documents[several]
-        kind, nth = np.repeat(several, number), indices_in_ranges(0, number)
-        listed = order.copy()
-        listed[self._places_in_list(kind, nth)] = order[offsets_of(counts.documents)[kind] + nth]
-        return listed
-
-    def _rank_pieces(self, group: IntArray, nth_of_group: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return all pieces of some documents, and their ranks.
-
-        Args:
-            group: int64 [documents]: index of each document's group in `Cuts`.
-            nth_of_group: int64 [documents]: number of documents of the group before each document.
+            position: int64 [documents]: index of each document in a list of all documents, sorted by length.
 
         Returns:
-            Three arrays, int64 [pieces]: document of the piece, as an index into `group`; index of the piece in
-            `Cuts.piece_length`; rank of the piece.
+            Four arrays, int64 [pieces]: index of the piece's document in `position`; index of the piece in
+            `Cuts.piece_length`; pack of the piece, before packs are shuffled; position of the piece in the pack.
         """
-        pieces_each = self.cuts.pieces_each[group]
-        nth = np.repeat(np.arange(len(group)), pieces_each)
-        piece = indices_in_ranges(self.cuts.piece_offsets[group], pieces_each)
-        first_rank, stride = self.cuts.ranks
-        return nth, piece, first_rank[piece] + nth_of_group[nth] * stride[piece]
-
-    def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece, in the order of their ranks.
-
-        Returns:
-            integers [pieces]: index of the piece's document; int64 [pieces]: index of the piece's first token in the
-            document, or None if every piece begins at token 0.
-        """
-        cuts, listed = self.cuts, self._list_documents(lengths)
-        if cuts.whole.all():
-            return listed, None
-        stays_whole = np.repeat(cuts.whole, cuts.documents)
-        other = np.flatnonzero(~cuts.whole)
-        number = cuts.documents[other]
-        nth, piece, rank = self._rank_pieces(np.repeat(other, number), indices_in_ranges(0, number))
-        document = np.empty(np.count_nonzero(stays_whole) + len(rank), dtype=listed.dtype)
-        is_whole = np.ones(len(document), dtype=bool)
-        is_whole[rank] = False
-        document[is_whole], document[rank] = listed[stays_whole], listed[~stays_whole][nth]
-        start = None
-        if cuts.piece_start.any():
-            start = np.zeros(len(document), dtype=np.int64)
-            start[rank] = cuts.piece_start[piece]
-        return document, start
+        cuts = self.cuts
+        first_of_group = offsets_of(cuts.documents)
+        group = np.searchsorted(first_of_group, position, side="right") - 1
+        mixed = np.flatnonzero(self._cut_in_several_ways[group])
+        if self.seed is not None and len(mixed):
+            length = cuts.document_length[group[mixed]]
+            kind = np.searchsorted(cuts.by_length.length, length)
+            first, size = offsets_of(cuts.by_length.documents)[kind], cuts.by_length.documents[kind]
+            keys = keys_for(length, derive_key(self.seed, "cuts"))
+            position = position.copy()
+            position[mixed] = first + permute(position[mixed] - first, size, keys)
+            group[mixed] = np.searchsorted(first_of_group, position[mixed], side="right") - 1
+        pieces = cuts.pieces_each[group]
+        piece = indices_in_ranges(cuts.piece_offsets[group], pieces)
+        first_rank, stride = cuts.ranks
+        rank = first_rank[piece] + np.repeat(position - first_of_group[group], pieces) * stride[piece]
+        pack, place = self._slots.find(cuts.piece_length[piece], rank)
+        return np.repeat(np.arange(len(position)), pieces), piece, pack, place
 
     def _final_pack(self, pack: IntArray) -> IntArray:
         """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""

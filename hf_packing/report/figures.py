@@ -1,37 +1,15 @@
 """The numbers that a report shows: document lengths, and the results of padding and of each packing strategy."""
 
-from __future__ import annotations
-
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
-from hf_packing.planning.plan import PackingPlan
-from hf_packing.report.work import Work, in_rows, packed_work, padded_work, sums_of_packs
+from hf_packing.report.work import FloatArray, Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
 from hf_packing.trees.measure import SharedPrefixes
-
-_POINTS = 200
-"""Number of points on the curve of how full packs are."""
-_STEPS = 48
-"""Number of training steps for which a picture shows the work of the ranks."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The settings of the training run that a report assumes."""
-
-    ranks: int
-    """Number of ranks; each rank works on one pack at a time."""
-    padded_rows: int
-    """Number of documents in a micro-batch without packing."""
-    linear_cost: float
-    """Time that linear layers take for one token, in units of the time that attention takes for one pair of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +29,12 @@ class LengthSummary:
     """int64 [longest + 1]: the number of documents of each length."""
 
 
-def summary_of_lengths(lengths: IntArray) -> LengthSummary:
-    """Return statistics of the lengths of documents, integers [documents], of which at least one is above zero."""
-    real = lengths[lengths > 0]
-    median, p90, p99 = np.percentile(real, [50, 90, 99]).tolist()
+def summary_of_lengths(lengths: IntArray, empty: int) -> LengthSummary:
+    """Return statistics of the lengths of documents with tokens, integers [documents], beside so many empty ones."""
+    tokens, counts = int(lengths.sum(dtype=np.int64)), np.bincount(lengths)
+    median, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
     return LengthSummary(
-        documents=len(real),
-        empty=len(lengths) - len(real),
-        tokens=int(real.sum(dtype=np.int64)),
-        mean=float(real.mean()),
-        median=median,
-        p90=p90,
-        p99=p99,
-        longest=int(real.max()),
-        counts=np.bincount(real),
+        len(lengths), empty, tokens, float(lengths.mean()), median, p90, p99, longest=len(counts) - 1, counts=counts
     )
 
 
@@ -90,15 +60,15 @@ class ReportRow:
     """The result of packing the documents with one strategy."""
 
     compared: ComparedStrategy
+    padded: PaddedRow
+    """The result of padding to the same max_length."""
     work: Work
     """Work of an epoch that runs packs in the order of the plan."""
     leveled: Work
     """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
-    speed_up: float
-    """Time per token with padding to the same max_length / time per token of `leveled`; counted in operations."""
-    fill: npt.NDArray[np.float64]
+    fill: FloatArray
     """float64 [at most 200]: the filled share of packs, from the emptiest pack to the fullest."""
-    attention: npt.NDArray[np.float64]
+    attention: FloatArray
     """float64 [at most 48 steps, ranks]: attention cost of the pack that each rank runs, in the order of the plan."""
 
     @property
@@ -109,12 +79,20 @@ class ReportRow:
     @property
     def max_length(self) -> int:
         """The largest number of tokens that a pack may hold."""
-        return self.compared.strategy.largest_capacity
+        return self.padded.max_length
 
     @property
     def metrics(self) -> PackingMetrics:
         """The metrics of the strategy's plan."""
         return self.compared.metrics
+
+    @property
+    def speed_up(self) -> float:
+        """Time per token with padding / time per token of `leveled`; counted in operations."""
+        if not self.leveled.tokens:
+            return 0.0
+        padded = self.padded.work
+        return (padded.time / padded.tokens) / (self.leveled.time / self.leveled.tokens)
 
 
 @dataclass(frozen=True)
@@ -155,14 +133,13 @@ class Figures:
         return {
             "source": self.source,
             "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
-            "setup": dataclasses.asdict(self.setup),
+            "setup": asdict(self.setup),
             "padding": [
                 {
-                    "max_length": row.max_length,
+                    **asdict(row),
                     "padding_ratio": row.padding_ratio,
                     "steps_per_epoch": row.work.steps,
                     "documents_per_step": row.work.documents_per_step,
-                    **dataclasses.asdict(row),
                 }
                 for row in self.padded
             ],
@@ -170,7 +147,7 @@ class Figures:
                 {
                     "strategy": row.name,
                     "max_length": row.max_length,
-                    **dataclasses.asdict(row.metrics),
+                    **asdict(row.metrics),
                     "above_bound": row.compared.gap,
                     "steps_per_epoch": row.work.steps,
                     "documents_per_step": row.work.documents_per_step,
@@ -182,28 +159,6 @@ class Figures:
                 }
                 for row in self.rows
             ],
-            "recommendation": dataclasses.asdict(self.recommendation),
-            "shared_prefixes": None if self.shared is None else dataclasses.asdict(self.shared),
+            "recommendation": asdict(self.recommendation),
+            "shared_prefixes": self.shared and asdict(self.shared),
         }
-
-
-def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Return the result of padding without packing, for documents that are cut to at most max_length tokens."""
-    longer = lengths[lengths > max_length].astype(np.int64)
-    work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost)
-    return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
-
-
-def row_of_strategy(compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: Work) -> ReportRow:
-    """Return the result of packing documents with a strategy; `padded` is the work of padding to the same length."""
-    leveled = packed_work(plan, setup.ranks, setup.linear_cost, leveled=True)
-    tokens, squares = sums_of_packs(plan)
-    fill = np.sort(tokens / plan.pack_capacity)
-    return ReportRow(
-        compared,
-        packed_work(plan, setup.ranks, setup.linear_cost),
-        leveled,
-        padded.time_per_token / leveled.time_per_token if leveled.tokens else 0.0,
-        fill[np.linspace(0, len(fill) - 1, _POINTS).astype(np.int64)] if len(fill) else fill,
-        in_rows(squares[: _STEPS * setup.ranks], setup.ranks),
-    )

@@ -1,8 +1,7 @@
 """Draw the pictures of a report, such as the distribution of document lengths."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from io import BytesIO
+import re
+from io import BytesIO, StringIO
 from typing import Any
 
 import numpy as np
@@ -10,83 +9,73 @@ import numpy as np
 from hf_packing.errors import MissingDependencyError
 from hf_packing.report.figures import Figures, ReportRow
 
-_SIZE = (4.6, 4)
-"""Width and height of a picture in inches; narrow, so that text stays readable on a phone."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 
-
 _INK, _FAINT = "#1f2430", "#d5d9e0"
 _CURVES = ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98")
-COLORS = {color: f"--picture-{number}" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
+_VARIABLES = {color: f"--picture-{number}" for number, color in enumerate((_INK, _FAINT, *_CURVES))}
 """The colors of pictures on a light screen, and the CSS variables of page.html that stand for them on any screen."""
+_LOOK = {
+    "figure.figsize": (4.6, 4),  # narrow, so that text stays readable on a phone
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": "white",
+    "font.size": 11,
+    "svg.fonttype": "none",  # text stays text
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _FAINT,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": f"cycler(color={_CURVES})",
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1,
+    "legend.borderaxespad": 0.1,
+}
+"""Settings of matplotlib."""
+_NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
+"""The pattern of ids that matplotlib writes into every SVG. Several pictures have the same ids, which nothing uses."""
 
 
-@dataclass(frozen=True)
-class Plot:
-    """The name, title, caption and drawing function of one picture."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[Any, Figures], None]
-    """A function that draws the picture onto matplotlib axes."""
-
-
-def load_figure() -> Any:
-    """Return matplotlib's Figure class, which needs neither a screen nor the global state of pyplot.
+def load_matplotlib() -> Any:
+    """Return matplotlib, with the Figure class, which needs neither a screen nor the global state of pyplot.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError as error:
         raise MissingDependencyError('pictures need matplotlib: pip install "hf-packing[plots]"') from error
-    return Figure
+    return matplotlib
 
 
-def picture(report: Figures, plot: Plot, kind: str) -> bytes:
-    """Return a picture as the bytes of an image file.
-
-    Args:
-        report: the report to show.
-        plot: the picture to draw.
-        kind: "png", or "svg" for an SVG file with text as text, not as outlines.
-    """
-    figure_class = load_figure()
-    import matplotlib
-
-    settings = {
-        "font.size": 11,
-        "svg.fonttype": "none",
-        "svg.hashsalt": plot.name,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _FAINT,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "axes.facecolor": "none",
-        "grid.color": _FAINT,
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with matplotlib.rc_context(settings):
-        figure = figure_class(figsize=_SIZE, layout="constrained")
+def picture(report: Figures, name: str) -> tuple[str, bytes]:
+    """Return a picture as SVG for page.html, which has the colors, and as the bytes of a PNG file in light colors."""
+    matplotlib = load_matplotlib()
+    with matplotlib.rc_context({**_LOOK, "svg.hashsalt": name}):
+        figure = matplotlib.figure.Figure()
         axes = figure.add_subplot()
-        axes.set_prop_cycle(color=_CURVES)
-        axes.grid(axis="y", linewidth=0.6)
-        axes.set_axisbelow(True)
-        plot.draw(axes, report)
+        PICTURES[name](axes, report)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
-            mark.set_gid(f"{plot.name}-mark-{number}")
-        look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
-        figure.legend(loc="outside upper left", ncols=2, **look)  # outside the axes, the legend hides no data
-        file = BytesIO()
-        options = {"facecolor": "none", "metadata": {"Date": None}} if kind == "svg" else {"facecolor": "white"}
-        figure.savefig(file, format=kind, dpi=160, **options)
-    return file.getvalue()
+            mark.set_gid(f"{name}-mark-{number}")
+        figure.legend(loc="outside upper left", ncols=2)  # outside the axes, the legend hides no data
+        svg, png = StringIO(), BytesIO()
+        figure.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
+        figure.savefig(png, format="png", dpi=160)
+    text = _NAMED_BY_NUMBER.sub("", svg.getvalue())
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
+    return text[text.index("<svg") :], png.getvalue()
 
 
 def shown_rows(report: Figures) -> list[ReportRow]:
@@ -98,12 +87,10 @@ def shown_rows(report: Figures) -> list[ReportRow]:
 
 def _draw_lengths(axes: Any, report: Figures) -> None:
     counts = report.lengths.counts
-    shortest = int(np.flatnonzero(counts)[0])
-    edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), _LENGTH_BINS).astype(int))
-    documents, _ = np.histogram(np.arange(len(counts)), edges, weights=counts)
-    axes.bar(edges[:-1], documents, np.diff(edges), align="edge", color=_CURVES[0])
+    edges = np.unique(np.geomspace(np.argmax(counts > 0), len(counts), _LENGTH_BINS).astype(int))
+    axes.hist(np.arange(len(counts)), edges, weights=counts)
     for padded in report.padded:
-        axes.axvline(padded.max_length, color=_CURVES[1], linewidth=1, linestyle="--")
+        axes.axvline(padded.max_length, color="C1", linewidth=1, linestyle="--")
     axes.lines[0].set_label("max_length")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
@@ -121,27 +108,13 @@ def _draw_fill(axes: Any, report: Figures) -> None:
 def _draw_ranks(axes: Any, report: Figures) -> None:
     attention = report.taken.attention
     relative = attention / attention.mean() if attention.size else attention
-    steps = np.arange(1, len(relative) + 1)
-    largest, mean, smallest = relative.max(axis=1), relative.mean(axis=1), relative.min(axis=1)
-    axes.vlines(steps, smallest, largest, color=_FAINT, linewidth=2)
-    axes.plot(steps, largest, ".", color=_CURVES[1], markersize=5, label="largest rank")
-    axes.plot(steps, mean, ".", color=_CURVES[0], markersize=5, label="mean")
+    steps = np.arange(1, len(attention) + 1)
+    largest = relative.max(axis=1)
+    axes.vlines(steps, relative.min(axis=1), largest, color=_FAINT, linewidth=2)
+    axes.plot(steps, largest, ".", color="C1", markersize=5, label="largest rank")
+    axes.plot(steps, relative.mean(axis=1), ".", color="C0", markersize=5, label="mean")
     axes.set(xlabel="steps, with packs in the order of the plan", ylabel="attention work / mean", ylim=(0, None))
 
 
-PLOTS = (
-    Plot(
-        "lengths",
-        "Lengths of documents",
-        "The number of documents of each length. Documents right of a dashed line are longer than a row.",
-        _draw_lengths,
-    ),
-    Plot("fill", "How full packs are", "The share of each pack that holds tokens.", _draw_fill),
-    Plot(
-        "ranks",
-        "How long ranks wait",
-        "Attention work in each step, on the slowest rank and on average. The difference is time that ranks wait; "
-        "TokenBudget runs packs of similar cost at the same time.",
-        _draw_ranks,
-    ),
-)
+PICTURES = {"lengths": _draw_lengths, "fill": _draw_fill, "ranks": _draw_ranks}
+"""The functions that draw pictures onto matplotlib axes, by the names of the pictures in page.html."""

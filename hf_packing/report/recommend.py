@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
+from hf_packing.report.figures import LengthSummary, PaddedRow, Recommendation, ReportRow
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.strategies.optimal.strategy import Optimal
 
@@ -19,52 +19,43 @@ _WORTH_NAMING = 1.05
 """The smallest speed-up over padding that is stated as a number."""
 
 
-def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
+def recommend(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> Recommendation:
     """Recommend a strategy that, as far as possible, drops nothing, cuts few documents and needs few packs.
 
     The recommended rows are only as long as the documents need. Longer rows would take more memory, without making
     attention cheaper.
     """
-    wanted = _row_length(lengths, rows)
-    of_length = [row for row in rows if row.max_length == wanted]
+    length = _row_length(lengths, padded, rows)
+    of_length = [row for row in rows if row.padded is length]
     kept = [row for row in of_length if not row.metrics.num_dropped_tokens] or of_length
-    careful = _cutting_few(kept, _FEW_CUT * lengths.documents)
+    few = min(row.metrics.num_cut_documents for row in kept) + _FEW_CUT * lengths.documents
+    careful = [row for row in kept if row.metrics.num_cut_documents <= few]
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
     enough = min(row.metrics.num_packs for row in single) * (1 + _WORTH_IT)
     best = min((row for row in single if row.metrics.num_packs <= enough), key=_simplicity)
-    parts = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
-    return Recommendation(best.name, "; ".join(parts), best.speed_up)
+    reasons = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
+    return Recommendation(best.name, "; ".join(reasons), best.speed_up)
 
 
-def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the shortest row length with little padding, or else the one with the least padding.
+def _row_length(lengths: LengthSummary, padded: Sequence[PaddedRow], rows: Sequence[ReportRow]) -> PaddedRow:
+    """Return padding to the shortest row length with few empty slots, or else to the one with the fewest.
 
     Only those row lengths count with which documents that are longer than a row hold a small share of all tokens, or
-    else the longest row length. Padding is that of the strategies that cut the fewest documents.
+    else the longest row length. Empty slots are those of the strategy that cuts the fewest documents.
     """
-    tokens = lengths.counts * np.arange(len(lengths.counts))
-    empty = {}
-    for length in sorted({row.max_length for row in rows}):
-        careful = _cutting_few([row for row in rows if row.max_length == length], 0)
-        empty[length] = min(row.metrics.padding_ratio for row in careful)
-    fitting = [length for length in empty if tokens[length + 1 :].sum() <= _FEW_CUT * lengths.tokens] or [max(empty)]
-    little = max(_FEW_EMPTY, min(empty[length] for length in fitting))
-    return next(length for length in fitting if empty[length] <= little)
+    few = _FEW_CUT * lengths.tokens
+    fitting = [each for each in padded if each.lost_tokens + each.cut_documents * each.max_length <= few] or padded[-1:]
+    empty = []
+    for each in fitting:
+        found = [row.metrics for row in rows if row.padded is each]
+        empty.append(min((metrics.num_cut_documents, metrics.padding_ratio) for metrics in found)[1])
+    little = max(_FEW_EMPTY, min(empty))
+    return next(each for each, share in zip(fitting, empty, strict=True) if share <= little)
 
 
-def _cutting_few(rows: Sequence[ReportRow], more: float) -> list[ReportRow]:
-    """Return the strategies that cut at most so many documents more than the one that cuts the fewest."""
-    fewest = min(row.metrics.num_cut_documents for row in rows)
-    return [row for row in rows if row.metrics.num_cut_documents <= fewest + more]
-
-
-def _simplicity(row: ReportRow) -> tuple[bool, bool]:
-    """Return a sort key that puts BestFit first, then Optimal, then all other strategies.
-
-    No other strategy makes a plan faster than BestFit. If lengths vary, BestFit needs hardly more packs than the
-    best plan.
-    """
-    return not isinstance(row.compared.strategy, BestFit), not isinstance(row.compared.strategy, Optimal)
+def _simplicity(row: ReportRow) -> int:
+    """Return 0 for BestFit, which makes plans fastest, and needs hardly more packs than the best if lengths vary."""
+    return {BestFit: 0, Optimal: 1}.get(type(row.compared.strategy), 2)
 
 
 def _gain(best: ReportRow) -> str:
@@ -75,26 +66,27 @@ def _gain(best: ReportRow) -> str:
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
-    metrics, longer = best.metrics, int(lengths.counts[best.max_length + 1 :].sum())
-    cuts = f"cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents"
-    if metrics.num_cut_documents == longer:
-        those = "document that is" if longer == 1 else "documents that are"
-        cuts = f"cuts only the {longer:,} {those} longer than a row"
-    parts = [f"it {cuts} ({_longer_rows(lengths, best.max_length)})" if longer else "it cuts no document"]
-    parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
+    cut, longer = best.metrics.num_cut_documents, best.padded.cut_documents
+    cuts = f"cuts {cut / lengths.documents:.2%} of the documents" if cut else "cuts no document"
+    if longer:
+        if cut == longer:
+            those = "document that is" if longer == 1 else "documents that are"
+            cuts = f"cuts only the {longer:,} {those} longer than a row"
+        cuts += f" ({_longer_rows(lengths, best.max_length)})"
+    reasons = f"it {cuts}, leaves {best.metrics.padding_ratio:.2%} of the slots empty"
     gap = best.compared.gap
     if gap == 0:
-        parts.append("and provably needs as few packs as possible")
+        reasons += ", and provably needs as few packs as possible"
     elif gap:
         share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # not 0.00%, since it is above zero
-        parts.append(f"and needs {share} more packs than the best possible plan for the same pieces of documents")
-    return ", ".join(parts)
+        reasons += f", and needs {share} more packs than the best possible plan for the same pieces of documents"
+    return reasons
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
     """Return a remark that names row lengths with which few documents, or none, would be cut."""
     longer = lengths.documents - np.cumsum(lengths.counts)
-    few = int(np.argmax(longer <= _FEW_CUT * lengths.documents))
+    few = np.argmax(longer <= _FEW_CUT * lengths.documents)
     said = f"rows of {lengths.longest:,} tokens would cut no document"
     return f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents, {said}" if few > max_length else said
 
@@ -104,10 +96,12 @@ def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Seque
 
     Strategies with buckets have small packs on purpose.
     """
-    most = max(others, key=lambda row: row.metrics.num_cut_documents)
-    if most.metrics.num_cut_documents > 2 * best.metrics.num_cut_documents + 1:
-        yield f"{most.name} would cut {most.metrics.num_cut_documents / lengths.documents:.1%} of the documents"
+    worst = max(others, key=lambda row: row.metrics.num_cut_documents)
+    cut = worst.metrics.num_cut_documents
+    if cut > 2 * best.metrics.num_cut_documents + 1:
+        yield f"{worst.name} would cut {cut / lengths.documents:.1%} of the documents"
     single = [row for row in others if not row.compared.strategy.has_buckets]
     worst = max(single, key=lambda row: row.metrics.num_packs, default=best)
-    if worst.metrics.num_packs > best.metrics.num_packs * (1 + _WORTH_IT):
-        yield f"{worst.name} would need {worst.metrics.num_packs / best.metrics.num_packs - 1:.1%} more packs"
+    packs = worst.metrics.num_packs
+    if packs > best.metrics.num_packs * (1 + _WORTH_IT):
+        yield f"{worst.name} would need {packs / best.metrics.num_packs - 1:.1%} more packs"

@@ -1,20 +1,16 @@
 """Show a report: as text, as HTML for notebooks, and as a page with pictures that loads nothing from elsewhere."""
 
 import os
-import re
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup, escape
+from jinja2 import Environment, PackageLoader, select_autoescape
 
 import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures
-from hf_packing.report.plots import COLORS, PLOTS, Plot, load_figure, picture, shown_rows
-from hf_packing.report.work import Work
+from hf_packing.report.plots import PICTURES, load_matplotlib, picture, shown_rows
 from hf_packing.strategies.compare import aligned, cells_of
 
 COLUMNS = {
@@ -35,76 +31,72 @@ COLUMNS = {
     "and empty slots of a pack cost nothing",
 }
 """The columns of a report's table, and what they mean."""
-_NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""The pattern of ids that matplotlib writes into every SVG. Several pictures have the same ids, which nothing uses."""
-_TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=True)
+_TEMPLATES = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=select_autoescape())
 
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
     """Return the rows of a report's table as tuples of cells. For every row length, the row for padding comes first."""
-    lengths = report.lengths
+    documents, tokens = report.lengths.documents, report.lengths.tokens
     cells: list[tuple[str, ...]] = []
     for padded in report.padded:
-        lost = (
-            f"padding, at most {padded.max_length}",
-            f"{padded.padding_ratio:.3%}",
-            f"{padded.cut_documents / lengths.documents:.3%}",
-            f"{padded.lost_tokens / lengths.tokens:.3%}",
-        )
+        work = padded.work
         cells.append(
-            (*lost, "1.00", f"{lengths.documents:,}", "", *_steps(padded.work), f"{padded.work.balance:.0%}", "1.0")
+            (
+                f"padding, at most {padded.max_length}",
+                f"{padded.padding_ratio:.3%}",
+                f"{padded.cut_documents / documents:.3%}",
+                f"{padded.lost_tokens / tokens:.3%}",
+                "1.00",
+                f"{documents:,}",
+                "",
+                f"{work.steps:,}",
+                f"{work.documents_per_step:,.0f}",
+                f"{work.balance:.0%}",
+                "1.0",
+            )
         )
         for row in report.rows:
-            if row.max_length == padded.max_length:
-                balance = f"{row.work.balance:.0%}, {row.leveled.balance:.0%}"
-                cells.append((*cells_of(row.compared), *_steps(row.work), balance, f"{row.speed_up:.1f}"))
+            if row.padded is padded:
+                work = row.work
+                cells.append(
+                    (
+                        *cells_of(row.compared),
+                        f"{work.steps:,}",
+                        f"{work.documents_per_step:,.0f}",
+                        f"{work.balance:.0%}, {row.leveled.balance:.0%}",
+                        f"{row.speed_up:.1f}",
+                    )
+                )
     return cells
-
-
-def _steps(work: Work) -> tuple[str, str]:
-    return f"{work.steps:,}", f"{work.documents_per_step:,.0f}"
-
-
-def _lines_of(report: Figures) -> dict[str, str]:
-    """Return the lines of text around a report's table, by name."""
-    lengths, setup = report.lengths, report.setup
-    headline = f"{lengths.documents:,} documents, {lengths.tokens:,} tokens"
-    return {
-        "headline": headline + (f", and {lengths.empty:,} empty documents" if lengths.empty else ""),
-        "lengths_line": (
-            f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
-            f"99 % up to {lengths.p99:,.0f}, longest {lengths.longest:,}"
-        ),
-        "setup_line": (
-            f"in a step, each of {setup.ranks} ranks works on one pack, or on {setup.padded_rows} documents padded to "
-            "the longest document"
-        ),
-        "prefixes_line": report.shared.sentence() if report.shared else "",
-    }
 
 
 def as_text(report: Figures) -> str:
     """Return the whole report as text. The headings of the table have a line for each word."""
-    lines = _lines_of(report)
     headings = zip_longest(*(reversed(name.split()) for name in COLUMNS), fillvalue="")
-    source = f"{report.source}: " if report.source else ""
-    shown = [
-        source + lines["headline"],
-        lines["lengths_line"],
-        "",
-        aligned([*reversed([*headings]), *report_cells(report)]),
-        "",
-        lines["setup_line"],
-        f"take {report.recommendation}",
-        lines["prefixes_line"],
-    ]
-    return "\n".join(shown).rstrip()
+    table = aligned(list(headings)[::-1] + report_cells(report))
+    return fill_template("text.txt", report, table=table).rstrip()
 
 
 def fill_template(template: str, report: Figures, **more: Any) -> str:
     """Return a template of this folder, filled with a report."""
-    facts = {"report": report, "columns": COLUMNS, "rows": report_cells(report), **_lines_of(report), **more}
-    return _TEMPLATES.get_template(template).render(facts)
+    lengths, setup = report.lengths, report.setup
+    empty = f", and {lengths.empty:,} empty documents" if lengths.empty else ""
+    return _TEMPLATES.get_template(template).render(
+        report=report,
+        columns=COLUMNS,
+        rows=report_cells(report),
+        headline=f"{lengths.documents:,} documents, {lengths.tokens:,} tokens{empty}",
+        lengths_line=(
+            f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
+            f"99 % up to {lengths.p99:,.0f}, longest {lengths.longest:,}"
+        ),
+        setup_line=(
+            f"in a step, each of {setup.ranks} ranks works on one pack, or on {setup.padded_rows} documents padded to "
+            "the longest document"
+        ),
+        prefixes_line=report.shared.sentence() if report.shared else "",
+        **more,
+    )
 
 
 def check_page(path: Path) -> None:
@@ -114,7 +106,7 @@ def check_page(path: Path) -> None:
         PackingError: the path is a folder, or the folder that contains the path is not writable.
         MissingDependencyError: matplotlib is not installed.
     """
-    load_figure()
+    load_matplotlib()
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
         raise PackingError(f"--output: expected a file in a writable folder, such as report.html, got {str(path)!r}")
@@ -126,29 +118,15 @@ def save_page(report: Figures, path: Path) -> list[Path]:
     Returns:
         The paths of all written files, with the page first.
     """
-    shown = {row.name for row in shown_rows(report)}
-    page = fill_template(
-        "page.html",
-        report,
-        title=report.source or _lines_of(report)["headline"],
-        plots=PLOTS,
-        svg=partial(_inline_svg, report),
-        not_shown=[row.name for row in report.rows if row.name not in shown],
-        version=hf_packing.__version__,
-    )
     folder = path.with_name(f"{path.stem}-pictures")
+    svgs, images = {}, {}
+    for name in PICTURES:
+        svgs[name], images[folder / f"{name}.png"] = picture(report, name)
+    shown = shown_rows(report)
+    not_shown = [row.name for row in report.rows if row not in shown]
+    page = fill_template("page.html", report, svgs=svgs, not_shown=not_shown, version=hf_packing.__version__)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {path: page.encode("utf-8", errors="backslashreplace")}
-    files |= {folder / f"{plot.name}.png": picture(report, plot, "png") for plot in PLOTS}
-    for file, content in files.items():
-        file.write_bytes(content)
-    return [*files]
-
-
-def _inline_svg(report: Figures, plot: Plot) -> Markup:
-    """Return a picture for the page, in which the CSS variables of the page are the colors."""
-    svg = picture(report, plot, "svg").decode()
-    for color, variable in COLORS.items():
-        svg = svg.replace(color, f"var({variable})")
-    named = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
-    return Markup(_NAMED_BY_NUMBER.sub("", named))
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    for file, image in images.items():
+        file.write_bytes(image)
+    return [path, *images]

@@ -5,15 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
-from hf_packing.report.figures import Figures, Setup, row_of_padding, row_of_strategy, summary_of_lengths
+from hf_packing.report.figures import Figures, PaddedRow, ReportRow, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.render import as_text, fill_template, save_page
+from hf_packing.report.work import Setup, packed_work, padded_work
 from hf_packing.sampling.fill import LINEAR_COST
-from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
+from hf_packing.strategies.base import Strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
-from hf_packing.strategies.compare import each_planned, with_best_bounds, workload_of
+from hf_packing.strategies.compare import compare_plans
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.strategies.sequential import FirstCome, FixedLength
 from hf_packing.trees.measure import measure_shared_prefixes
@@ -95,25 +98,22 @@ def packing_report(
     if documents is None and hasattr(lengths, "column_names"):
         documents = lengths
     lengths = read_lengths(lengths)
-    if not lengths.any():
+    filled = lengths[lengths > 0]  # empty documents are left out of all shares
+    if not len(filled):
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
     setup = Setup(check_whole_number("ranks", ranks), check_whole_number("padded_rows", padded_rows), linear_cost)
-    chosen = _usual_strategies(max_length) if strategies is None else [check_strategy(each) for each in strategies]
-    if not chosen:
-        given = "max_length: expected a row length" if strategies is None else "strategies: expected a strategy"
-        raise PackingError(f"{given}, got none")
-    row_lengths = sorted({each.largest_capacity for each in chosen})
-    padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
-    summary = summary_of_lengths(lengths)
-    rows, workloads = [], []
-    for compared, plan in each_planned(lengths[lengths > 0], chosen):  # empty documents are left out of all shares
-        work = padded[compared.strategy.largest_capacity].work
-        rows.append(row_of_strategy(compared, plan, setup, work))
-        workloads.append((compared, workload_of(plan, compared.strategy)))
-    bounded = with_best_bounds(workloads)
-    rows = [replace(row, compared=compared) for row, compared in zip(rows, bounded, strict=True)]
-    recommendation = recommend(summary, rows)
-    report = PackingReport(summary, setup, tuple(padded.values()), tuple(rows), recommendation, source)
+    if strategies is None:
+        strategies = _usual_strategies(max_length)
+    summary = summary_of_lengths(filled, len(lengths) - len(filled))
+    found = compare_plans(filled, strategies, lambda plan: packed_work(plan, setup))
+    by_length = {}
+    for length in sorted({row.strategy.largest_capacity for row, _ in found}):
+        work = padded_work(filled, length, setup)
+        cut = int(np.count_nonzero(filled > length))
+        by_length[length] = PaddedRow(length, work, cut, summary.tokens - work.tokens)
+    padded = tuple(by_length.values())
+    rows = tuple(ReportRow(row, by_length[row.strategy.largest_capacity], *packed) for row, packed in found)
+    report = PackingReport(summary, setup, padded, rows, recommend(summary, padded, rows), source)
     if documents is None:
         return report
     return replace(report, shared=measure_shared_prefixes(documents, report.taken.max_length, len(lengths)))
@@ -121,7 +121,7 @@ def packing_report(
 
 def _usual_strategies(max_length: Any) -> list[Strategy]:
     """Return FixedLength, FirstCome and BestFit for each row length, and Bucket if there are several row lengths."""
-    given = max_length if isinstance(max_length, Sequence) else [max_length]
+    given = max_length if isinstance(max_length, Sequence) and max_length else [max_length]
     row_lengths = sorted({check_whole_number("max_length", each) for each in given})
     strategies = [kind(length) for length in row_lengths for kind in (FixedLength, FirstCome, BestFit)]
     return strategies + ([Bucket(tuple(row_lengths))] if len(row_lengths) > 1 else [])

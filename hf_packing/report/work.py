@@ -4,7 +4,6 @@ The unit of work is one pair of tokens that attention compares. The work of line
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,24 @@ from hf_packing.planning.lengths import IntArray, sums_of
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.fill import group_by_cost
+
+FloatArray = npt.NDArray[np.float64]
+_POINTS = 200
+"""Number of points on the curve of how full packs are."""
+_STEPS = 48
+"""Number of training steps for which a picture shows the work of the ranks."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings of the training run that a report assumes."""
+
+    ranks: int
+    """Number of ranks; each rank works on one pack at a time."""
+    padded_rows: int
+    """Number of documents in a micro-batch without packing."""
+    linear_cost: float
+    """Time that linear layers take for one token, in units of the time that attention takes for one pair of tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +54,53 @@ class Work:
         """Mean number of documents in a step, over all ranks."""
         return self.documents / self.steps if self.steps else 0.0
 
-    @property
-    def time_per_token(self) -> float:
-        """Time for one token, in units of the time that attention takes for one pair of tokens."""
-        return self.time / self.tokens
 
-
-def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linear_cost: float) -> Work:
+def padded_work(lengths: IntArray, max_length: int, setup: Setup) -> Work:
     """Return the work of an epoch with padding, for documents in random order that are cut to `max_length` tokens.
 
-    Args:
-        lengths: integers [documents]: the number of tokens in each document. Empty documents are left out.
-        max_length: the most tokens that a row may have.
-        rows: number of documents in a micro-batch, which are padded to the longest of them.
-        ranks: number of ranks, which work at the same time.
-        linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
-            of tokens.
+    All documents have tokens. Those of a micro-batch are padded to the longest of them.
     """
-    kept = np.minimum(lengths[lengths > 0], max_length)
-    batches = in_rows(kept[random_order(len(kept), 0, "padded")], rows)
+    kept = np.minimum(lengths, max_length)
+    batches = in_rows(kept[random_order(len(kept), 0, "padded")], setup.padded_rows)
     longest = batches.max(axis=1)
     slots = longest * np.count_nonzero(batches, axis=1)
-    return _work_of(len(kept), int(batches.sum()), slots, slots * longest, ranks, linear_cost)
+    return _work_of(len(kept), int(kept.sum()), slots, slots * longest, setup)
 
 
-def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool = False) -> Work:
-    """Return the work of an epoch with packing, in which every pack is a micro-batch. Unused capacity costs nothing.
+def packed_work(plan: PackingPlan, setup: Setup) -> tuple[Work, Work, FloatArray, FloatArray]:
+    """Return the fields of ReportRow that a plan gives: work, leveled, fill and attention.
 
-    If `leveled`, packs of similar cost run at the same time, as with TokenBudget; else in the order of the plan.
+    Every pack is a micro-batch, and unused capacity costs nothing.
     """
-    tokens, squares = sums_of_packs(plan)
-    whole = plan.num_packs // ranks * ranks
-    if leveled and whole:
-        order = np.arange(plan.num_packs)
-        order[:whole] = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
-        tokens, squares = tokens[order], squares[order]
-    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
-    return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
-
-
-def sums_of_packs(plan: PackingPlan) -> tuple[IntArray, IntArray]:
-    """Return the tokens of each pack, and its attention cost, int64 [packs] both."""
     lengths = plan.segment_length.astype(np.int64)
-    return sums_of(lengths, plan.pack_offsets), sums_of(lengths**2, plan.pack_offsets)
+    tokens, attention = sums_of(lengths, plan.pack_offsets), sums_of(lengths**2, plan.pack_offsets)
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
+    total = int(tokens.sum())
+    work = _work_of(documents, total, tokens, attention, setup)
+    whole = plan.num_packs // setup.ranks * setup.ranks
+    cost = setup.linear_cost * tokens + attention
+    order = np.append(group_by_cost(cost[:whole], setup.ranks, seed=0), np.arange(whole, plan.num_packs))
+    leveled = _work_of(documents, total, tokens[order], attention[order], setup)
+    fill = tokens / plan.pack_capacity
+    if len(fill):
+        fill = np.quantile(fill, np.linspace(0, 1, _POINTS), method="lower")
+    return work, leveled, fill, in_rows(attention[: _STEPS * setup.ranks], setup.ranks)
 
 
-def _work_of(
-    documents: int, tokens: int, slots: npt.NDArray[Any], squares: npt.NDArray[Any], ranks: int, linear_cost: float
-) -> Work:
+def _work_of(documents: int, tokens: int, slots: IntArray, attention: IntArray, setup: Setup) -> Work:
     """Return the work of an epoch whose micro-batches run in the given order, one on each rank in every step.
 
     If the last step has fewer micro-batches than ranks, its time is its total cost divided by the number of ranks, as
     if no rank were idle: neither padding nor packing is the reason why ranks are idle in the last step.
     """
-    cost = linear_cost * slots + squares
-    whole = len(cost) // ranks * ranks
-    time = float(in_rows(cost[:whole], ranks).max(axis=1).sum() + cost[whole:].sum() / ranks)
-    attention = in_rows(squares[:whole], ranks) if whole else in_rows(squares, max(len(squares), 1))
-    balance = float((attention.mean(axis=1) / attention.max(axis=1)).mean()) if len(cost) else 1.0
-    return Work(documents, tokens, int(slots.sum()), -(-len(cost) // ranks), time, balance)
+    steps = in_rows(setup.linear_cost * slots + attention, setup.ranks)
+    full = len(slots) // setup.ranks
+    time = float(steps[:full].max(axis=1).sum() + steps[full:].sum() / setup.ranks)
+    compared = in_rows(attention, setup.ranks)[:full] if full else attention[np.newaxis]
+    balance = float((compared.mean(axis=1) / compared.max(axis=1)).mean()) if len(slots) else 1.0
+    return Work(documents, tokens, int(slots.sum()), len(steps), time, balance)
 
 
-def in_rows(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.float64]:
+def in_rows(values: IntArray, width: int) -> FloatArray:
     """Return values as an array, float64 [rows, width], of which the last row ends with zeros."""
-    filled = np.zeros(-(-len(values) // width) * width)
-    filled[: len(values)] = values
-    return filled.reshape(-1, width)
+    return np.pad(values.astype(np.float64), (0, -len(values) % width)).reshape(-1, width)

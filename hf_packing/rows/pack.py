@@ -1,8 +1,10 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
+from hf_packing.checks import check_optional_number, check_whole_number
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.files import new_folder
@@ -111,25 +114,31 @@ def pack(
         [[3, 1], [2]]
     """
     packing = Packing.of(strategy, position_ids, share_prefixes)
-    if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
-        from hf_packing.streams.pack_stream import pack_stream
-
-        if lazy:
-            raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
-        return pack_stream(dataset, packing, window_packs=window_packs, streams=streams)
-    if streams is not None:
+    is_stream = isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict))
+    if is_stream and lazy:
+        raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
+    if streams is not None and not is_stream:
         raise PackingError(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
-    if not isinstance(dataset, datasets.DatasetDict):
-        return _pack_split(dataset, packing, load_from_cache_file, lazy)
-    packed: dict[str, datasets.Dataset] = {}
+    pack_one: Callable[[Any], Any] = partial(
+        _pack_split, packing=packing, load_from_cache_file=load_from_cache_file, lazy=lazy
+    )
+    if is_stream:
+        from hf_packing.streams.pack_stream import pack_stream
+
+        window_packs = check_whole_number("window_packs", window_packs)
+        streams = check_optional_number("streams", streams)
+        pack_one = partial(pack_stream, packing=packing, window_packs=window_packs, streams=streams)
+    if not isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        return pack_one(dataset)
+    packed = type(dataset)()
     for name, split in dataset.items():
         try:
-            packed[name] = _pack_split(split, packing, load_from_cache_file, lazy)
+            packed[name] = pack_one(split)
         except PackingError as error:
             raise PackingError(f"dataset[{name!r}]: {error}") from error
-    return datasets.DatasetDict(packed)
+    return packed
 
 
 def _pack_split(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import check_optional_number, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, offsets_of
+from hf_packing.planning.lengths import IntArray, Pieces, sums_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.sizes import RowSizes
 
@@ -94,8 +94,7 @@ class EpochPlan:
             of_row: integers [rows]: the value of each row, such as its number of tokens.
             counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
-        total = offsets_of(of_row[self.rows] * counted)
-        return np.diff(total[self.offsets]).reshape(-1, self.world_size)
+        return sums_of(of_row[self.rows] * counted, self.offsets).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
         """Return the mean utilization of the ranks, from 0 to 1. The value 1 means that ranks never wait.
@@ -109,10 +108,6 @@ class EpochPlan:
         """
         own = self.per_micro_batch(of_row, ~self.is_copy)
         return float((own.mean(axis=1) / self.per_micro_batch(of_row).max(axis=1)).mean())
-
-    def largest_micro_batch(self, sizes: RowSizes) -> int:
-        """Return the number of tokens in the largest micro-batch, given the sizes of all rows."""
-        return int(self.per_micro_batch(sizes.tokens).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +184,10 @@ class Batching(ABC):
                 limit tokens.
         """
         tokens, max_segments = check_shapes(*shapes)
-        if self.most_tokens is None:
-            raise PackingError(f"tokens: expected None with {type(self).__name__}, without a token limit, got {tokens}")
-        if self.most_tokens > tokens:
-            raise PackingError(f"tokens: expected at least {self.most_tokens}, the most of a micro-batch, got {tokens}")
+        if self.most_tokens is None or self.most_tokens > tokens:
+            raise PackingError(
+                f"tokens: expected at least {self.most_tokens}, the most of a micro-batch of {self!r}, got {tokens}"
+            )
         if self.max_documents is not None and self.max_documents >= max_segments:
             raise PackingError(
                 f"max_segments: expected more than {self.max_documents}, the max_documents of the batching, since one "
@@ -236,8 +231,5 @@ class Batching(ABC):
 def check_batching(batching: Any) -> Batching:
     """Return `batching`; raise PackingError if the argument is not a Batching."""
     if not isinstance(batching, Batching):
-        hint = (
-            f"; pass an instance of the class, such as {batching.__name__}(16384)" if isinstance(batching, type) else ""
-        )
-        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}{hint}")
+        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}")
     return batching

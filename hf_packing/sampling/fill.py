@@ -15,7 +15,7 @@ not the number of ranks. Then neighbors in a step form rounds, in which every ra
 
 import heapq
 from bisect import bisect_left, insort
-from itertools import chain
+from itertools import chain, islice
 from operator import ge, sub
 
 import numpy as np
@@ -386,16 +386,12 @@ def _within_all(
     Returns:
         The index in `rooms`, and the index among the micro-batches with this space; (len(rooms), -1) if none is found.
     """
-    tries = _TRIES
-    for place in range(first, len(rooms)):
-        numbers = with_room[rooms[place]]
-        for index in range(len(numbers) - 1, -1, -1):  # the latest first
-            if not tries:
-                return len(rooms), -1
-            if all(map(ge, left[numbers[index]], needs)):
-                return place, index
-            tries -= 1
-    return len(rooms), -1
+    places = (
+        (place, index) for place in range(first, len(rooms)) for index in reversed(range(len(with_room[rooms[place]])))
+    )
+    tried = islice(places, _TRIES)  # of equal space, the latest first
+    fitting = ((place, index) for place, index in tried if all(map(ge, left[with_room[rooms[place]][index]], needs)))
+    return next(fitting, (len(rooms), -1))
 
 
 def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:

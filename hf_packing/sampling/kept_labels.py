@@ -5,11 +5,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
 from hf_packing.planning.lengths import Pieces, offsets_of
 from hf_packing.rows.changes import LabelCounts, count_labels
-from hf_packing.rows.token_columns import check_same_lengths, column_of_values, columns_of, visible_columns
+from hf_packing.rows.token_columns import TokenColumn, check_same_lengths, columns_of, visible_columns
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
@@ -78,7 +79,5 @@ def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_mask
         row = rows[number]
         trained.append(np.asarray(row[LABELS]) != IGNORED_LABEL)
         lengths.append(np.asarray(row.get(SEQ_LENGTHS, []), np.int64))
-    columns = {COMPLETION_MASK: column_of_values(COMPLETION_MASK, np.concatenate(trained), sizes.tokens)}
-    if sizes.packed:
-        columns[SEQ_LENGTHS] = column_of_values(SEQ_LENGTHS, np.concatenate(lengths), sizes.segments)
-    return columns
+    of_rows = {COMPLETION_MASK: trained} | ({SEQ_LENGTHS: lengths} if sizes.packed else {})
+    return {name: TokenColumn(name, pa.chunked_array([pa.array(values)])) for name, values in of_rows.items()}

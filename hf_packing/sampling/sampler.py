@@ -158,7 +158,7 @@ class RankBatchSampler:
         number = check_whole_number("epoch", number, minimum=0)
         if number != self.epoch.number:
             self.first_micro_batch = 0
-            self.epoch, self._plan = Epoch(number, self.world_size, self.accumulation), None
+            self.epoch, self._plan = replace(self.epoch, number=number), None
 
     @property
     def plan(self) -> EpochPlan:
@@ -192,7 +192,7 @@ class RankBatchSampler:
             tokens=tokens,
             documents_per_step=documents / steps,
             tokens_per_step=tokens / steps,
-            largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
+            largest_micro_batch=int(plan.per_micro_batch(fitted.sizes.tokens).max()),
             token_utilization=plan.utilization(fitted.sizes.tokens),
             attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
             copies=plan.num_copies,

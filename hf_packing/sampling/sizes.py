@@ -34,16 +34,16 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, joined, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, join_rows, offsets_of, sums_of
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
     TokenColumn,
+    documents_in,
     is_token_type,
     read_rows,
     row_numbers,
     visible_columns,
-    with_typed_empty_lists,
 )
 from hf_packing.trees.segments import attention_costs
 
@@ -170,7 +170,7 @@ def sizes_of(dataset: Any) -> RowSizes:
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
     if (lazy := lazy_rows(dataset)) is not None:
-        _check_columns(dataset.format["columns"])
+        _columns_of_sizes(dataset.format["columns"])
         return sizes_of_planned(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
@@ -180,25 +180,23 @@ def sizes_of(dataset: Any) -> RowSizes:
             f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
-    sizes = _sizes_by_reading(dataset)
-    if isinstance(dataset, datasets.Dataset) and not sizes.packed:
-        _check_transform_keeps_borders(dataset)
-    return sizes
+    return _sizes_by_reading(dataset)
 
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     """Return the sizes of the rows in a table, of which only the lists that hold sizes are read."""
-    names, numbers = visible_columns(dataset), row_numbers(dataset)
-    _check_columns(names)
-    table = with_typed_empty_lists(dataset.data.table.select(names))
+    names, table, numbers = visible_columns(dataset), documents_in(dataset), row_numbers(dataset)
     tokens_in, of_segments = _columns_of_sizes(names)
-    columns: dict[str, TokenColumn] = {}
-    for name in (tokens_in, *of_segments, *(name for name in _SAMPLED if name in names)):
+    for name in (tokens_in, *of_segments):
         kind = table.schema.field(name).type
-        if is_token_type(kind):
-            columns[name] = TokenColumn(name, table.column(name), numbers)
-        if name in (tokens_in, *of_segments) and not (name in columns and pa.types.is_integer(kind.value_type)):
+        if not is_token_type(kind) or not pa.types.is_integer(kind.value_type):
             raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+    read = [name for name in names if is_token_type(table.schema.field(name).type)]
+    columns = {
+        name: TokenColumn(name, table.column(name), numbers)
+        for name in (tokens_in, *of_segments, *_SAMPLED)
+        if name in read
+    }
     bucket = None
     if of_segments and BUCKET in names:
         bucket = check_whole_numbers("column 'bucket'", table.column(BUCKET).to_numpy())
@@ -219,12 +217,13 @@ def sizes_of_planned(rows: DocumentRows, packs: IntArray, names: Sequence[str]) 
     """
     plan = rows.plan
     chosen, segments = indices_in_groups(plan.pack_offsets, packs)
-    lengths = plan.segment_length[chosen].astype(np.int64)
-    shared = 0 if plan.segment_shared is None else plan.segment_shared[chosen].astype(np.int64)
+    own = plan.segment_own()[chosen]
+    depths = plan.segment_length[chosen] - own
     bucket = plan.pack_capacity[packs] if BUCKET in names else None
-    sizes = sizes_of_packs(lengths - shared, offsets_of(segments), bucket, shared)
+    sizes = sizes_of_packs(own, offsets_of(segments), bucket, depths)
     if plan.segment_shared is not None:
-        sizes = replace(sizes, trees=TreeCounts(len(lengths), int(lengths.sum()), int(sizes.tokens.sum())))
+        tokens = int(sizes.tokens.sum())
+        sizes = replace(sizes, trees=TreeCounts(len(own), tokens + int(depths.sum(dtype=np.int64)), tokens))
     sampled = rows.read(packs[rows_to_sample(len(packs))])
     return replace(sizes, sample=_sample_of_rows([{name: row[name] for name in names} for row in sampled]))
 
@@ -237,14 +236,13 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         row = dataset[number]
         if not isinstance(row, Mapping):
             raise PackingError(f"dataset: expected rows that are mappings, but row {number} is a {type(row).__name__}")
-        _check_columns(row)
+        tokens_in, of_segments = _columns_of_sizes(row)
         first = first or row
         if differing := [name for name in _IN_ALL_ROWS if (name in row) != (name in first)]:
             raise PackingError(
                 f"column {differing[0]!r}: expected this column in all rows or in none, but row {number} differs from "
                 "row 0"
             )
-        tokens_in, of_segments = _columns_of_sizes(row)
         for name in of_segments:
             lists[name].append(check_whole_numbers(f"column {name!r}, row {number}", row[name]))
         if of_segments and BUCKET in first:
@@ -252,17 +250,12 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         ids = row[tokens_in]
         check_whole_numbers(f"column {tokens_in!r}, row {number}", ids[:1] if hasattr(ids, "__getitem__") else ids)
         tokens.append(len(ids))
+    if isinstance(dataset, datasets.Dataset):  # whose transform may be one for documents
+        refuse_lost_borders(dataset, first, stored=() if TREE_INPUT_IDS in first else dataset.column_names)
     sizes = _sizes(lists, np.array(tokens, dtype=np.int64), np.array(buckets) if buckets else None)
     if not isinstance(dataset, Sequence):
         return sizes
     return replace(sizes, sample=_sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))]))
-
-
-def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
-    """Return the column with the tokens, and those with the sizes of segments, of which a document has none."""
-    if TREE_INPUT_IDS in names:
-        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
-    return INPUT_IDS, (SEQ_LENGTHS,) if SEQ_LENGTHS in names else ()
 
 
 def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: IntArray | None) -> RowSizes:
@@ -276,46 +269,37 @@ def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: In
         return replace(sizes, segments=documents, trees=TreeCounts(len(ends), raw, trees.tokens))
     if SEQ_LENGTHS not in lists:
         return sizes_of_documents(tokens)
-    rows = lists[SEQ_LENGTHS]
-    lengths, segments = joined(rows)
+    lengths, segments = join_rows(lists[SEQ_LENGTHS])
     offsets = offsets_of(segments)
     sizes = sizes_of_packs(lengths, offsets, bucket)
     wrong = (sizes.tokens != tokens) | (sums_of(lengths < 1, offsets) > 0)
     for row in np.flatnonzero(wrong)[:1].tolist():
-        lengths_in_column(SEQ_LENGTHS, rows[row], int(tokens[row]), row)  # raises the error
+        lengths_in_column(SEQ_LENGTHS, lists[SEQ_LENGTHS][row], int(tokens[row]), row)  # raises the error
     return sizes
 
 
-def _check_columns(names: Any) -> None:
+def _columns_of_sizes(names: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the column with the tokens, and those with the sizes of segments, of which a document has none.
+
+    Raises:
+        PackingError: there are no tokens, or some of the columns of packed rows or of trees are missing.
+    """
     if TREE_INPUT_IDS in names:
         if missing := [name for name in TREE_COLUMNS if name not in names]:
             raise PackingError(
                 f"column {missing[0]!r}: expected this column beside {TREE_INPUT_IDS}, in rows of documents that share "
                 f"prefixes, got the columns {', '.join(names)}"
             )
-        return
+        return TREE_INPUT_IDS, (SEGMENT_LENGTHS, PARENTS, ENDS)
     check_has_tokens(names)
-    packed = [name for name in SEGMENT_COLUMNS if name in names]
-    if packed and SEQ_LENGTHS not in names:
+    if SEQ_LENGTHS in names:
+        return INPUT_IDS, (SEQ_LENGTHS,)
+    if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
             "pack() writes both columns"
         )
-
-
-def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Raise PackingError if the dataset stores packed rows, but its transform removes the columns with segment borders.
-
-    This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
-    transform.
-    """
-    refuse_lost_borders(dataset, dataset.column_names)
-    if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
-        raise PackingError(
-            f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
-            "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
-            "remove the column if the rows are not packed"
-        )
+    return INPUT_IDS, ()
 
 
 def rows_to_sample(num_rows: int, most: int = 256) -> IntArray:

@@ -277,15 +277,10 @@ def longest_segment(batching: Batching, step: int) -> int | None:
 
 def with_documents_per_step(batching: Batching, documents: int) -> Batching:
     """Return a copy of the batching in which match_documents_per_step is `documents`."""
-    if not isinstance(batching, TokenBudget):
+    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step not in (None, documents):
         raise PackingError(
-            f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
-            f"constant number of tokens, got {documents!r}"
-        )
-    if batching.match_documents_per_step not in (None, documents):
-        raise PackingError(
-            f"match_documents_per_step: expected None or {batching.match_documents_per_step}, the value in "
-            f"{batching!r}, got {documents!r}"
+            f"match_documents_per_step: expected None with {batching!r}, which decides itself how many documents a "
+            f"step has, got {documents!r}"
         )
     return replace(batching, match_documents_per_step=documents)
 
@@ -315,10 +310,8 @@ def linear_cost_of(config: Any) -> float:
     if not hidden or not layers:
         return float(LINEAR_COST)
     head_size = size("head_dim", hidden // heads)
-    queries, keys = heads * head_size, size("num_key_value_heads", heads) * head_size
-    inner = size("moe_intermediate_size", size("intermediate_size", 4 * hidden))
-    experts = size("num_experts_per_tok", 1)
-    weights = 2 * hidden * (queries + keys) + 3 * hidden * inner * experts
+    inner = size("moe_intermediate_size", size("intermediate_size", 4 * hidden)) * size("num_experts_per_tok", 1)
+    weights = 2 * hidden * head_size * (heads + size("num_key_value_heads", heads)) + 3 * hidden * inner
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attending = sum(kind == "full_attention" for kind in kinds) or 1
-    return weights * layers / (2 * queries * attending)
+    attending = kinds.count("full_attention") or 1
+    return weights * layers / (2 * heads * head_size * attending)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 
 if TYPE_CHECKING:
     from hf_packing.trees.measure import SharedPrefixes
+
+_Measured = TypeVar("_Measured")
 
 
 @dataclass(frozen=True)
@@ -114,63 +117,54 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
         >>> [row.gap for row in hfp.compare(lengths, [hfp.BestFit(30), hfp.Optimal(30)])]
         [0.33333333333333326, 0.0]
     """
+    found = compare_plans(read_lengths(lengths), strategies, lambda _: None)
+    shared = None
+    if documents is not None:
+        from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
+
+        shared = measure_shared_prefixes(documents, max(row.strategy.largest_capacity for row, _ in found))
+    return Comparison((row for row, _ in found), shared)
+
+
+def compare_plans(
+    lengths: IntArray, strategies: Iterable[Strategy], measure: Callable[[PackingPlan], _Measured]
+) -> list[tuple[ComparedStrategy, _Measured]]:
+    """Plan the lengths with one strategy after the other, and return each with what `measure` returns for its plan.
+
+    The lower bound of one strategy is also valid for every strategy that packs the same segments into packs of the same
+    capacity, with the same limit on segments in a pack or a lower one. Each strategy gets the highest bound that is
+    valid for it. At most two plans are in memory at the same time.
+
+    Raises:
+        PackingError: `strategies` is no list, is empty, or has an element that is not a strategy.
+    """
     if not isinstance(strategies, Iterable) or isinstance(strategies, str):
         raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one strategy, got none")
-    found = [(measured, workload_of(plan, measured.strategy)) for measured, plan in each_planned(lengths, chosen)]
-    shared = None
-    if documents is not None:
-        from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
-
-        shared = measure_shared_prefixes(documents, max(strategy.largest_capacity for strategy in chosen))
-    return Comparison(with_best_bounds(found), shared)
-
-
-def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
-    """Plan the lengths with one strategy after the other, and yield the metrics and the plan of each strategy.
-
-    At most two plans are in memory at the same time, if the caller does not keep earlier plans.
-    """
-    lengths = read_lengths(lengths)
-    with tqdm(strategies, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
+    found, problems = [], []
+    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
             plan = strategy.plan_lengths(lengths)
             seconds = time.perf_counter() - began
-            yield ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), plan
+            found.append((ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), measure(plan)))
+            problems.append((plan.pack_capacity.max(initial=0), np.bincount(plan.segment_length).tobytes()))
+    bounded = []
+    for (row, measured), problem in zip(found, problems, strict=True):
+        valid = [
+            other.metrics.lower_bound
+            for (other, _), same in zip(found, problems, strict=True)
+            if same == problem and _document_limit(row) <= _document_limit(other)
+        ]
+        bounded.append((replace(row, metrics=replace(row.metrics, lower_bound=max(valid))), measured))
+    return bounded
 
 
-def workload_of(plan: PackingPlan, strategy: Strategy) -> tuple[tuple[int, bytes], float]:
-    """Return the packing problem that a strategy had to solve, given the strategy's plan.
-
-    Returns:
-        The largest capacity of a pack and the counts of segment lengths, which are equal for equal problems; and the
-        maximum number of segments in a pack, infinity for no limit.
-    """
-    counts = np.bincount(plan.segment_length)
-    return (int(plan.pack_capacity.max(initial=0)), counts.tobytes()), strategy.most_documents or np.inf
-
-
-def with_best_bounds(
-    found: Sequence[tuple[ComparedStrategy, tuple[tuple[int, bytes], float]]],
-) -> list[ComparedStrategy]:
-    """Return the compared strategies, each with the highest lower bound that is known to be valid for it.
-
-    The lower bound of one strategy is also valid for every strategy that packs the same segments into packs of the same
-    capacity, with the same limit on segments in a pack or a lower one.
-
-    Args:
-        found: pairs of a compared strategy and its `workload_of`. `metrics.lower_bound` of each compared strategy comes
-            from the strategy's own plan.
-    """
-    rows = []
-    for row, (problem, limit) in found:
-        bound = max(row.metrics.lower_bound for row, (other, loose) in found if other == problem and limit <= loose)
-        rows.append(replace(row, metrics=replace(row.metrics, lower_bound=bound)))
-    return rows
+def _document_limit(row: ComparedStrategy) -> float:
+    return row.strategy.most_documents or np.inf
 
 
 _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")

@@ -297,7 +297,8 @@ def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
         best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs
     )
     sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
-    pack, place, _, rank = Slots(patterns, seed=None).block(0, len(lengths))
+    by_length = sort_by_length(lengths)
+    pack, place = Slots(patterns, seed=None).find(lengths[by_length], np.arange(len(lengths)))
     order = np.empty(len(lengths), dtype=np.int64)
-    order[offsets_of(sizes)[pack] + place] = sort_by_length(lengths)[rank]
+    order[offsets_of(sizes)[pack] + place] = by_length
     return order, sizes

@@ -119,9 +119,7 @@ class PackedExamples(StatefulExamples):
             )
         positions = {stream: positions[stream] for stream in self.owned}
         self._state_dict[STATE] = (*made_from, positions)
-        shares: dict[int, Share | None] = dict.fromkeys(self.owned)
-        if self.streams and piece_of(self.ex_iterable, 0, self.streams) is None:
-            shares.update(enumerate(equal_shares(sizes_of_shards(self.ex_iterable), self.streams)))
+        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams) if self.streams else [None]
         rows = {stream: self._rows(stream, shares[stream], *at) for stream, (_, *at) in positions.items()}
         turn, left = min((turns for turns, *_ in positions.values()), default=0), set(rows)
         while left:
@@ -144,12 +142,13 @@ class PackedExamples(StatefulExamples):
     def _rows(
         self, stream: int, share: Share | None, window: Window | None, rows_out: int
     ) -> Iterator[tuple[pa.Table | None, Window, int]]:
-        """Return the rows of a logical stream from a place on, given its share of a source that is no mixture."""
-        examples, packing = self.ex_iterable, self.packing
-        if self.streams:
-            packing = replace(packing, stream=stream)
-            examples = piece_of(examples, stream, self.streams) if share is None else examples
-        return packing.rows(examples, share, window, rows_out)
+        """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
+        if not self.streams:
+            return self.packing.rows(self.ex_iterable, None, window, rows_out)
+        packing, piece = replace(self.packing, stream=stream), piece_of(self.ex_iterable, stream, self.streams)
+        if piece is not None:
+            return packing.rows(piece, None, window, rows_out)
+        return packing.rows(self.ex_iterable, share, window, rows_out)
 
     def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
         """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""

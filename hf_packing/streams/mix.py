@@ -22,11 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.checks import check_choice, check_real, check_seed
-from hf_packing.columns import IGNORED_LABEL, LABELS, LOSS_MASKS, SOURCE, SOURCE_EPOCH
+from hf_packing.columns import IGNORED_LABEL, SOURCE, SOURCE_EPOCH
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import offsets_of, sums_of
+from hf_packing.planning.lengths import Pieces, offsets_of, sums_of
 from hf_packing.rows.changes import describe_changes
-from hf_packing.rows.packed_rows import list_array
+from hf_packing.rows.packed_rows import list_array, read_labels
 from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, Source, lengths_of, open_source
@@ -248,11 +248,8 @@ class MixedExamples(StatefulExamples):
             raise PackingError(
                 f"streams[{list(self.shares)[number]!r}]: {error}. Rows are counted from document {first} of the source"
             ) from error
-        trained = np.ones(int(lengths.sum()), dtype=bool)
-        for name in columns.keys() & {LABELS, *LOSS_MASKS}:
-            values = columns[name].gather_rows(np.arange(len(lengths)))
-            trained &= values != (IGNORED_LABEL if name == LABELS else 0)
-        return sums_of(trained, offsets_of(lengths))
+        labels = read_labels(columns, Pieces.whole(lengths), np.zeros(int(lengths.sum()), np.int32))
+        return lengths if labels is None else sums_of(labels != IGNORED_LABEL, offsets_of(lengths))
 
     def _open(self, number: int, place: Place, passes: int = 0, *counts: int) -> _OpenSource:
         """Return a source at a place, where the mixture stands.

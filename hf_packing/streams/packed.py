@@ -37,6 +37,7 @@ from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
 from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
 from hf_packing.streams.shards import Share
+from hf_packing.trees.segments import attention_costs
 
 _TOKENS_AT_ONCE = 1 << 17
 """Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
@@ -162,10 +163,9 @@ class StreamPacking:
         """
         if self.linear_cost is None or not len(packs):
             return packs
-        squares = plan.segment_length.astype(np.int64) ** 2
-        if plan.segment_shared is not None:
-            squares -= plan.segment_shared.astype(np.int64) ** 2
-        cost = (self.linear_cost * plan.pack_tokens() + sums_of(squares, plan.pack_offsets))[packs]
+        own = plan.segment_own().astype(np.int64)
+        work = sums_of(attention_costs(own, plan.segment_length - own), plan.pack_offsets)
+        cost = (self.linear_cost * plan.pack_tokens() + work)[packs]
         strategy: Any = self.strategy  # BestFit, since only streams that TokenBudget packs have a linear_cost
         key = derive_key(strategy.seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
@@ -216,8 +216,7 @@ def _waiting_documents(
     Returns:
         A table with a row for each segment, and the index of each segment's document in the window.
     """
-    kept = np.flatnonzero(packs[plan.pack_of_segment()])
-    kept = kept[np.lexsort((plan.segment_start[kept], plan.segment_document[kept]))]
-    pieces = plan.segments.take(kept)
-    arrays = {name: list_array(columns[name].gather(pieces), pieces.length) for name in schema.names}
-    return pa.table(arrays).cast(schema), pieces.document
+    waiting = plan.segments.take(np.flatnonzero(packs[plan.pack_of_segment()]))
+    waiting = waiting.take(np.lexsort((waiting.start, waiting.document)))
+    arrays = {name: list_array(columns[name].gather(waiting), waiting.length) for name in schema.names}
+    return pa.table(arrays).cast(schema), waiting.document

@@ -210,8 +210,8 @@ def _tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Ta
     rows = (row for _, row in examples)
     names = dict.fromkeys((*schema.names, LABELS, *LOSS_MASKS, ATTENTION_MASK))
     while block := list(islice(rows, _EXAMPLES_AT_ONCE)):
-        found = [name for name in names if any(name in row for row in block)]
-        yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in found})
+        found = set().union(*block)
+        yield pa.table({name: _array(name, [row.get(name) for row in block]) for name in names if name in found})
 
 
 def _array(name: str, values: list[Any]) -> pa.Array:

@@ -36,11 +36,7 @@ class StatefulExamples(upstream.BaseExamples):  # type: ignore[misc]
     """Yields tables of rows from the place of the state on; with one_row=True, of one row each. Before each table, the
     state says that its rows are out."""
 
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
-
-    def _iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
+    def iter_arrow(self) -> Iterator[tuple[int, pa.Table]]:
         yield from enumerate(self.tables())
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:

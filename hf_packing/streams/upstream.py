@@ -72,7 +72,9 @@ def position(stream: datasets.IterableDataset) -> str:
     return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
-def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset) -> Any:
+def stream_of(
+    examples: Examples, features: datasets.Features, like: datasets.IterableDataset
+) -> datasets.IterableDataset:
     """Return an IterableDataset of packed rows.
 
     Args:

@@ -81,10 +81,6 @@ def test_everything_else_is_sent_as_it_is():
     assert_equal(received(WorkerBatch(batch)), batch)
     empty = received(WorkerBatch(empty=torch.zeros(1, 0, dtype=torch.int64), steps=torch.arange(6)[::2]))
     assert_equal(empty, {"empty": torch.zeros(1, 0, dtype=torch.int64), "steps": torch.tensor([0, 2, 4])})
-    sparse = received(WorkerBatch(sparse=torch.tensor([0, 3]).to_sparse()))["sparse"]
-    assert sparse.to_dense().tolist() == [0, 3]
-    meta = received(WorkerBatch(meta=torch.zeros(2, dtype=torch.int64, device="meta")))["meta"]
-    assert (meta.device.type, meta.shape) == ("meta", (2,))
 
 
 def test_what_is_received_is_a_plain_dict_of_tensors_that_can_be_changed():

@@ -6,19 +6,10 @@ import datasets
 import numpy as np
 import torch
 import trl
-from whole_rows import tokenizer
+from trainers import tokenizer
+from whole_rows import arguments
 
 from hf_packing.attention.tiny_model import tiny_model
-
-COMMON = {
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "per_device_train_batch_size": 6,
-}
 
 
 def texts(number, seed=0, **columns):
@@ -67,7 +58,7 @@ def grpo(folder, model):
     return trl.GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
-        args=trl.GRPOConfig(str(folder), **COMMON | sizes),
+        args=arguments(folder, trl.GRPOConfig, **sizes),
         train_dataset=texts(4, prompt=9),
         processing_class=tokenizer(),
     )
@@ -83,7 +74,7 @@ def answers(prompts, completions):
 
 
 def dpo(folder, model, data=None, **changes):
-    config = trl.DPOConfig(str(folder), max_length=None, **COMMON | changes)
+    config = arguments(folder, trl.DPOConfig, max_length=None, **changes)
     reference = None if hasattr(model, "peft_config") else moved(model)
     data = pairs() if data is None else data
     return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)

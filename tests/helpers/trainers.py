@@ -3,7 +3,7 @@
 import datasets
 import numpy as np
 from patched_models import patched
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -23,9 +23,10 @@ def documents(number, samples=1):
 
 
 def tokenizer():
-    vocabulary = {f"<{i}>": i for i in range(128)}
-    known = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<0>", eos_token="<2>")
+    """The words w0, which pads, w1 for all unknown ones, w2, which ends a text, and so on."""
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(128)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
 
 
 def arguments(folder, kind=TrainingArguments, **changes):

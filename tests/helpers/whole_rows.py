@@ -5,6 +5,7 @@ and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt. 
 metrics of its dataset into FOLDER/NAME/metrics-RANK.json.
 """
 
+import copy
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
-from tokenizers import Tokenizer, models, pre_tokenizers
+from patched_models import patched_once
+from trainers import arguments as usual_arguments
+from trainers import tokenizer
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 
 import hf_packing as hfp
@@ -24,12 +27,7 @@ WORDS = 128
 ROWS = 66
 BUDGET = {"classifier": 64, "tokens": 64, "dpo": 140, "reward": 140}
 LEARNING_RATE = 1e-2
-
-
-def tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 def lengths(number, seed=0):
@@ -72,50 +70,39 @@ def paired(number=ROWS):
 
 
 def arguments(folder, kind, **changes):
-    known = {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": LEARNING_RATE,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0,
-        "dataloader_pin_memory": False,
-        "per_device_train_batch_size": 6,
-    }
-    return kind(**known | changes)
+    """For a few optimizer steps of plain gradient descent, which are easily repeated by hand."""
+    steps = {"max_steps": 3, "per_device_train_batch_size": 6, "gradient_checkpointing": False, "max_grad_norm": 0}
+    descent = {"learning_rate": LEARNING_RATE, "optim": "sgd", "lr_scheduler_type": "constant"}
+    return usual_arguments(folder, kind, **steps | descent | changes)
 
 
-def bert(auto, dropout=0.0, **changes):
-    return getattr(transformers, f"BertFor{auto}")(
-        transformers.BertConfig(
-            vocab_size=WORDS,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            **changes,
-        )
-    )
+def bert(auto, dtype=torch.float64, dropout=0.0, **changes):
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = transformers.BertConfig(vocab_size=WORDS, **SIZES, **drops, **changes)
+    return getattr(transformers, f"BertFor{auto}")(config).to(dtype)
 
 
-def llama(auto, **changes):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=WORDS, pad_token_id=0, **sizes, **changes)
-    return getattr(transformers, f"LlamaFor{auto}")(config)
+def llama(auto, dtype=torch.float64, **changes):
+    config = transformers.LlamaConfig(vocab_size=WORDS, pad_token_id=0, **SIZES, **changes)
+    return getattr(transformers, f"LlamaFor{auto}")(config).to(dtype)
 
 
-def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, **changes):
-    """A trainer without attach: a classifier, a tagger of tokens, one that answers questions, DPO or a reward model."""
-    torch.manual_seed(0)
+def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, patched=False, **changes):
+    """A trainer without attach: a classifier, a tagger of tokens, one that answers questions, DPO or a reward model.
+
+    Args:
+        patched: whether its models are patched and proven already.
+    """
+
+    def model_of(make, *given, seed=0, **options):
+        torch.manual_seed(seed)
+        model = make(*given, dtype, **options)
+        if patched:
+            proven = copy.deepcopy(patched_once(make, False, *given, dtype, **options))
+            proven.load_state_dict(model.state_dict())
+            return proven
+        return model
+
     if kind in ("classifier", "tokens", "answers"):
         auto, rows, labels = {
             "classifier": ("SequenceClassification", classified, {"num_labels": 3}),
@@ -123,20 +110,18 @@ def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, **chan
             "answers": ("QuestionAnswering", answered, {}),
         }[kind]
         collator = DataCollatorForTokenClassification if kind == "tokens" else DataCollatorWithPadding
-        model = bert(auto, dropout, **labels).to(dtype)
+        model = model_of(bert, auto, dropout=dropout, **labels)
         config = arguments(folder, transformers.TrainingArguments, **changes)
         return Trainer(model, config, train_dataset=data or rows(), data_collator=collator(tokenizer()))
     data = datasets.Dataset.from_list(data or paired())
     if kind == "reward":
         data = data.map(lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")})
         config = arguments(folder, trl.RewardConfig, **{"max_length": None, **changes})
-        model = llama("SequenceClassification", num_labels=1).to(dtype)
+        model = model_of(llama, "SequenceClassification", num_labels=1)
         return trl.RewardTrainer(
             model, args=config, train_dataset=data.remove_columns("prompt"), processing_class=tokenizer()
         )
-    model = llama("CausalLM").to(dtype)
-    torch.manual_seed(1)
-    reference = llama("CausalLM").to(dtype)
+    model, reference = model_of(llama, "CausalLM"), model_of(llama, "CausalLM", seed=1)
     config = arguments(folder, trl.DPOConfig, **{"max_length": None, **changes})
     return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)
 

@@ -107,7 +107,7 @@ class TestTransforms:
         transformed = documents.with_transform(lambda batch: {"input_ids": batch["input_ids"]})
         with pytest.warns(UserWarning, match="map keeps the transform"):
             packed = transformed.map(hfp.BestFit(8), batched=True, remove_columns=documents.column_names)
-        with pytest.raises(hfp.PackingError, match="expected this column in the output of .*with_format"):
+        with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths .*with_format"):
             sizes_of(packed)
         assert sizes_of(packed.with_format(None)).packed
 

@@ -171,19 +171,6 @@ def test_a_limit_of_documents_adds_hardly_any_padding(rng):
         assert max(int(tokens[group].sum()) for group in groups) <= 16384
 
 
-def test_the_limit_of_documents_by_every_way(rng):
-    ways = set()
-    for seed in range(60):
-        tokens, documents = rng.integers(10, 510, 200), rng.integers(1, 4, 200)
-        world_size = int(rng.integers(1, 3))
-        ways |= check_fill(
-            tokens, 1000, int(rng.choice([0, 150])), world_size, seed, documents, int(rng.choice([6, 8]))
-        )
-        few_lengths = rng.choice([7, 10, 15, 30], 70)
-        ways |= check_fill(few_lengths, 30, int(rng.integers(0, 3)), world_size, seed, np.ones(70, int), 2)
-    assert {"spread 0.2", "spread 0.03", "spread 0.0", "refilled"} <= ways
-
-
 @pytest.mark.parametrize(("micro_batches", "found"), [(63, True), (64, False)])
 def test_the_search_for_space_gives_up_after_64_micro_batches(micro_batches, found):
     """They have space for the tokens of the last row, but not for its documents. The next one has space for both."""
@@ -192,15 +179,22 @@ def test_the_search_for_space_gives_up_after_64_micro_batches(micro_batches, fou
     assert len(best_fit(np.arange(len(tokens)), limits_of(tokens, 20, documents, 4))) == micro_batches + 2 - found
 
 
-def test_equal_to_the_slow_version_by_every_way(rng):
+@pytest.mark.parametrize("limited", [False, True])
+def test_equal_to_the_slow_version_by_every_way(limited, rng):
+    """Of lengths that hardly fit, and of few different lengths, with and without a limit of documents."""
     ways = set()
-    for seed in range(60):
+    for seed in range(20 if limited else 80):
         hard = np.where(rng.random(200) < 0.5, rng.integers(300, 420, 200), rng.integers(10, 510, 200))
-        ways |= check_fill(hard, 1000, 0, int(rng.integers(1, 3)), seed)
-    for seed in range(100):
-        few_lengths = rng.choice([7, 10, 15, 30], 70)
-        ways |= check_fill(few_lengths, 30, int(rng.integers(0, 3)), int(rng.integers(1, 3)), seed)
-    assert ways == {"spread 0.2", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
+        documents, most = (rng.integers(1, 4, 200), int(rng.choice([6, 8]))) if limited else (None, None)
+        more = int(rng.choice([0, 150])) if limited else 0
+        ways |= check_fill(hard, 1000, more, int(rng.integers(1, 3)), seed, documents, most)
+        few_lengths, ones = rng.choice([7, 10, 15, 30], 70), np.ones(70, int)
+        more, ranks = int(rng.integers(0, 3)), int(rng.integers(1, 3))
+        ways |= check_fill(few_lengths, 30, more, ranks, seed, ones, 2 if limited else None)
+    if limited:
+        assert {"spread 0.2", "spread 0.03", "spread 0.0", "refilled"} <= ways
+    else:
+        assert ways == {"spread 0.2", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
 
 
 @settings(max_examples=200)

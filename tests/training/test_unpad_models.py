@@ -12,11 +12,11 @@ import peft
 import pytest
 import torch
 import trl
-from own_batches import COMMON, answers, dpo, grpo, moved, pairs, policy, step, texts, tokenizer
+from own_batches import answers, dpo, grpo, moved, pairs, policy, step, texts
 from tiers import fast_only
 from tiny_models import build
 from torch.nn.functional import kl_div
-from trainers import documents, trainer_of
+from trainers import documents, tokenizer, trainer_of
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -25,6 +25,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from whole_rows import arguments
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -38,20 +39,20 @@ def reward(folder, model):
     data = pairs().map(
         lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")}, remove_columns="prompt"
     )
-    config = trl.RewardConfig(str(folder), max_length=None, **COMMON)
+    config = arguments(folder, trl.RewardConfig, max_length=None)
     return trl.RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer())
 
 
 def kto(folder, model):
     data = texts(6, prompt=9, completion=8)
     data = data.add_column("label", [True, False] * 3)
-    config = trl.KTOConfig(str(folder), max_length=None, **COMMON)
+    config = arguments(folder, trl.KTOConfig, max_length=None)
     return trl.KTOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model))
 
 
 def odds_ratio(folder, model):
     orpo = pytest.importorskip("trl.experimental.orpo", exc_type=ImportError)
-    config = orpo.ORPOConfig(str(folder), max_length=64, **COMMON)
+    config = arguments(folder, orpo.ORPOConfig, max_length=64)
     return orpo.ORPOTrainer(model, args=config, train_dataset=pairs(), processing_class=tokenizer())
 
 
@@ -162,8 +163,8 @@ def classifier(folder, model):
     data = datasets.Dataset.from_list(
         [{"input_ids": rng.integers(8, 120, n).tolist(), "labels": int(n % 2)} for n in rng.integers(2, 30, 12)]
     )
-    arguments = TrainingArguments(str(folder), max_steps=2, **COMMON)
-    return Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer()))
+    config = arguments(folder, TrainingArguments, max_steps=2)
+    return Trainer(model, config, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer()))
 
 
 def test_a_stock_trainer_of_a_classifier(tmp_path):
