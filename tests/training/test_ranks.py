@@ -24,6 +24,7 @@ from hf_packing.attention import is_patched
 from hf_packing.training import ranks as training_ranks
 
 DATA = documents(64)
+SEVEN = hfp.TokenBudget(64, max_documents=7)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -88,18 +89,18 @@ class Rank:
         }
 
     def batching(self):
-        """By case, the batching of this rank and further settings."""
-        last = self.last
+        """By case, what is named, the batching of this rank, and further settings."""
+        last, usual = self.last, hfp.TokenBudget(64)
         return {
-            "seed": (hfp.TokenBudget(64, seed=self.rank), {}),
-            "max_tokens": (hfp.TokenBudget(64 + 8 * last), {}),
-            "a budget too small": (hfp.TokenBudget(8 if last else 64), {}),
-            "overflow": (hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
-            "tokens": (hfp.TokenBudget(64), {"tokens": 64 + 8 * last, "max_segments": 9}),
-            "max_segments": (hfp.TokenBudget(64, max_documents=7), {"tokens": 64, "max_segments": 8 + last}),
-            "no batching": (64 if last else hfp.TokenBudget(64), {}),
-            "loss": (hfp.TokenBudget(64), {"loss": "sequence" if last else "token"}),
-            "no loss": (hfp.TokenBudget(64), {"loss": "mean" if last else "token"}),
+            "seed": ("batching", hfp.TokenBudget(64, seed=self.rank), {}),
+            "max_tokens": ("batching", hfp.TokenBudget(64 + 8 * last), {}),
+            "a budget too small": ("batching", hfp.TokenBudget(8 if last else 64), {}),
+            "overflow": ("batching", hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
+            "tokens": ("tokens", usual, {"tokens": 64 + 8 * last, "max_segments": 9}),
+            "max_segments": ("max_segments", SEVEN, {"tokens": 64, "max_segments": 8 + last}),
+            "no batching": ("batching", 64 if last else usual, {}),
+            "loss": ("loss", usual, {"loss": "sequence" if last else "token"}),
+            "no loss": ("loss", usual, {"loss": "mean" if last else "token"}),
         }
 
 
@@ -112,14 +113,6 @@ SAME = {
 """Data that all ranks have, which they train on: none of these is refused."""
 
 
-ARGUMENTS = {
-    **dict.fromkeys(["seed", "max_tokens", "a budget too small", "overflow", "no batching"], "batching"),
-    "tokens": "tokens",
-    "max_segments": "max_segments",
-    "loss": "loss",
-    "no loss": "loss",
-}
-"""What is named where ranks have different batchings or settings, by case of `Rank.batching`."""
 CASES = [*Rank(0, 2).data()]
 DIFFERENT = "dataset: expected the same rows on all ranks; "
 
@@ -148,7 +141,7 @@ def matches(pattern, message):
 
 
 def attach(trainer, batching=None, **settings):
-    hfp.attach(trainer, hfp.TokenBudget(64) if batching is None else batching, **settings)
+    hfp.attach(trainer, batching or hfp.TokenBudget(64), **settings)
 
 
 def attach_and_train(trainer):
@@ -161,8 +154,8 @@ def through_trainer(log, made, kind, own):
         log.expect(DIFFERENT, f"{kind}: {case}", partial(attach, made(own.data()[case]())))
     trainer = made(gradient_accumulation_steps=1 + own.last)
     log.expect("gradient_accumulation_steps: ", f"{kind}: accumulation", partial(attach, trainer))
-    for case, (batching, settings) in own.batching().items():
-        pattern = own.at_fault("batching: expected") if case == "no batching" else f"{ARGUMENTS[case]}: "
+    for case, (argument, batching, settings) in own.batching().items():
+        pattern = own.at_fault("batching: expected") if case == "no batching" else f"{argument}: "
         log.expect(pattern, f"{kind}: {case}", partial(attach, made(), batching, **settings))
 
 
@@ -203,8 +196,6 @@ def prepared(data, batching=None, accumulation=1, **settings):
 def loops(log, own):
     for case in CASES:
         log.expect(DIFFERENT, f"loop: {case}", lambda case=case: prepared(own.data()[case]()))
-    for case, data in SAME.items():
-        log.expect(None, f"loop: same {case}", lambda data=data: list(prepared(data())))
     accelerator, shard, rows = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank), DATA.to_list()
     model = patched()
     log.expect(DIFFERENT, "loop: evaluation", lambda: hfp.evaluation_loss(accelerator, model, shard))
@@ -287,11 +278,11 @@ def test_the_same_data_of_a_loop(monkeypatch, case):
     check_on_ranks(monkeypatch, None, [lambda: prepared(SAME[case]())] * 2)
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize("case", Rank(0, 2).batching())
 def test_different_batchings_of_a_loop(monkeypatch, case):
-    given = [Rank(rank, 2).batching()[case] for rank in range(2)]
-    calls = [partial(prepared, DATA, batching or 64, **settings) for batching, settings in given]
-    check_on_ranks(monkeypatch, f"{ARGUMENTS[case]}: ", calls)
+    (argument, *first), (_, *second) = (Rank(rank, 2).batching()[case] for rank in range(2))
+    calls = [partial(prepared, DATA, batching, **settings) for batching, settings in (first, second)]
+    check_on_ranks(monkeypatch, f"{argument}: ", calls)
 
 
 def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):

@@ -452,22 +452,18 @@ def test_training_and_evaluation(tmp_path, argument, call):
     check_refused(argument, lambda: call(Trainers(tmp_path)))
 
 
-def test_rows_that_are_split_across_processes(tmp_path):
+def test_rows_that_are_split_across_processes(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
-    trainer.accelerator.state.parallelism_config = SimpleNamespace(tp_size=1, cp_size=2, sp_size=1)
-    try:
-        check_refused("cp_size", lambda: hfp.attach(trainer, BUDGET))
-    finally:
-        trainer.accelerator.state.parallelism_config = None
+    parallel = SimpleNamespace(tp_size=1, cp_size=2, sp_size=1)
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", parallel)
+    check_refused("cp_size", lambda: hfp.attach(trainer, BUDGET))
 
 
 def test_gradients_that_no_step_would_use():
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    try:
-        check_refused("sync_with_dataloader", lambda: loop(accelerator=accelerator))
-    finally:
-        accelerator.gradient_state._reset_state()
+    check_refused("sync_with_dataloader", lambda: loop(accelerator=accelerator))
+    accelerator.gradient_state._reset_state()
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch):

@@ -178,22 +178,16 @@ def test_log_probabilities(form, size):
     check_gradients(gradients(model), wanted, 1e-10)
 
 
-def test_scores_and_batches_of_prepare_dataloader():
-    model = patched("Llama", torch.float64)
+def test_log_probabilities_are_scores():
     batch = hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS])
-    with torch.no_grad():
+    planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        model = patched("Llama", dtype)
         found = hfp.document_logps(model, batch)
-        planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+        assert found.dtype == dtype
         assert torch.equal(hfp.document_logps(model, planned), found)
-    scores = hfp.score(model, DOCUMENTS, progress=False).log_likelihood
-    assert found.tolist() == pytest.approx(scores.tolist(), rel=1e-12)
-
-
-def test_float32_model():
-    found = hfp.document_logps(patched("Llama"), hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS]))
-    assert found.dtype == torch.float32
-    assert found.shape == (len(DOCUMENTS),)
-    assert found.requires_grad
+        scores = hfp.score(model, DOCUMENTS, progress=False).log_likelihood
+        assert found.tolist() == pytest.approx(scores.tolist(), rel=close)
 
 
 def kept_for_the_backward_pass(model, batch):
@@ -258,30 +252,19 @@ def test_checkpointing_and_lora(name, loss):
     check_gradients(found, gradients(model))
 
 
-def train_on_rank(folder):
-    """Train on a row of trees of this rank's own, and write the gradients."""
-    accelerator = Accelerator(cpu=True)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    model = DistributedDataParallel(hfp.patch_model(exact("Llama")))
-    batches = [batch_of((DOCUMENTS, LABELS)), batch_of(OTHER)]
-    found = {}
-    for loss in LOSSES:
-        items = sum(int(items_in(batch, loss)) for batch in batches)
-        hfp.compute_loss(model, batches[rank], loss=loss, num_items_in_batch=items / ranks).backward()
-        found[loss] = gradients(model.module)
-    hfp.document_logps(model, batches[rank]).sum().backward()
-    torch.save(found | {"logps": gradients(model.module)}, folder / f"gradients-{rank}.pt")
+def log_probabilities_on_rank(folder):
+    """Write the gradients of the documents of this rank, which come in a row of trees of its own."""
+    rank = Accelerator(cpu=True).process_index
+    model = DistributedDataParallel(hfp.patch_model(exact("Llama"), trees=True))
+    hfp.document_logps(model, batch_of([(DOCUMENTS, LABELS), OTHER][rank])).sum().backward()
+    torch.save(gradients(model.module), folder / f"gradients-{rank}.pt")
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
-    on_ranks(train_on_rank, tmp_path, ranks=2)
+def test_log_probabilities_on_two_ranks(tmp_path):
+    on_ranks(log_probabilities_on_rank, tmp_path, ranks=2)
     model = patched_with_stock("Llama")
-    first, second = (torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2))
-    for loss in LOSSES:
-        loss_alone(model, ALL, ALL_LABELS, loss)[0].backward()
-        wanted = gradients(model)
-        for found in (first, second):
-            check_gradients(found[loss], wanted)
-    (-sum(each.sum() for each in losses_alone(model, ALL, ALL_LABELS)) / 2).backward()  # DDP averages over ranks
-    check_gradients(first["logps"], gradients(model))
+    (sums_alone(model, ALL, ALL_LABELS).sum() / 2).backward()  # DDP averages over ranks
+    wanted = gradients(model)
+    for rank in range(2):
+        check_gradients(torch.load(tmp_path / f"gradients-{rank}.pt"), wanted)
