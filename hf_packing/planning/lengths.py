@@ -87,7 +87,7 @@ def offsets_of(lengths: Any) -> IntArray:
     return offsets
 
 
-def joined(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def join_rows(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the values of arrays of integers, one after the other, and the number of values in each array."""
     values = np.concatenate([np.zeros(0, np.int64), *arrays], dtype=np.int64, casting="unsafe")
     return values, np.array([*map(len, arrays)], np.int64)

@@ -27,8 +27,7 @@ def shapes_of(loader):
     }
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
 def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
     entries = []
     for shapes in ({}, SHAPES):

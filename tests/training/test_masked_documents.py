@@ -91,16 +91,6 @@ def test_all_kinds_of_datasets_are_masked_alike(columns, kind):
     assert read(rows_of(data, masking=Masking(collator(whole_words), 3))) == expected
 
 
-def test_masks_differ_between_epochs_documents_and_seeds():
-    data = datasets.Dataset.from_dict({"input_ids": [list(range(5, 99))] * 2})
-    rows = rows_of(data)
-    first, other_seed = read(rows), read(rows_of(data, masking=Masking(collator(), 4)))
-    assert first == read(rows)
-    assert first != read(rows, epoch=1)
-    assert first[0] != first[1]
-    assert first != other_seed
-
-
 @pytest.mark.parametrize(("columns", "maker"), [(("input_ids",), collator), (ALL, own_collator)])
 def test_rates(columns, maker):
     """15 % of the tokens, of which 80 % are hidden and 10 % another token; within three standard deviations."""
@@ -178,7 +168,7 @@ def seen_in_training(trainer, budget=100, resume=None, **options):
 
 def test_what_the_model_gets(tmp_path):
     """The same masks with another budget and with workers that outlive an epoch, and other masks in the next epoch."""
-    few = {"data": documents(12)}
+    few = {"data": documents(6)}
     expected = seen_in_training(trainer_of(tmp_path, **few))
     assert expected.keys() == {0, 1}
     assert expected[0] != expected[1]
