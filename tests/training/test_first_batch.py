@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from leaky_models import LEAKS, leaky
+from patched_models import patched
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from tiers import fast_only
