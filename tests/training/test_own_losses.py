@@ -336,7 +336,7 @@ def test_steps_of_attach(tmp_path, name, accumulation, tokens, loss):
     stock, inner = copy.deepcopy(model), inner_model(model)
     with chunks_of(tokens, inner) as chunks:
         found = train(tmp_path, case, model, accumulation, loss=loss)
-    reads_all_logits = case.kind is SFTTrainer or name in ("smoothed", "compute_loss_func", "focal")
+    reads_all_logits = case.kind is SFTTrainer or case.smoothing or name in ("compute_loss_func", "focal")
     assert reads_all_logits or bool(chunks) == (tokens == 5)
     assert len(found.batches) == accumulation
     assert all(len(batch["cu_seq_lens_q"]) > 3 for batch in found.batches)  # several documents in each
