@@ -126,6 +126,22 @@ def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, In
     return indices_in_ranges(offsets[groups], sizes), sizes
 
 
+def groups_of(indices: IntArray, offsets: IntArray) -> IntArray:
+    """Return the group g of each index, so that offsets[g] <= index < offsets[g + 1]. Empty groups have no index.
+
+    Where indices are dense, a table of all indices between them is several times as fast as a search.
+
+    Example:
+        >>> groups_of(np.array([4, 0, 2]), np.array([0, 2, 2, 5])).tolist()
+        [2, 0, 2]
+    """
+    low, end = indices.min(initial=offsets[-1]), indices.max(initial=0) + 1
+    if end - low > 4 * len(indices):
+        return np.searchsorted(offsets, indices, side="right") - 1
+    groups: IntArray = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets.clip(low, end)))[indices - low]
+    return groups
+
+
 def count_ranges(begin: IntArray, length: IntArray, size: int) -> IntArray:
     """Return how many ranges each index below `size` is in, int64 [size].
 
