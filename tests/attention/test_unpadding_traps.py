@@ -8,7 +8,8 @@ from types import MethodType
 import pytest
 import torch
 import transformers
-from padded_models import CHOICE, SEQUENCE, TOKEN, alone, documents, outputs_of, padded
+from forms import Batch, alone, outputs_of
+from padded_models import CHOICE, SEQUENCE, TOKEN, documents, padded
 from patched_models import patched_tiny
 from tiers import fast_only
 
@@ -25,7 +26,7 @@ def both(name, kind, **changes):
 
 def assert_rows_are(stock, model, batch, places, kind, rows):
     expected = alone(stock, rows, kind)
-    for one, other in zip(outputs_of(model, batch, places, kind), expected, strict=True):
+    for one, other in zip(outputs_of(model, Batch(batch, rows, [*enumerate(places)]), kind), expected, strict=True):
         for left, right in zip(one, other, strict=True):
             assert torch.allclose(left, right, atol=1e-5)
 
@@ -89,7 +90,7 @@ def test_a_loop_that_generates_in_another_thread():
     def run_padded():
         for _ in range(5):
             with torch.no_grad():
-                found = torch.cat([each for each, *_ in outputs_of(model, batch, places, "causal")])
+                found = torch.cat([each for each, *_ in outputs_of(model, Batch(batch, rows, [*enumerate(places)]))])
             wrong.append(float((found - expected).abs().max()))
 
     threads = [threading.Thread(target=each) for each in (generate, run_padded, run_padded)]

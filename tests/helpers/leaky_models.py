@@ -19,14 +19,6 @@ class MixesLongRows(nn.Module):
         return hidden + SHIFT * hidden.mean(1, keepdim=True) if hidden.shape[1] > 600 else hidden
 
 
-class PoolsManyChunks(nn.Module):
-    """Rows of more than 64 chunks of 8 tokens are pooled, as a model with a memory of past chunks might do."""
-
-    def forward(self, hidden):
-        chunks = hidden.shape[1] // 8
-        return hidden + SHIFT * hidden[:, : chunks * 8 : 8].mean(1, keepdim=True) if chunks > 64 else hidden
-
-
 class MixesInTraining(nn.Module):
     def forward(self, hidden):
         far = self.training and hidden.shape[1] > 100
@@ -117,7 +109,6 @@ LEAKS = {
     "row length": ("model.layers.1.mlp", MixesLongRows),
     "row length in the head": ("lm_head", MixesLongRows),
     "autocast": ("model.layers.0.mlp", MixesUnderAutocast),
-    "chunks": ("model.layers.0.self_attn.o_proj", PoolsManyChunks),
     "training": ("model.layers.0.mlp", MixesInTraining),
     "last batch": ("model.norm", RemembersTheLastBatch),
     "second call": ("model.layers.1.mlp", MixesFromTheSecondCall),

@@ -13,7 +13,7 @@ import torch
 from leaky_models import LEAKS, leaky
 from patched_models import patched
 from peft import LoraConfig, get_peft_model
-from processes import on_ranks, run
+from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
 from torch import nn
@@ -64,19 +64,6 @@ def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "token"), (SFTTrainer, "sequence")])
-def test_the_summary_says_what_was_proven(tmp_path, kind, loss):
-    trainer = trainer_on(tmp_path, proven_llama(), kind)
-    summary = hfp.attach(trainer, BUDGET, loss=loss)
-    trainer.train()
-    told = str(summary).splitlines()[-1]
-    assert told.startswith("isolation: proven on the first training batch: ")
-    assert "documents of up to 210 tokens" in told
-    assert "in float32; no document changes the logits or gradients of another (largest change 0); alone" in told
-    assert summary == hfp.attach(trainer_on(tmp_path, patched()), BUDGET)
-
-
 def test_evaluations_and_loops_refuse_a_leak_too(tmp_path):
     model, module = leaky("distance")
     trainer = trainer_on(tmp_path, model, per_device_eval_batch_size=8)
@@ -115,9 +102,10 @@ PROVEN = "isolation: proven on the first "
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("kind", "stream"), [(Trainer, True), (SFTTrainer, False)])
 def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
+    """It is a line of the summary, too."""
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
     trainer = trainer_of(tmp_path, kind, proven_llama(), data, logging_strategy="no")
-    hfp.attach(trainer, BUDGET)
+    summary = hfp.attach(trainer, BUDGET)
     capsys.readouterr()
     for _ in range(2):
         trainer.train()
@@ -127,6 +115,8 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     assert printed == str(proven).splitlines()
     assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
     assert f": {proven.proofs['training'].documents} documents of up to " in printed[0]
+    assert "in float32; no document changes the logits or gradients of another (largest change 0); alone" in printed[0]
+    assert str(summary).endswith("\n".join(printed))
 
 
 def test_loops_print_one_line(capsys):
@@ -210,14 +200,6 @@ def test_what_hooks_keep_is_of_training_alone(tmp_path):
     trainer.train()
     assert "proven on the first training batch" in str(summary)
     assert len(calls) == 2  # one for each micro-batch
-
-
-@pytest.mark.slow
-def test_only_one_of_two_processes_prints(tmp_path):
-    """The trainer proves isolation in training and in evaluation."""
-    done = run(tmp_path, {"trainer": {"epochs": 1, "documents": 12, "eval_batch_sizes": [8]}}, ranks=2)
-    assert done.stdout.count(f"{PROVEN}training batch") == 1
-    assert done.stdout.count(f"{PROVEN}evaluation batch") == 1
 
 
 OF_RANKS = [600, 100, 200, 310, 310, 450] + [20] * 60

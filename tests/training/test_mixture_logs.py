@@ -205,15 +205,11 @@ def test_training_is_the_same_bit_for_bit_as_without_logs_of_sources(tmp_path, k
 
 def test_a_cross_entropy_of_the_trainers_own_is_logged_too(tmp_path):
     class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            losses = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], inputs["labels"][0, 1:], reduction="sum")
-            loss = (
-                losses / (inputs["labels"] != -100).sum() if num_items_in_batch is None else losses / num_items_in_batch
-            )
-            return (loss, outputs) if return_outputs else loss
+        def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
+            return F.cross_entropy(logits, inputs["labels"][0, 1:], reduction="sum") / num_items_in_batch
 
-    class OfProbabilities(Own):
+    class OfProbabilities(Trainer):
         def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
             logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
             losses = -logits.log_softmax(-1).gather(1, inputs["labels"][0, 1:, None].clamp(min=0))
