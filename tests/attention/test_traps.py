@@ -28,15 +28,15 @@ def with_a_mask_of_ones(rows):
     return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
+def padded_without_a_mask(rows):
+    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+
+
 def padded_with_a_mask(rows):
-    batch = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+    batch = padded_without_a_mask(rows)
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -5:] = 0
     return {**batch, "attention_mask": mask}
-
-
-def padded_without_a_mask(rows):
-    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
 
 
 def with_a_mask_of_numbers(rows):

@@ -1,4 +1,4 @@
-"""Padded batches of random documents, and what a model returns for each of their rows, or for the row alone."""
+"""Padded batches of random documents."""
 
 import torch
 
@@ -24,23 +24,3 @@ def padded(rows, side, extra=3, pad=0):
         places.append(slice(start, start + len(tokens)))
         ids[number, places[-1]], mask[number, places[-1]] = torch.tensor(tokens, dtype=torch.long), 1
     return {"input_ids": ids, "attention_mask": mask}, places
-
-
-def outputs_of(model, batch, places, kind):
-    """All logits and hidden states of each row, without padding."""
-    if kind == CHOICE:
-        batch = {name: value[:, None] for name, value in batch.items()}
-    found = {name: value for name, value in model(**batch).items() if isinstance(value, torch.Tensor)}
-    tokens = batch["input_ids"].shape[-1]
-    return [
-        [value[number][place] if value.shape[1:2] == (tokens,) else value[number] for value in found.values()]
-        for number, place in enumerate(places)
-    ]
-
-
-def alone(model, rows, kind):
-    found = []
-    for tokens in rows:
-        batch, places = padded([tokens], "right", extra=0)
-        found += outputs_of(model, batch, places, kind)
-    return found
