@@ -50,16 +50,12 @@ def with_positions_that_go_on(rows):
     return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
 
 
-def with_ids_alone(rows):
-    return stacked(rows, ["input_ids"])
-
-
 LEAKS = {
     "a mask of ones": with_a_mask_of_ones,
     "a mask of a padded packed row": padded_with_a_mask,
     "a mask of numbers": with_a_mask_of_numbers,
     "positions that go on": with_positions_that_go_on,
-    "input_ids alone": with_ids_alone,
+    "input_ids alone": lambda rows: stacked(rows, ["input_ids"]),
 }
 HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_mask, "ours": hfp.PackingCollator()}
 
