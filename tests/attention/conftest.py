@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
 
-from hf_packing.attention import choose_kernel
+from hf_packing.attention import choose_kernel, kernels, tree_attention, varlen
 from hf_packing.attention.find_route import known_routes
 
 
@@ -27,3 +29,15 @@ def on_cpu(monkeypatch):
     """Let FlexAttention compute gradients on a CPU, without compiling. torch refuses the former, but can do it."""
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch, on_hopper):  # noqa: ARG001
+    """Models choose kernels as on CUDA, in any dtype."""
+
+    def kernel_for(q, k, v, scale, **options):  # noqa: ARG001
+        return choose_kernel.choose_kernel(q, k, v, **options)
+
+    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32, torch.float64))
+    monkeypatch.setattr(varlen, "_kernel_for", kernel_for)
+    monkeypatch.setattr(tree_attention, "_kernel_for", partial(kernel_for, is_causal=True, in_trees=True))

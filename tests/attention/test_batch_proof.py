@@ -1,12 +1,11 @@
 """Isolation proven on a real batch: planted leaks are found and named, and the model is left as it was."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from leaky_models import LEAKS, Behind, leaky
+from leaky_models import LEAKS, Behind, NormOfTokens, leaky
+from model_state import state_of
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
@@ -46,21 +45,10 @@ def test_a_leak_below_rounding_is_found(regime, dtype):
     assert module in prove_on_batch(model, batch_with()).problem
 
 
-class Normalized(torch.nn.Module):
-    """A norm over all tokens of a row in training mode, which its user has frozen."""
-
-    def __init__(self, inner, size):
-        super().__init__()
-        self.inner, self.norm = inner, torch.nn.BatchNorm1d(size)
-
-    def forward(self, hidden):
-        return self.inner(self.norm(hidden.flatten(0, 1)).view_as(hidden))
-
-
 def test_a_norm_that_is_frozen_stays_frozen():
     model = hfp.patch_model(build("Llama"))
-    model.model.layers[0].mlp = Normalized(model.model.layers[0].mlp, model.config.hidden_size)
-    norm = model.train().model.layers[0].mlp.norm.eval()
+    model.model.layers[0].mlp = torch.nn.Sequential(NormOfTokens(), model.model.layers[0].mlp)
+    norm = model.train().model.layers[0].mlp[0].norm.eval()
     assert prove_on_batch(model, batch_with()).problem == ""
     assert model.training
     assert not norm.training
@@ -95,21 +83,11 @@ def test_nothing_is_left_behind():
         module.seen.add_(1)
 
     model.model.register_forward_pre_hook(count)
-    before = copy.deepcopy(model.state_dict())
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     model.lm_head.eval()
-    modes = [module.training for module in model.modules()]
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    before = state_of(model)
     assert prove_on_batch(model, batch_with()).problem == ""
-    assert torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert modes == [module.training for module in model.modules()]
-    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert state_of(model) == before
     assert model.lm_head(torch.zeros(1, 2, 64)).shape[-1] == 128
-    assert model.config._attn_implementation == "packed_varlen"
 
 
 def test_dropout_does_not_hide_a_leak_and_causes_none():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.attention.flex_attention as of_torch
+from kernel_stand_ins import assert_equal_with_gradients
 from patched_models import patched_tiny
 from tiers import fast_only
 from torch._dynamo.eval_frame import skip_code
@@ -15,7 +15,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, kernels, patched_forward, varlen
+from hf_packing.attention import choose_kernel, patched_forward, varlen
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
@@ -33,14 +33,20 @@ def nothing_compiled_before():
 
 def assert_compiled_in_one_graph(model):
     """Also with its backward pass; a break in a layer that all layers share would be counted once for all of them."""
-    expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    found = losses_and_gradients(torch.compile(model, backend="aot_eager"), [batch_of(DOCUMENTS)])
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    for name, gradient in found[1].items():
-        assert torch.allclose(gradient, expected[1][name.removeprefix("_orig_mod.")], atol=1e-4), name
+    batches = [batch_of(DOCUMENTS)]
+    expected = losses_and_gradients(model, batches)
+    assert_as_uncompiled(torch.compile(model, backend="aot_eager"), batches, expected, 1e-4)
     assert counters["frames"]["ok"] > 0
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def assert_as_uncompiled(compiled, batches, expected, close):
+    """Compare losses and gradients of a compiled model with those that it had before."""
+    loss, gradients = losses_and_gradients(compiled, batches)
+    assert loss == pytest.approx(expected[0], rel=close / 10)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[1][name.removeprefix("_orig_mod.")], atol=close), name
 
 
 class Compilations:
@@ -139,11 +145,8 @@ def test_activation_checkpointing_in_one_graph(fixed):
     expected = losses_and_gradients(model, batches)
     model.gradient_checkpointing_enable()
     backend = Compilations()
-    found = losses_and_gradients(torch.compile(model, backend=backend), batches)
+    assert_as_uncompiled(torch.compile(model, backend=backend), batches, expected, 1e-10)
     assert len(backend.of_graph) == 1
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    for name, gradient in found[1].items():
-        assert torch.allclose(gradient, expected[1][name.removeprefix("_orig_mod.")], atol=1e-10), name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,6 +216,7 @@ def test_no_graph_break_in_a_layer(architecture, kind):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
+@pytest.mark.usefixtures("as_on_cuda", "on_cpu")
 @pytest.mark.parametrize("kernel", ["torch varlen_attn", "FlexAttention"])
 def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
     """A kernel that runs anywhere, chosen as on CUDA."""
@@ -224,32 +228,11 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
         return attend_by_segment_compiled(*tensors, cu_seq_q, None, scale=scale, **how)[0].transpose(0, 1)
 
     used = VarlenKernel(kernel, lambda: varlen_attn, is_torch=True) if kernel != "FlexAttention" else FlexKernel()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32,))
-    monkeypatch.setattr(choose_kernel, "KERNELS", [used])
-    monkeypatch.setattr(choose_kernel, "_chosen", {})
-    monkeypatch.setattr(choose_kernel, "_trials", {})
-    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
-    monkeypatch.setattr(
-        varlen,
-        "_kernel_for",
-        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(q, k, v, **options),  # noqa: ARG005
-    )
+    choose_kernel.KERNELS[:] = [used]
     for other in ("attend_by_segment", "attend_by_segment_compiled"):
         monkeypatch.setattr(varlen, other, lambda *_, **__: pytest.fail("not on the kernel"))
     assert_compiled_in_one_graph(hfp.patch_model(tiny_model("llama", "causal")))
     assert list(choose_kernel._trials.values()) == [""]
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.slow
-def test_a_model_that_runs_by_segment():
-    model = hfp.patch_model(tiny_model("jamba", "causal"))
-    expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])[0]
-    assert losses_and_gradients(torch.compile(model, backend="aot_eager"), [batch_of(DOCUMENTS)])[0] == pytest.approx(
-        expected, rel=1e-5
-    )
 
 
 def test_lengths_come_from_the_packed_row(monkeypatch):
@@ -258,17 +241,10 @@ def test_lengths_come_from_the_packed_row(monkeypatch):
     q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     how = {"scale": 1.0, "is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
     expected = attend_by_segment(q, k, v, [3, 2], **how)
-    read = attend_by_segment_compiled(q, k, v, row.cu_seq_lens.clone(), None, **how)
-    diff = torch.Tensor.diff
-    monkeypatch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
-    with use_row(row):
+    with use_row(row), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
         found = attend_by_segment_compiled(q, k, v, row.cu_seq_lens, None, **how)
-    gradients = torch.autograd.grad(found.square().sum(), (q, k, v))
-    monkeypatch.setattr(torch.Tensor, "diff", diff)
-    assert torch.allclose(found, expected, atol=1e-12)
-    assert torch.allclose(read, expected, atol=1e-12)
-    for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
+    assert_equal_with_gradients(found, expected, (q, k, v))
 
 
 def test_dropout_is_refused():

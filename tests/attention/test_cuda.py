@@ -36,6 +36,14 @@ def kernel_named(name, **how):
     return kernel, call
 
 
+def exact_and_half(tokens, dim, value_dim, sinks):
+    """Queries, keys, values and sinks in float32, and the same in bfloat16."""
+    shapes = [(1, heads, tokens, size) for heads, size in ((8, dim), (2, dim), (2, value_dim))]
+    half = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    half += [] if sinks is None else [sinks.requires_grad_()]
+    return [tensor.detach().float().requires_grad_() for tensor in half], half
+
+
 def assert_close(exactly, by_kernel, exact, half):
     """Compare outputs and gradients. A kernel in bfloat16 may differ from float32 no more than plain attention in
     bfloat16 does, and a little."""
@@ -59,10 +67,7 @@ def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_si
     how = {"is_causal": is_causal, "window": window, "softcap": softcap}
     kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, **how)
     assert fails_trial(kernel, call) == ""
-    shapes = [(1, heads, sum(LENGTHS), size) for heads, size in ((8, dim), (2, dim), (2, value_dim))]
-    half = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
-    half += [] if sinks is None else [sinks.requires_grad_()]
-    exact = [tensor.detach().float().requires_grad_() for tensor in half]
+    tensors = exact_and_half(sum(LENGTHS), dim, value_dim, sinks)
     borders = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32)
 
     def by_segment(q, k, v, sinks=None):
@@ -71,7 +76,7 @@ def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_si
     def by_kernel(q, k, v, sinks=None):
         return kernel.attend(q, k, v, borders, max(LENGTHS), scale=0.2, sinks=sinks, dropout=0.0, **how)
 
-    assert_close(by_segment, by_kernel, exact, half)
+    assert_close(by_segment, by_kernel, *tensors)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -172,10 +177,7 @@ def test_kernel_is_attention_along_paths(
     how = {"window": window, "softcap": softcap}
     kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, is_causal=True, in_trees=True, **how)
     assert fails_trial(kernel, call) == ""
-    shapes = [(1, heads, TREES.tokens, size) for heads, size in ((8, dim), (2, dim), (2, value_dim))]
-    half = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
-    half += [] if sinks is None else [sinks.requires_grad_()]
-    exact = [tensor.detach().float().requires_grad_() for tensor in half]
+    tensors = exact_and_half(TREES.tokens, dim, value_dim, sinks)
     row = TreeRow.of(TREES, torch.device("cuda"))
     how |= {"scale": 0.2, "chunk": chunk, "dropout": 0.0}
 
@@ -185,7 +187,7 @@ def test_kernel_is_attention_along_paths(
     def by_kernel(q, k, v, sinks=None):
         return kernel.attend_in_trees(q, k, v, row, sinks=sinks, **how)
 
-    assert_close(along_paths, by_kernel, exact, half)
+    assert_close(along_paths, by_kernel, *tensors)
 
 
 @pytest.mark.filterwarnings("ignore:attention")  # in float32

@@ -77,6 +77,7 @@ IN_TREES += [("recurrent_gemma", "causal"), ("lfm2", "causal"), "Mistral", "Gemm
 
 CASES = [
     *((name, form) for name in (*SUPPORTED, *TRAITS) for form in ("packed", "two packed rows", "a fixed shape")),
+    *((name, "packed") for name in (("bert", TOKEN), ("llama", TOKEN))),
     *((name, form) for name in (*HEADS, *BACKBONES) for form in ("right", "left", "both")),
     *((name, "right, none short") for name in BY_LENGTH),  # Funnel has no documents of two tokens
     *((name, "no padding") for name in ("Llama", ("bert", SEQUENCE))),
@@ -85,6 +86,7 @@ CASES = [
 FAST = [
     *((name, "packed") for name in ("Llama", "GptOss", "a state", "alibi", "positions with an offset")),
     *(("attention and a state", form) for form in ("packed", "a fixed shape")),
+    (("llama", TOKEN), "packed"),
     *((name, "two packed rows") for name in ("Llama", "a state", "positions with an offset")),
     *((("bert", SEQUENCE), form) for form in ("right", "left", "both")),
     *((name, "both") for name in (("gpt2", "causal"), ("albert", "backbone"))),
@@ -222,18 +224,24 @@ def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     assert not any(isinstance(each, KeepRow) for each in kept)
 
 
-ADAPTED = [(("llama", SEQUENCE), "right"), (("gpt2", "causal"), "a tree"), ("attention and a state", "packed")]
+ADAPTED = [(("llama", SEQUENCE), "right"), (("gpt2", "causal"), "a tree"), (("bert", TOKEN), "packed")]
+ADAPTED += [(name, "packed") for name in ("Llama", "attention and a state", "a state", "alibi")]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out:UserWarning")  # of PEFT
-@pytest.mark.parametrize(("name", "form"), fast_only(ADAPTED, ADAPTED[0]))
+@pytest.mark.parametrize(("name", "form"), fast_only(ADAPTED, ADAPTED[0], ADAPTED[3]))
 def test_adapters(name, form):
-    stock, _ = stock_and_patched(name)
-    targets = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}.get(name[0], ["in_proj", "out_proj", "x_proj"])
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    torch.manual_seed(0)
-    stock = peft.get_peft_model(stock, config)
-    model = hfp.patch_model(copy.deepcopy(stock), trees=form == "a tree")
+    """Of a model that is patched afterwards, or, in packed rows, before."""
+    stock, patched = stock_and_patched(name)
+    names = "c_attn q_proj v_proj in_proj x_proj query_key_value query value"
+    config = peft.LoraConfig(r=4, target_modules=names.split(), init_lora_weights=False)
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, config)
+
+    stock = adapted(stock)
+    model = adapted(patched) if form == "packed" else hfp.patch_model(copy.deepcopy(stock), trees=form == "a tree")
     check(stock, model, FORMS[form](), kind_of(name), close_of(name, form))
     batch = FORMS[form]()
     with model.disable_adapter(), stock.disable_adapter():
@@ -270,11 +278,7 @@ def test_embeddings_given_and_hidden_states_asked_for(name, form):
     assert torch.allclose(model(**inputs, inputs_embeds=model.get_input_embeddings()(ids)).logits, expected, atol=1e-9)
 
 
-FEEDINGS = {
-    **{name: (name,) for name in ("position_ids", "cu_seq_lens_q", "seq_idx")},
-    "two of them": ("position_ids", "seq_idx"),
-    "a collator": ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-}
+FEEDINGS = [("position_ids",), ("cu_seq_lens_q",), ("seq_idx",), ("position_ids", "seq_idx")]
 
 
 @pytest.mark.parametrize("name", fast_only([*SUPPORTED, *TRAITS], "Llama", "GptOss", "a state", "alibi"))
@@ -283,8 +287,7 @@ def test_isolated_however_it_is_fed(name):
     _, model = stock_and_patched(name)
     full = packed().inputs
     ids = full.pop("input_ids")
-    assert set(FEEDINGS["a collator"]) == full.keys()
-    feedings = [{key: full[key] for key in keys} for keys in FEEDINGS.values()]
+    feedings = [{key: full[key] for key in keys} for keys in FEEDINGS]
     feedings.append({"position_ids": full["position_ids"], "attention_mask": torch.ones_like(ids)})
     if name in SUPPORTED:  # modules that run by segment refuse a cache
         feedings.append({"position_ids": full["position_ids"], "use_cache": True})

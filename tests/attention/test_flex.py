@@ -14,7 +14,7 @@ import torch.nn.attention.flex_attention as of_torch
 from forests import forests
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_stand_ins import half
+from kernel_stand_ins import assert_equal_with_gradients, half
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
@@ -182,12 +182,7 @@ def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
     how = {"scale": 0.3, "window": window, "softcap": softcap}
     how |= {"chunk": chunk} if row.parents else {"is_causal": is_causal}
     how |= {"sinks": inputs[3]} if has_sinks else {}
-    outputs = [attend(*inputs[:3], **how) for attend in (row.with_flex, row.exactly)]
-    assert torch.allclose(*outputs, atol=1e-12)
-    weight = torch.randn_like(outputs[0])
-    gradients = [torch.autograd.grad((each * weight).sum(), inputs) for each in outputs]
-    for one, other in zip(*gradients, strict=True):
-        assert torch.allclose(one, other, atol=1e-11)
+    assert_equal_with_gradients(row.with_flex(*inputs[:3], **how), row.exactly(*inputs[:3], **how), inputs)
 
 
 @pytest.mark.usefixtures("on_cpu", "on_hopper")

@@ -12,12 +12,23 @@ from types import ModuleType
 import pytest
 import torch
 from compare_trees import inputs_of
-from kernel_stand_ins import KNOWN, NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
+from kernel_stand_ins import (
+    KNOWN,
+    NEWEST,
+    TORCH,
+    VARLEN,
+    assert_equal_with_gradients,
+    choose,
+    half,
+    of_flash_attn,
+    stand_in,
+    tensors,
+)
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, kernels, patch
+from hf_packing.attention import choose_kernel, patch
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.exact_tree_attention import attend_along_paths
@@ -43,12 +54,6 @@ TREES = TreeSegments((4, 5, 3, 6, 2, 4), (-1, 0, 0, 2, 2, 4))
 ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 7, "is_causal": False}
 
 ASKED = [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)]
-
-
-def tensors(dim=16, value_dim=16, dtype=torch.float64, lengths=LENGTHS):
-    torch.manual_seed(0)
-    shapes = ((4, dim), (2, dim), (2, value_dim))
-    return [torch.randn(1, heads, sum(lengths), size, dtype=dtype, requires_grad=True) for heads, size in shapes]
 
 
 def attended(kernel, inputs, in_trees, **how):
@@ -77,32 +82,10 @@ def test_a_call_is_right_or_refused(name, signature, in_trees, asked):
         assert asked or "requires" in kernel.refusal(call())
         return
     for dims in ((16, 16), (12, 6)):
-        inputs = tensors(*dims, lengths=TREES.lengths if in_trees else LENGTHS)
+        inputs = tensors(*dims, tokens=TREES.tokens if in_trees else sum(LENGTHS))
         *ours, expected = attended(kernel, inputs, in_trees, **how)
-        weight = torch.randn_like(expected)
-        gradients = torch.autograd.grad((expected * weight).sum(), inputs)
         for each in ours:
-            assert torch.allclose(each, expected, atol=1e-12)
-            for one, other in zip(torch.autograd.grad((each * weight).sum(), inputs), gradients, strict=True):
-                assert torch.allclose(one, other, atol=1e-12)
-
-
-TAKEN = {
-    ("torch varlen_attn", "2.10.0"): ["plain"],
-    ("torch varlen_attn", "2.11.0"): ["plain", "window"],
-    ("torch varlen_attn", "2.12.1"): ["plain", "window"],
-    ("flash-attn 2", "2.5.9.post1"): ["plain", "window", "dropout"],
-    ("flash-attn 2", "2.8.3.post2"): ["plain", "window", "soft cap", "dropout"],
-    ("flash-attn 3", "2.6.3"): ["plain"],
-    ("flash-attn 3", "2.7.4.post1"): [],
-    ("flash-attn 3", "2.8.3.post2"): ["plain", "window", "soft cap"],
-}
-
-
-@pytest.mark.parametrize(("name", "version"), TAKEN)
-def test_what_versions_take(name, version):
-    kernel = stand_in(name, KNOWN[name][version])
-    assert [case for case, how in CASES.items() if not kernel.refusal(call(**how))] == TAKEN[name, version]
+            assert_equal_with_gradients(each, expected, inputs)
 
 
 HUB_SINKS, TORCH_KERNEL = "kernels-community/vllm-flash-attn3", "torch varlen_attn"
@@ -202,6 +185,7 @@ WRONG = {
     ),
     "forgets the soft cap": (changed(softcap=lambda _: 0.0), {"has_softcap": True}),
     "has no gradient for keys": (changed(k=lambda given: given["k"].detach() * given["k"].mean() ** 0), {}),
+    "has no gradient for keys in trees": (changed(k=lambda given: given["k"].detach()), {"in_trees": True}),
     "forgets a border": (lambda given: of_flash_attn(given | joined(given)), {}),
     "returns nan": (lambda given: of_flash_attn(given) * torch.nan, {}),
     "raises": (lambda _: of_flash_attn({}), {}),
@@ -216,18 +200,10 @@ def joined(given):
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_kernels_fail_their_trials(fault):
     body, case = WRONG[fault]
-    signature = NEWEST
-    assert fails_trial(stand_in("flash-attn 2", signature), half(**case)) == ""
-    reason = fails_trial(stand_in("flash-attn 2", signature, body), half(**case))
-    assert reason.startswith("fails with KeyError" if fault == "raises" else "fails a trial with an error of ")
-
-
-def choose(sinks=None, dropout=0.0, dtype=torch.bfloat16, layer=None, **changes):
-    q, k, v = tensors(dtype=dtype)
-    options = {"is_causal": True, "window": None, "softcap": None} | changes
-    options["hub"] = getattr(layer, choose_kernel.HUB_KERNEL, None)
-    kernel = choose_kernel.choose_kernel(q, k, v, sinks=sinks, dropout=dropout, **options)
-    return None if kernel is None else kernel.name
+    assert fails_trial(stand_in("flash-attn 2", NEWEST), half(**case)) == ""
+    reason = fails_trial(stand_in("flash-attn 2", NEWEST, body), half(**case))
+    words = {"raises": "with KeyError", "has no gradient for keys in trees": "with RuntimeError"}
+    assert reason.startswith(f"fails {words.get(fault, 'a trial with an error of ')}")
 
 
 def test_the_first_kernel_that_takes_a_call_runs_it():
@@ -265,42 +241,32 @@ def test_a_trial_is_made_once(monkeypatch):
 
 
 ADVICE = [
-    ({"dtype": torch.float32}, r"takes no float32.*Load the model in bfloat16, or train with bf16=True or fp16=True"),
+    ({"dtype": torch.float32}, "takes no float32.*Load the model in bfloat16, or train with bf16=True or fp16=True"),
     (
         {"dropout": 0.1},
         "takes no dropout.*attention dropout in the model's configuration to 0, or run `pip install flash",
     ),
     ({"softcap": 2.0}, "Run `pip install flash-attn --no-build-isolation`, or `pip install --upgrade torch`"),
+    ({"softcap": 2.0, "in_trees": True}, "Run `pip install flash-attn"),
+    ({"capability": (7, 5)}, r"GPU of compute capability 7.5\). The kernels need a GPU of .* 8.0 or newer"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), ADVICE)
-def test_one_warning_says_why_there_is_no_kernel(change, message):
+@pytest.mark.parametrize(("change", "advice"), ADVICE)
+def test_one_warning_says_why_there_is_no_kernel(monkeypatch, change, advice):
+    """Rows of trees have a warning of their own."""
+    change = dict(change)
+    capability = change.pop("capability", (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    with pytest.warns(UserWarning, match=f"attention runs segment by segment, which is exact, but slow .*{message}"):
+    slowly = "in rows of trees runs path by path" if "in_trees" in change else "runs segment by segment"
+    with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
         assert choose(**change) is None
-    choose(**change, window=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choose(dtype=torch.float64)
-
-
-def test_trees_have_a_warning_of_their_own():
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    message = r"^attention in rows of trees runs path by path, which is exact, but slow .*Run `pip install flash-attn"
-    with pytest.warns(UserWarning, match=message):
-        assert choose(in_trees=True, softcap=2.0) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose(in_trees=True, softcap=2.0, window=3) is None
+        assert choose(**change, window=3) is None
+    if "in_trees" in change:
         assert choose() == "torch varlen_attn"
-
-
-def test_older_gpus_are_told_no_pip_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    with pytest.warns(UserWarning, match=r"GPU of compute capability 7.5\). The kernels need a GPU of .* 8.0 or newer"):
-        assert choose() is None
 
 
 def test_a_kernel_that_fails_is_passed_over_with_a_warning():
@@ -364,17 +330,9 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
     assert choose() == choose(layer=other) == "torch varlen_attn"
     with pytest.warns(UserWarning, match="attention runs segment by segment"):  # nor is it tried for another model
         assert choose(layer=other, softcap=2.0) is None
-
-
-def test_a_hub_kernel_that_cannot_be_loaded(monkeypatch):
-    def fail(_):
-        raise ValueError("not trusted")
-
-    monkeypatch.setattr(choose_kernel, "lazy_import_flash_attention", fail)
-    layer = torch.nn.Linear(1, 1)
-    use_hub_kernel(layer, "someone/else")
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    assert choose(layer=layer) == "torch varlen_attn"
+    monkeypatch.setattr(choose_kernel, "lazy_import_flash_attention", lambda _: int("not trusted"))  # a ValueError
+    use_hub_kernel(other, "someone/else")
+    assert choose(layer=other) == "torch varlen_attn"
 
 
 @pytest.mark.parametrize(("attention", "asked"), [("sdpa", []), (HUB, [HUB])])
@@ -388,17 +346,13 @@ def test_patch_model_asks_for_the_kernel_of_the_model(monkeypatch, attention, as
     assert all(getattr(layer, choose_kernel.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
 
 
-def test_the_report_names_the_kernel(monkeypatch):
+def test_the_report_names_the_kernel(request):
     model = patched_tiny("llama")
     report = hfp.check_isolation(model)
     assert report.kernel == kernel_of(model) == "exact attention, segment by segment"
     assert str(report).endswith("\nkernel: exact attention, segment by segment")
-    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32,))
+    request.getfixturevalue("as_on_cuda")
     choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    monkeypatch.setattr(
-        "hf_packing.attention.varlen._kernel_for",
-        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(q, k, v, **options),  # noqa: ARG005
-    )
     report = hfp.check_isolation(model)
     assert report.isolated
     assert report.kernel == kernel_of(model) == "torch varlen_attn"

@@ -5,6 +5,8 @@ from collections import deque
 
 import pytest
 import torch
+from forms import check, packed
+from model_state import state_of
 from tiny_models import SIZES, build
 from torch import nn
 from training_by_hand import batch_of
@@ -19,8 +21,8 @@ DOCUMENTS = [list(range(10, 70)), [9, 8, 7, 6], [5], list(range(30, 41))]
 class OwnModel(PreTrainedModel):
     config_class = LlamaConfig
 
-    def __init__(self, layer):
-        super().__init__(LlamaConfig(**SIZES))
+    def __init__(self, layer, config=None):
+        super().__init__(config or LlamaConfig(**SIZES))
         self.words = nn.Embedding(128, 64)
         self.layers = nn.ModuleList([layer(), layer()])
         self.head = nn.Linear(64, 128)
@@ -70,21 +72,22 @@ def own(layer):
     return OwnModel(layer).double().eval()
 
 
-def largest_difference(model, stock):
-    lengths = [len(document) for document in DOCUMENTS]
-    batch = {name: value for name, value in batch_of(DOCUMENTS).items() if name != "labels"}
-    with torch.no_grad():
-        packed = model(**batch).logits[0].split(lengths)
-        alone = [stock(torch.tensor([document])).logits[0] for document in DOCUMENTS]
-    return max(float((one - other).abs().max() / other.std()) for one, other in zip(packed, alone, strict=True))
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(64, 64, batch_first=True)
+
+    def forward(self, hidden):
+        return hidden + self.inner(hidden)[0]
 
 
-def test_code_that_goes_past_the_forwards_inside_it():
-    """torch's encoder layer does in evaluation mode, where nothing inside has a hook."""
-    model = own(Layer)
+@pytest.mark.parametrize("layer", [Layer, Recurrent])
+def test_layers_of_torch(layer):
+    """Encoder layers go past the forwards inside them in evaluation mode; recurrent ones return their states."""
+    model = own(layer)
     stock = copy.deepcopy(model)
     hfp.patch_model(model)
-    assert largest_difference(model, stock) < 1e-10
+    check(stock, model, packed(DOCUMENTS), close=1e-10)
     assert hfp.check_isolation(copy.deepcopy(model)).isolated
     hfp.unpatch_model(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -118,20 +121,6 @@ def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(make, reason):
         hfp.patch_model(own(make))
 
 
-def test_states_that_are_returned():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.LSTM(64, 64, batch_first=True)
-
-        def forward(self, hidden):
-            return hidden + self.inner(hidden)[0]
-
-    model = own(Recurrent)
-    stock = copy.deepcopy(model)
-    assert largest_difference(hfp.patch_model(model), stock) < 1e-10
-
-
 class ScaledWhenLong(nn.Module):
     """Rotary embeddings that are others for all documents where one is long."""
 
@@ -152,7 +141,7 @@ def test_a_route_that_is_known_of_other_modules():
     model.model.rotary_emb = ScaledWhenLong(model.model.rotary_emb)
     stock = copy.deepcopy(model)
     stock.config.use_cache = False
-    assert largest_difference(hfp.patch_model(model), stock) < 1e-4
+    check(stock, hfp.patch_model(model), packed(DOCUMENTS), close=1e-4)
     assert hfp.check_isolation(model).route.modules == {"ScaledWhenLong": 1}
 
 
@@ -181,7 +170,6 @@ def test_what_modules_note_in_their_collections_is_put_back():
 
         def forward(self, hidden):
             self.list.append(float(hidden.mean()))
-            self.dictionary["calls"] += 1
             self.dictionary[len(self.list)] = hidden
             self.set.add(float(hidden.mean()))
             self.deque.append(hidden)
@@ -244,37 +232,25 @@ class TokenAfterNextInTraining(TokenAfterNext):
 def test_a_loss_that_compares_labels_with_another_document(kind, mode):
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES))
-    before = set(vars(model)), model.config._attn_implementation
+    before = state_of(model)
     with pytest.raises(hfp.ModelNotSupportedError, match=f"{kind.__name__}: {mode}the model's own loss"):
         hfp.patch_model(model)
-    assert (set(vars(model)), model.config._attn_implementation) == before
+    assert state_of(model) == before
 
 
 class Config(PreTrainedConfig):
     model_type = "own"
 
 
-class WithoutWords(PreTrainedModel):
-    config_class = Config
-
-    def __init__(self):
-        super().__init__(Config())
-        self.table, self.layer, self.head = nn.Embedding(128, 64), Layer(), nn.Linear(64, 128)
-        self.post_init()
-
-    def forward(self, input_ids=None):
-        return CausalLMOutput(logits=self.head(self.layer(self.table(input_ids))))
+def test_a_configuration_without_a_vocabulary():
+    assert hfp.check_isolation(hfp.patch_model(OwnModel(Layer, Config()))).isolated
 
 
 def test_a_model_that_does_not_tell_where_its_embeddings_are():
+    class WithoutWords(OwnModel):
+        def get_input_embeddings(self):
+            return PreTrainedModel.get_input_embeddings(self)
+
     for call in (hfp.patch_model, hfp.check_isolation):
         with pytest.raises(hfp.ModelNotSupportedError, match=r"expected get_input_embeddings\(\) to .* WithoutWords"):
-            call(WithoutWords())
-
-
-def test_a_configuration_without_a_vocabulary():
-    class WithWords(WithoutWords):
-        def get_input_embeddings(self):
-            return self.table
-
-    assert hfp.check_isolation(hfp.patch_model(WithWords())).isolated
+            call(WithoutWords(Layer))

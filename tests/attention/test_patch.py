@@ -16,16 +16,11 @@ import hf_packing as hfp
 
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
-def test_half_precision(name):
+def test_half_precision_and_autocast(name):
     """Where rounding sends a token to another expert, its logits differ; that is no leak."""
-    for dtype in (torch.bfloat16, torch.float16):
-        assert hfp.check_isolation(hfp.patch_model(build(name, dtype))).isolated
-
-
-def test_under_autocast():
-    model = build("Llama")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert hfp.check_isolation(hfp.patch_model(model)).isolated
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            assert hfp.check_isolation(hfp.patch_model(build(name, dtype))).isolated
 
 
 @pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small")

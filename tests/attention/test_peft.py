@@ -1,44 +1,13 @@
-"""LoRA over a patched model, and a patch inside a LoRA model."""
+"""Methods of PEFT: those that add tokens are refused, and tokens that are trained are proven."""
 
 import peft
 import pytest
-import torch
 import transformers
-from tiers import fast_only
-from training_by_hand import check_packed, losses_alone
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-
-ARCHITECTURES = {
-    "llama": ["q_proj", "o_proj"],
-    "jamba": ["in_proj", "out_proj", "x_proj"],
-    "mamba": ["in_proj", "x_proj"],
-    "opt": ["q_proj", "out_proj"],
-    "bloom": ["query_key_value", "dense"],
-}
-
-
-def lora_of(model, modules):
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
-@pytest.mark.parametrize("before", fast_only([True, False], False))
-@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama"))
-def test_lora(architecture, before):
-    """Over a patched model, too."""
-    base = tiny_model(architecture, "causal")
-    model = lora_of(hfp.patch_model(base) if before else base, ARCHITECTURES[architecture]).eval()
-    with hfp.unpatch_model(model if before else hfp.patch_model(model)):
-        alone = losses_alone(model)
-    assert alone[1]
-    assert all("lora" in name for name in alone[1])
-    check_packed(model, alone)
-    assert hfp.check_isolation(model).isolated
 
 
 def test_prompts_are_refused(tmp_path):

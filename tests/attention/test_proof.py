@@ -1,21 +1,139 @@
-"""What the proof of patch_model and check_isolation would not let pass: faults put into models on purpose."""
+"""check_isolation, and the proof of patch_model: what they see, what does not fool them, what they leave alone."""
 
 import pytest
 import torch
+from model_state import state_of
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import SUPPORTED, build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched
+from hf_packing.attention import inspect_model, is_patched, patched_forward, probe
+from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
-from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import tiny_model
 
 
 def llama(**changes):
     return build("Llama", num_hidden_layers=1, **changes)
+
+
+@pytest.mark.parametrize("name", fast_only(sorted(set(SUPPORTED) - {"GptOss"}), "GPT2", "Gemma2", "Llama", "Mixtral"))
+def test_stock_models_leak_through_their_default_cache(name):
+    report = hfp.check_isolation(build(name))
+    assert not report.isolated
+    assert report.max_leak > 1e-3
+    assert "with use_cache=False there is no leak" in report.reason
+
+
+@pytest.mark.parametrize(("name", "changes"), [("GptOss", {}), ("Mamba", {"state_size": 8})])
+def test_masks_made_without_positions_and_states_leak_whatever_the_cache(name, changes):
+    report = hfp.check_isolation(build(name, **changes))
+    assert not report.isolated
+    assert "use_cache" not in report.reason
+    assert "with attention 'eager'" in report.reason
+
+
+def test_a_model_that_cannot_be_called_so():
+    model = llama()
+    model.model.layers[0].self_attn.forward = None
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "the model cannot be called on a packed row" in report.reason
+
+
+def test_a_backbone_is_checked_by_its_hidden_states():
+    backbone = llama().model
+    assert not hfp.check_isolation(backbone).isolated
+    assert hfp.check_isolation(hfp.patch_model(backbone)).isolated
+
+
+def test_a_classifier_is_checked_on_a_padded_batch():
+    """Stock rows do not affect each other, unless the model mixes the rows of a batch."""
+
+    class Mixing(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + 0.01 * hidden.mean(0)
+
+    model = tiny_model("bert", "sequence classification", num_hidden_layers=1)
+    assert hfp.check_isolation(model).isolated
+    model.classifier = torch.nn.Sequential(Mixing(), model.classifier)
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "changing one document changed the logits of another document" in report.reason
+    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported: changing one"):
+        hfp.patch_model(model)
+    assert not is_patched(model)
+    assert "forward" not in vars(model.bert.pooler)
+
+
+def test_nothing_is_proven_where_nothing_could_leak():
+    """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
+    model = llama()
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.o_proj.weight, 1e-12)
+    with pytest.raises(hfp.ModelNotSupportedError, match="isolation cannot be tested, since changing the first tokens"):
+        hfp.patch_model(model)
+
+
+def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
+    """If borders were lost on the way, the proof would fail."""
+
+    def lose_borders(inputs, training):
+        inputs, row = read_row(inputs, training)
+        return inputs, PackedRow.from_lengths([row.tokens])
+
+    monkeypatch.setattr(patched_forward, "read_row", lose_borders)
+    with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
+        hfp.patch_model(llama())
+
+
+def test_nan_logits_are_no_proof():
+    model = llama()
+    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
+    with pytest.raises(hfp.ModelNotSupportedError, match="finite logits, but LlamaForCausalLM returns no finite"):
+        hfp.patch_model(model)
+
+
+def test_logits_set_to_minus_infinity_are_left_out():
+    model = llama()
+
+    def ban_some(_, __, output):
+        output.logits[..., :5] = torch.finfo().min
+        output.logits[..., 5:9] = -torch.inf
+
+    model.register_forward_hook(ban_some)
+    assert not hfp.check_isolation(model).isolated
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
+    run = probe.Probe(llama())
+    assert tuple(len(tokens) for tokens in run.documents) == inspect_model._LENGTHS[0]
+    assert all(
+        a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
+    )
+    used = [{*old, *new} for old, new in zip(run.documents, run.others, strict=True)]
+    assert len(set.union(*used)) == sum(map(len, used))
+
+
+def test_the_length_of_the_probe_is_no_size_of_the_model():
+    assert sum(probe.Probe(llama()).lengths) == 41
+    assert sum(probe.Probe(llama(intermediate_size=41)).lengths) == 43
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collator": lambda rows: rows[0]["no_such"]}, "collator: .* the collator raised KeyError: 'no_such'"),
+        ({"collator": lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"][5:]])}}, "collator: .*whole"),
+        ({"rows": 0}, "rows: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_collators_and_rows_are_refused(options, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.check_isolation(llama(), **options)
 
 
 class OtherGradient(torch.nn.Module):
@@ -82,26 +200,6 @@ def test_a_model_that_does_not_look_at_its_tokens():
         hfp.check_isolation(model)
 
 
-class Convolution(torch.nn.Module):
-    """Every token sees three; outside a segment there are zeros, as in padding of zeros."""
-
-    def __init__(self, width, ahead):
-        super().__init__()
-        self.conv = torch.nn.Conv1d(width, width, 3)
-        self.sides = (2 - ahead, ahead)
-
-    def forward(self, hidden):
-        return self.conv(torch.nn.functional.pad(hidden.transpose(1, 2), self.sides)).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("ahead", "sharing"), fast_only([(0, "ragged"), (1, "equal"), (2, "equal")], (1, "equal")))
-def test_segments_share_a_padded_call_only_where_padding_is_not_looked_at(ahead, sharing):
-    model = llama()
-    model.model.layers[0].mlp = Convolution(model.config.hidden_size, ahead)
-    route = hfp.check_isolation(hfp.patch_model(model)).route
-    assert [step.sharing for step in route.by_segment] == [sharing]
-
-
 def stop(*_, **__):
     raise KeyboardInterrupt
 
@@ -117,12 +215,11 @@ INTERRUPTED = [
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
 def test_an_interruption_leaves_the_model_as_it_was(monkeypatch, where, name, architecture):
     model = tiny_model(architecture, "causal")
-    before, hooks = attention_of(model), [dict(vars(module)) for module in model.modules()]
+    before = state_of(model)
     monkeypatch.setattr(where, name, stop)
     with pytest.raises(KeyboardInterrupt):
         hfp.patch_model(model)
     assert not is_patched(model)
-    assert attention_of(model) == before
-    assert [dict(vars(module)) for module in model.modules()] == hooks
+    assert state_of(model) == before
     monkeypatch.undo()
     assert hfp.check_isolation(hfp.patch_model(model)).isolated

@@ -5,8 +5,10 @@ import torch
 from compare_trees import CHAT, inputs_of
 from padded_models import SEQUENCE
 from patched_models import patched, patched_tiny
+from transformers import DynamicCache
 
 import hf_packing as hfp
+from hf_packing.attention.packed_row import PackedRow, use_row
 
 ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
 ROWS = {"input_ids": torch.full((2, 4), 9)}
@@ -32,6 +34,8 @@ MASKS = [
     *(torch.ones(2, 4), torch.ones(2, 9).long(), torch.ones(2, 1, 4, 4).long(), {"full_attention": None}),
 ]
 
+CACHES = ("cache", "past_key_values")
+
 LLAMA, BERT = ("llama", "causal"), ("bert", SEQUENCE)
 
 REFUSED = [
@@ -54,6 +58,7 @@ REFUSED = [
     *((model, ROWS, PADDED | RESTARTING, "position_ids") for model in (LLAMA, BERT)),
     (BERT, ROWS, RESTARTING | {"attention_mask": torch.ones(2, 4).long()}, "position_ids"),
     (LLAMA, ROWS, PADDED | borders(0, 2, 4), "cu_seq_lens_q"),
+    *((("jamba", "causal"), ROW, positions(0, 1, 2) | {name: DynamicCache()}, name) for name in CACHES),
     (("bert", "masked"), ROWS, PADDED | {"labels": torch.full((2, 4), 9), "training": True}, "labels"),
     (("llama", SEQUENCE), ROWS, PADDED | {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "inputs_embeds"),
     *((("gpt2", "causal"), TREE, {name: ONES}, name) for name in ("labels", "attention_mask", "seq_idx")),
@@ -83,6 +88,17 @@ def test_borders_given_again_are_checked_again():
     model(torch.tensor([[5, 6, 7, 8, 9]]), cu_seq_lens_q=given)
     with pytest.raises(hfp.PackingError, match="rise from 0 to 4 tokens"):
         model(torch.tensor([[5, 6, 7, 8]]), cu_seq_lens_q=given)
+
+
+def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
+    model = patched_tiny("jamba")
+    name = hfp.check_isolation(model).route.by_segment[0].name
+    module, hidden = model.get_submodule(name), torch.zeros(1, 5, 64)
+    with pytest.raises(hfp.PackingError, match=rf"JambaMambaMixer \({name}\) was called outside its model"):
+        module(hidden)
+    unknown = f"{name}.*: the tensor 1.gate of shape .* did not occur when"
+    with use_row(PackedRow.from_lengths([2, 3])), pytest.raises(hfp.PackingError, match=unknown):
+        module(hidden_states=hidden, gate=torch.zeros(1, 5))
 
 
 def test_packed_rows_for_a_classifier_of_rows():

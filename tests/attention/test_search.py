@@ -59,12 +59,20 @@ class SumFromTheEnd(nn.Module):
 
 
 class Convolution(nn.Module):
+    """Every token sees three; outside a segment there are zeros, as in padding of zeros."""
+
+    ahead = 0
+
     def __init__(self):
         super().__init__()
         self.kernel = nn.Conv1d(WIDTH, WIDTH, 3)
 
     def forward(self, hidden):
-        return self.kernel(nn.functional.pad(hidden.transpose(1, 2), (2, 0))).transpose(1, 2)
+        return self.kernel(nn.functional.pad(hidden.transpose(1, 2), (2 - self.ahead, self.ahead))).transpose(1, 2)
+
+
+class ConvolutionAhead(Convolution):
+    ahead = 1
 
 
 class Centered(nn.Module):
@@ -215,6 +223,7 @@ def test_rows_that_are_longer_and_far_positions_of_other_documents_are_tried(inn
     [
         (Sum, "ragged"),
         (Convolution, "ragged"),
+        (ConvolutionAhead, "equal"),
         (Counted, "ragged"),
         (SumFromTheEnd, "equal"),
         (Centered, "equal"),

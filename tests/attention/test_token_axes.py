@@ -55,13 +55,9 @@ def test_nests_keep_their_kind():
     assert doubled.second["b"] == (True, "text")
     assert [path for path, _ in leaves(value)][:2] == [(0,), (1, "a", 0)]
     assert len(tensors_in(value)) == 2
-
-
-def test_outputs_of_transformers_keep_their_class():
-    output = BaseModelOutput(last_hidden_state=row(1, TOKENS, 2))
-    changed = map_leaves(output, lambda _, leaf: leaf + 1)
+    changed = map_leaves(BaseModelOutput(last_hidden_state=row(2)), lambda _, leaf: leaf + 1)
     assert isinstance(changed, BaseModelOutput)
-    assert torch.equal(changed.last_hidden_state, output.last_hidden_state + 1)
+    assert torch.equal(changed.last_hidden_state, row(2) + 1)
     assert changed.hidden_states is None
 
 
@@ -83,19 +79,32 @@ def test_axes_are_known_by_their_place_once_they_were_seen():
         axes.of(("other", 0), row(TOKENS, 2))
 
 
-def test_a_row_of_another_length_is_refused():
-    axes = recorded({"hidden": row(1, TOKENS, 4)})
-    axes.check_row({"hidden": row(1, 9, 4)}, 9)
-    message = r"expected 9 tokens along axis 1 of the tensor hidden, got shape \[1, 7, 4\]"
-    with pytest.raises(PackingError, match=message):
-        axes.check_row({"hidden": row(1, TOKENS, 4)}, 9)
+@pytest.mark.parametrize(
+    ("at_first", "fits", "wrong", "message"),
+    [
+        (
+            row(1, TOKENS, 4),
+            row(1, 9, 4),
+            row(1, TOKENS, 4),
+            r"9 tokens along axis 1 of the tensor each, got shape \[1, 7",
+        ),
+        (
+            torch.arange(TOKENS)[None],
+            torch.arange(2, 11)[None],
+            torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]]),
+            "the values of each to rise by 1",
+        ),
+    ],
+)
+def test_rows_of_another_length_and_positions_that_no_longer_count_are_refused(at_first, fits, wrong, message):
+    axes = recorded({"each": at_first})
+    axes.check_row({"each": fits}, 9)
+    with pytest.raises(PackingError, match=f"expected {message}"):
+        axes.check_row({"each": wrong}, 9)
 
 
-def test_positions_that_no_longer_count():
-    axes = recorded({"positions": torch.arange(TOKENS)[None]})
-    axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
-    with pytest.raises(PackingError, match="expected the values of positions to rise by 1"):
-        axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
+PLACES, SLOPES = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
+CAUSAL = torch.full((41, 41), -torch.inf).triu(1)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,11 @@ def test_positions_that_no_longer_count():
         (torch.arange(5), (), False),
         (torch.arange(4.0) - torch.arange(4.0)[:, None], (0, 1), False),
         (torch.arange(4.0).expand(4, 4), (0, 1), True),
+        ((SLOPES * PLACES).to(torch.bfloat16), (2,), True),
+        ((CAUSAL + SLOPES * PLACES).to(torch.bfloat16), (1, 2), True),
+        (torch.cat([PLACES[:20], PLACES[:21]]), (0,), False),
+        (CAUSAL, (0, 1), False),
+        (torch.randn(41, 41), (0, 1), False),
     ],
 )
 def test_what_counts_along_a_row(tensor, along, expected):
@@ -188,17 +202,6 @@ def test_single_numbers_that_differ_are_refused():
 
 def test_a_shared_call_whose_output_has_no_axis_for_rows():
     axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
-    with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
-        split_outputs({"flat": row(6, 2)}, axes, [3, 2])
-    with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
-        split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
-
-
-def test_biases_that_count():
-    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
-    causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
-    assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts_along(causal, (0, 1))
-    assert not counts_along(torch.randn(41, 41), (0, 1))
+    for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):
+        with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
+            split_outputs(wrong, axes, [3, 2])

@@ -2,11 +2,11 @@
 
 import copy
 import itertools
-import random
 
-import numpy as np
 import pytest
 import torch
+from leaky_models import NormOfTokens
+from model_state import state_of
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
@@ -14,17 +14,6 @@ from torch import nn
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
-
-
-class Normed(nn.Module):
-    """BatchNorm over tokens, as of convolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, hidden):
-        return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
 
 
 class Centred(nn.Module):
@@ -59,7 +48,7 @@ class Counting(nn.Module):
 
 
 LEAKS = {
-    "batch norm": (Normed, "in training mode, changing one packed document changes the logits of another"),
+    "batch norm": (NormOfTokens, "in training mode, changing one packed document changes the logits of another"),
     "centred": (Centred, "in training mode, changing one packed document changes the logits of another"),
     "average": (lambda: MovingAverage(False), "in training mode, changing one packed document changes the logits"),
     "late average": (lambda: MovingAverage(True), "earlier batches, through model.layers.0.mlp.1.average"),
@@ -78,14 +67,14 @@ def test_leaks_of_training_are_seen_and_refused(leak):
     make, message = LEAKS[leak]
     model = with_module(make())
     model.config.use_cache = False
-    before = copy.deepcopy(model.state_dict())
+    before = state_of(model)
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert report.modes == ("training",)
     assert report.reason.startswith("in training mode, ")
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         hfp.patch_model(model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert state_of(model) == before
 
 
 RANDOM = {
@@ -193,18 +182,13 @@ def test_everything_is_put_back():
     model.model.layers[0].eval()
     model.model.embed_tokens.weight.requires_grad_(False)
     model.aside(torch.randn(9, 64))
-    modes = [module.training for module in model.modules()]
-    needs = [parameter.requires_grad for parameter in model.parameters()]
-    hooks = [dict(module._forward_hooks) for module in model.modules()]
-    state = copy.deepcopy(model.state_dict())
-    chance = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    hfp.check_isolation(hfp.patch_model(model))
-    assert [module.training for module in model.modules()] == modes
-    assert [parameter.requires_grad for parameter in model.parameters()] == needs
-    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-    assert torch.equal(chance[0], torch.get_rng_state())
-    assert chance[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    before = state_of(model)
+    hfp.patch_model(model)
+    patched = state_of(model)
+    hfp.check_isolation(model)
+    assert state_of(model) == patched
+    hfp.unpatch_model(model)
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))

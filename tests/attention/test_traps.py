@@ -28,15 +28,15 @@ def with_a_mask_of_ones(rows):
     return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
+def padded_without_a_mask(rows):
+    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+
+
 def padded_with_a_mask(rows):
-    batch = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+    batch = padded_without_a_mask(rows)
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -5:] = 0
     return {**batch, "attention_mask": mask}
-
-
-def padded_without_a_mask(rows):
-    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
 
 
 def with_a_mask_of_numbers(rows):
@@ -50,16 +50,12 @@ def with_positions_that_go_on(rows):
     return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
 
 
-def with_ids_alone(rows):
-    return stacked(rows, ["input_ids"])
-
-
 LEAKS = {
     "a mask of ones": with_a_mask_of_ones,
     "a mask of a padded packed row": padded_with_a_mask,
     "a mask of numbers": with_a_mask_of_numbers,
     "positions that go on": with_positions_that_go_on,
-    "input_ids alone": with_ids_alone,
+    "input_ids alone": lambda rows: stacked(rows, ["input_ids"]),
 }
 HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_mask, "ours": hfp.PackingCollator()}
 

@@ -13,13 +13,13 @@ from forms import check as check_documents
 from forms import tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_stand_ins import NEWEST, TORCH, half, of_flash_attn, stand_in
+from kernel_stand_ins import NEWEST, TORCH, assert_equal_with_gradients, choose, half, of_flash_attn, stand_in, tensors
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, kernel_trials, kernels, path_keys, tree_attention
+from hf_packing.attention import choose_kernel, kernel_trials, path_keys, tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel
@@ -86,23 +86,11 @@ def test_calls_gather_few_keys(forest, most):
     assert gather_plan(row, None, None, torch.device("cpu")) is plan
 
 
-def tensors(tokens):
-    torch.manual_seed(0)
-    return [torch.randn(1, heads, tokens, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-
-
 def check(kernel, trees, **how):
     """Compare a kernel with exact attention, in outputs and gradients."""
-    inputs = tensors(trees.tokens)
-    outputs = [
-        attend(*inputs, TreeRow.of(trees), scale=0.3, dropout=0.0, **how)
-        for attend in (kernel.attend_in_trees, attend_along_paths)
-    ]
-    assert torch.allclose(*outputs, atol=1e-12)
-    weight = torch.randn_like(outputs[0])
-    gradients = [torch.autograd.grad((each * weight).sum(), inputs) for each in outputs]
-    for one, other in zip(*gradients, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
+    inputs, row, how = tensors(tokens=trees.tokens), TreeRow.of(trees), {"scale": 0.3, **how}
+    ours, expected = kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
+    assert_equal_with_gradients(ours, expected, inputs)
 
 
 @settings(max_examples=25)
@@ -126,7 +114,7 @@ def test_keys_of_several_calls_are_gathered_again(monkeypatch):
     assert sum(calls) == 2 * keys
     calls.clear()
     with torch.no_grad():
-        kernel.attend_in_trees(*tensors(CHAT.tokens), TreeRow.of(CHAT), scale=0.3)
+        kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), TreeRow.of(CHAT), scale=0.3)
     assert sum(calls) == keys
 
 
@@ -154,10 +142,6 @@ def with_window_from_first_keys(given):
     return of_flash_attn(given) if given["window_size"][0] < 0 else with_first_keys(given)
 
 
-def without_gradient_for_keys(given):
-    return of_flash_attn(given | {"k": given["k"].detach()})
-
-
 @pytest.mark.parametrize(
     ("body", "case"),
     [(with_first_keys, {}), (with_window_from_first_keys, {"has_window": True})],
@@ -169,18 +153,6 @@ def test_kernels_that_are_right_only_where_queries_are_keys(body, case):
     for rows in kernel_trials._TREE_TRIALS:
         runs = list(runs_of(rows[0], None, None))
         assert any(run.end - run.begin < len(run.keys) for run in runs), "each row has fewer queries than keys"
-
-
-def test_wrong_gradients_fail_the_trial():
-    reason = fails_trial(stand_in("flash-attn 2", NEWEST, without_gradient_for_keys), half(in_trees=True))
-    assert reason.startswith("fails")
-
-
-def choose(dtype=torch.bfloat16, **how):
-    q, k, v = (tensor.to(dtype) for tensor in tensors(12))
-    options = {"is_causal": True, "window": None, "softcap": None, "sinks": None, "dropout": 0.0}
-    kernel = choose_kernel.choose_kernel(q, k, v, **options | how)
-    return None if kernel is None else kernel.name
 
 
 def test_rows_and_trees_are_tried_apart():
@@ -198,22 +170,9 @@ def test_dropout_runs_on_kernels_that_take_it():
     assert choose(in_trees=True, dropout=0.1) == "flash-attn 2"
     given = {}
     kernel = stand_in("flash-attn 2", NEWEST, lambda own: given.update(own) or own["q"])
-    kernel.attend_in_trees(*tensors(CHAT.tokens), TreeRow.of(CHAT), scale=0.3, dropout=0.1)
+    kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), TreeRow.of(CHAT), scale=0.3, dropout=0.1)
     assert given["dropout_p"] == 0.1
     assert "takes no dropout" in FlexKernel().refusal(half(in_trees=True, has_dropout=True))
-
-
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """Kernels run as on CUDA, in any dtype."""
-    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32, torch.float64))
-    monkeypatch.setattr(
-        tree_attention,
-        "_kernel_for",
-        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(  # noqa: ARG005
-            q, k, v, is_causal=True, in_trees=True, **options
-        ),
-    )
 
 
 @pytest.mark.usefixtures("as_on_cuda")

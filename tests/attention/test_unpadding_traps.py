@@ -2,13 +2,14 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import MethodType
 
 import pytest
 import torch
 import transformers
-from forms import Batch, alone, outputs_of
+from forms import Batch, alone, check, outputs_of
 from padded_models import CHOICE, SEQUENCE, TOKEN, documents, padded
 from patched_models import patched_tiny
 from tiers import fast_only
@@ -24,21 +25,20 @@ def both(name, kind, **changes):
     return tiny_model(name, kind, DOUBLE, **changes), patched_tiny(name, kind, DOUBLE, **changes)
 
 
-def assert_rows_are(stock, model, batch, places, kind, rows):
-    expected = alone(stock, rows, kind)
-    for one, other in zip(outputs_of(model, Batch(batch, rows, [*enumerate(places)]), kind), expected, strict=True):
-        for left, right in zip(one, other, strict=True):
-            assert torch.allclose(left, right, atol=1e-5)
+def rows_of(rows, side="right", **how):
+    """A padded batch to be compared with its rows."""
+    inputs, places = padded(rows, side, **how)
+    return Batch(inputs, rows, [*enumerate(places)])
 
 
 def test_another_pad_token_than_that_of_the_configuration():
     """Classifiers of decoders look for the last token that is not the pad token; the mask says where it is."""
     stock, model = both("llama", SEQUENCE)
     rows = documents()
-    batch, places = padded(rows, "right", pad=3)  # the pad token of the configuration is 0
-    wrong = stock(**batch).logits
+    batch = rows_of(rows, pad=3)  # the pad token of the configuration is 0
+    wrong = stock(**batch.inputs).logits
     assert not torch.allclose(wrong, torch.stack([each for (each,) in alone(stock, rows, SEQUENCE)]), atol=1e-2)
-    assert_rows_are(stock, model, batch, places, SEQUENCE, rows)
+    check(stock, model, batch, SEQUENCE, close=1e-5)
 
 
 def test_a_pooler_that_looks_for_the_end_token():
@@ -50,7 +50,7 @@ def test_a_pooler_that_looks_for_the_end_token():
     stock = transformers.CLIPTextModel(config).double().eval()
     model = hfp.patch_model(copy.deepcopy(stock))
     rows = [[0, 5, 6, 7, 99], [0, 8, 9, 10, 11, 12, 99], [0, 99]]
-    assert_rows_are(stock, model, *padded(rows, "right", pad=1), SEQUENCE, rows)
+    check(stock, model, rows_of(rows, pad=1), SEQUENCE, close=1e-5)
 
 
 @pytest.mark.parametrize("kind", fast_only(["GPT2", "OpenAIGPT"], "GPT2"))
@@ -76,35 +76,31 @@ def test_two_texts_are_refused():
 def test_a_loop_that_generates_in_another_thread():
     stock, model = both("llama", "causal")
     rows = documents()
-    batch, places = padded(rows, "right")
+    batch = rows_of(rows)
     packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in rows])
     packed.pop("labels")
     with torch.no_grad():
-        expected = torch.cat([each for each, *_ in alone(stock, rows, "causal")])
-    done, wrong = threading.Event(), []
+        expected = torch.cat([each for each, *_ in alone(stock, rows)])
+    done = threading.Event()
 
     def generate():
         while not done.is_set():
             model.generate(torch.tensor([[9, 10, 11]]), max_new_tokens=2, do_sample=False)
 
-    def run_padded():
-        for _ in range(5):
-            with torch.no_grad():
-                found = torch.cat([each for each, *_ in outputs_of(model, Batch(batch, rows, [*enumerate(places)]))])
-            wrong.append(float((found - expected).abs().max()))
+    @torch.no_grad()
+    def padded_logits():
+        return torch.cat([each for each, *_ in outputs_of(model, batch)])
 
-    threads = [threading.Thread(target=each) for each in (generate, run_padded, run_padded)]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        with torch.no_grad():
-            wrong.append(float((model(**packed).logits[0] - expected).abs().max()))
-    for thread in threads[1:]:
-        thread.join()
-    done.set()
-    threads[0].join()
-    assert len(wrong) == 15
-    assert max(wrong) < 1e-5
+    @torch.no_grad()
+    def packed_logits():
+        return model(**packed).logits[0]
+
+    with ThreadPoolExecutor(4) as threads:
+        generating = threads.submit(generate)
+        found = [threads.submit(run) for _ in range(5) for run in (padded_logits, padded_logits, packed_logits)]
+        assert all(torch.allclose(each.result(), expected, atol=1e-5) for each in found)
+        done.set()
+        generating.result()
 
 
 def test_a_mask_that_the_model_changes_is_refused():
@@ -163,8 +159,7 @@ def test_packed_rows_are_the_same_before_and_after_a_padded_batch():
     packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents()])
     labels = packed.pop("labels")
     before = model(**packed).prediction_logits
-    rows = documents()
-    assert_rows_are(stock, model, *padded(rows, "right"), SEQUENCE, rows)
+    check(stock, model, rows_of(documents()), SEQUENCE, close=1e-5)
     assert torch.equal(model(**packed).prediction_logits, before)
     assert before.shape[:2] == labels.shape
 
@@ -204,23 +199,18 @@ def test_a_forward_that_accelerate_makes_a_method():
 def test_positions_beside_a_batch_without_padding():
     stock, model = both("bert", SEQUENCE)
     for lengths in ((7, 7, 5), (7, 7, 7)):
-        rows = documents(lengths=lengths)
-        batch, places = padded(rows, "right", extra=0)
-        positions = torch.arange(7)[None].expand(3, 7)
-        assert torch.allclose(
-            model(**batch, position_ids=positions).logits, stock(**batch, position_ids=positions).logits, atol=1e-9
-        )
-        assert_rows_are(stock, model, batch, places, SEQUENCE, rows)
+        batch = rows_of(documents(lengths=lengths), extra=0)
+        given = batch.inputs | {"position_ids": torch.arange(7)[None].expand(3, 7)}
+        assert torch.allclose(model(**given).logits, stock(**given).logits, atol=1e-9)
+        check(stock, model, batch, SEQUENCE, close=1e-5)
 
 
 def test_routers_of_rows_of_one_token():
     stock, model = tiny_model("mixtral", "causal"), patched_tiny("mixtral", "causal")
-    rows = documents(lengths=(1, 1, 1))
-    batch, places = padded(rows, "right", extra=2)
-    found = model(**batch, output_router_logits=True)
-    assert all(len(each) == batch["input_ids"].numel() for each in found.router_logits)
-    for number, (place, (expected, *_)) in enumerate(zip(places, alone(stock, rows, "causal"), strict=True)):
-        assert torch.allclose(found.logits[number, place], expected, atol=1e-5)
+    batch = rows_of(documents(lengths=(1, 1, 1)), extra=2)
+    found = model(**batch.inputs, output_router_logits=True)
+    assert all(len(each) == batch.inputs["input_ids"].numel() for each in found.router_logits)
+    check(stock, model, batch, close=1e-5)
 
 
 def test_several_choices_in_each_row():

@@ -1,4 +1,4 @@
-"""The attention function itself: rows and borders in all forms, and every argument it refuses."""
+"""The attention function itself: local masks, what kernels are given, and every argument that it refuses."""
 
 from itertools import accumulate
 
@@ -25,27 +25,6 @@ def tensors(rows=1, tokens=12):
 
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
-POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
-
-
-def test_borders_or_positions_tell_the_same():
-    by_borders, _ = packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=BORDERS)
-    by_positions, weights = packed_varlen(Attention(), *tensors(), None, position_ids=POSITIONS)
-    assert torch.equal(by_borders, by_positions)
-    assert weights is None
-    assert by_borders.shape == (1, 12, 4, 8)
-    assert by_borders.is_contiguous()
-    one, _ = packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 12]))
-    assert not torch.allclose(one, by_borders)
-
-
-def test_several_rows_are_laid_end_to_end():
-    q, k, v = tensors(rows=2)
-    borders = torch.tensor([0, 5, 8, 12, 20, 24])
-    together, _ = packed_varlen(Attention(), q, k, v, None, cu_seq_lens_q=borders)
-    first, _ = packed_varlen(Attention(), q[:1], k[:1], v[:1], None, cu_seq_lens_q=BORDERS)
-    second, _ = packed_varlen(Attention(), q[1:], k[1:], v[1:], None, cu_seq_lens_q=torch.tensor([0, 8, 12]))
-    assert torch.allclose(together, torch.cat([first, second]))
 
 
 ONE_QUERY = {"query": torch.zeros(1, 4, 1, 8)}
@@ -71,19 +50,6 @@ def test_refused(arguments, message):
     query, key, value = tensors(rows=arguments.pop("rows", 1))
     with pytest.raises(hfp.PackingError, match=message):
         packed_varlen(Attention(), arguments.pop("query", query), key, value, **arguments)
-
-
-def test_harmless_arguments_pass():
-    packed_varlen(
-        Attention(),
-        *tensors(),
-        None,
-        cu_seq_lens_q=BORDERS,
-        seq_idx=POSITIONS,
-        use_cache=True,
-        output_attentions=False,
-        sinks=None,
-    )
 
 
 @settings(max_examples=40)

@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+from hf_packing.attention import choose_kernel
 from hf_packing.attention.exact_attention import attend_by_segment, attend_with_scores
 from hf_packing.attention.kernels import VarlenKernel
 from tools.kernel_signatures import SIGNATURES, call, function_with
@@ -87,3 +88,27 @@ def stand_in(name, signature, body=None):
 
 def half(**changes):
     return call(device=torch.device("cpu"), head_dim=16, value_dim=16, **changes)
+
+
+def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
+    """Queries, keys and values, which get gradients."""
+    torch.manual_seed(0)
+    shapes = ((4, dim), (2, dim), (2, value_dim))
+    return [torch.randn(1, heads, tokens, size, dtype=dtype, requires_grad=True) for heads, size in shapes]
+
+
+def choose(dtype=torch.bfloat16, layer=None, **changes):
+    """The name of the kernel that is chosen for a call, or None."""
+    options = {"is_causal": True, "window": None, "softcap": None, "sinks": None, "dropout": 0.0} | changes
+    hub = getattr(layer, choose_kernel.HUB_KERNEL, None)
+    kernel = choose_kernel.choose_kernel(*tensors(dtype=dtype), hub=hub, **options)
+    return None if kernel is None else kernel.name
+
+
+def assert_equal_with_gradients(ours, expected, inputs):
+    """Compare outputs, and their gradients for the inputs."""
+    assert torch.allclose(ours, expected, atol=1e-12)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((each * weight).sum(), inputs, retain_graph=True) for each in (ours, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-11)

@@ -19,6 +19,17 @@ class MixesLongRows(nn.Module):
         return hidden + SHIFT * hidden.mean(1, keepdim=True) if hidden.shape[1] > 600 else hidden
 
 
+class NormOfTokens(nn.Module):
+    """BatchNorm over tokens, as of convolutions, which mixes them in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, hidden):
+        return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+
+
 class MixesInTraining(nn.Module):
     def forward(self, hidden):
         far = self.training and hidden.shape[1] > 100
@@ -109,6 +120,7 @@ LEAKS = {
     "row length": ("model.layers.1.mlp", MixesLongRows),
     "row length in the head": ("lm_head", MixesLongRows),
     "autocast": ("model.layers.0.mlp", MixesUnderAutocast),
+    "row length in attention": ("model.layers.0.self_attn.o_proj", MixesLongRows),
     "training": ("model.layers.0.mlp", MixesInTraining),
     "last batch": ("model.norm", RemembersTheLastBatch),
     "second call": ("model.layers.1.mlp", MixesFromTheSecondCall),

@@ -4,11 +4,12 @@ import os
 from functools import partial
 
 import pytest
-import torch
 from survey_page import IS_CURRENT, PAGE, disagreements
 from tiers import fast_only, slow
+from tree_faults import to_the_whole_row, with_far_gradients
 
 from hf_packing.attention import tree_attention
+from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from hf_packing.attention.tree_proof import TREES as PROVEN
@@ -149,20 +150,8 @@ def break_after_the_proof(monkeypatch, owner, name, fault):
     monkeypatch.setattr(trees, "patch_model", patch_and_break)
 
 
-attend = tree_attention.attend_along_paths
-
-
-def to_the_whole_row(query, key, value, *_, scale, **__):
-    plain = torch.nn.functional.scaled_dot_product_attention
-    return plain(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-
-
-def with_far_gradients(query, key, value, row, **options):
-    return attend(query, key, value, row, **options) + (value.sum() - value.sum().detach()) * 1e-3
-
-
 def with_far_logits(query, key, value, row, **options):
-    return attend(query, key, value, row, **options) + value[:, :, -1:] * 1e-4
+    return attend_along_paths(query, key, value, row, **options) + value[:, :, -1:] * 1e-4
 
 
 path_of = TreeSegments.path_of
