@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import launch
+from accelerate import Accelerator
+from processes import on_ranks
 from recipe_inputs import save_tiny_model, write
 from tiers import fast_only
 
@@ -224,10 +225,19 @@ def test_requests_that_are_cut_are_counted(folder):
         packed(folder / "Llama")._loglikelihood_tokens(requests, disable_tqdm=True)
 
 
+def answer_share(folder):
+    """Answer a process's share of the requests."""
+    accelerator = Accelerator(cpu=True)
+    model = packed(folder / "Llama", max_tokens=16)
+    model._rank, model._world_size = accelerator.process_index, accelerator.num_processes
+    answers = model._loglikelihood_tokens(SHARES[model.rank], disable_tqdm=True)
+    (folder / f"answers-{model.rank}.json").write_text(json.dumps(answers))
+
+
 @pytest.mark.slow
 def test_each_process_gets_its_own_answers(tmp_path):
     save_tiny_model(tmp_path / "Llama", max_position_embeddings=96)
-    launch("evaluate_process.py", tmp_path, json.dumps(SHARES), ranks=2)
+    on_ranks(answer_share, tmp_path, ranks=2)
     expected = stock(tmp_path / "Llama")
     for rank, requests in enumerate(SHARES):
         found = json.loads((tmp_path / f"answers-{rank}.json").read_text())

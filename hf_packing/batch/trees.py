@@ -29,7 +29,7 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, count_ranges, joined, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, count_ranges, join_rows, offsets_of, sums_of
 from hf_packing.trees.segments import TreeSegments
 
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
@@ -79,9 +79,9 @@ def collate_trees(columns: Columns) -> dict[str, Any]:
     Raises:
         PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    tokens, in_rows = joined(columns[TREE_INPUT_IDS])
-    labels, labels_in_rows = joined(columns[TREE_LABELS])
-    trained, numbers_in_rows = joined(columns[TRAINED])
+    tokens, in_rows = join_rows(columns[TREE_INPUT_IDS])
+    labels, labels_in_rows = join_rows(columns[TREE_LABELS])
+    trained, numbers_in_rows = join_rows(columns[TRAINED])
     if not len(tokens):
         raise PackingError(f"rows: expected at least one token, got {len(in_rows)} rows without tokens")
     _refuse(TREE_LABELS, labels_in_rows != in_rows, "one value for each token", labels_in_rows)
@@ -128,9 +128,9 @@ def read_tree_rows(columns: Columns, tokens: IntArray) -> tuple[TreeSegments, In
     Raises:
         PackingError: the columns of a row contradict each other; the error names the row.
     """
-    lengths, segments = joined(columns[SEGMENT_LENGTHS])
-    _, parents = joined(columns[PARENTS])
-    ends, documents = joined(columns[ENDS])
+    lengths, segments = join_rows(columns[SEGMENT_LENGTHS])
+    _, parents = join_rows(columns[PARENTS])
+    ends, documents = join_rows(columns[ENDS])
     _refuse(PARENTS, parents != segments, "one value for each segment", parents)
     first_segment = offsets_of(segments)
     found = sums_of(lengths, first_segment)

@@ -87,7 +87,7 @@ def offsets_of(lengths: Any) -> IntArray:
     return offsets
 
 
-def joined(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def join_rows(arrays: Sequence[IntArray]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the values of arrays of integers, one after the other, and the number of values in each array."""
     values = np.concatenate([np.zeros(0, np.int64), *arrays], dtype=np.int64, casting="unsafe")
     return values, np.array([*map(len, arrays)], np.int64)
@@ -124,6 +124,22 @@ def indices_in_groups(offsets: IntArray, groups: IntArray) -> tuple[IntArray, In
     """
     sizes = offsets[groups + 1] - offsets[groups]
     return indices_in_ranges(offsets[groups], sizes), sizes
+
+
+def groups_of(indices: IntArray, offsets: IntArray) -> IntArray:
+    """Return the group g of each index, so that offsets[g] <= index < offsets[g + 1]. Empty groups have no index.
+
+    Where indices are dense, a table of all indices between them is several times as fast as a search.
+
+    Example:
+        >>> groups_of(np.array([4, 0, 2]), np.array([0, 2, 2, 5])).tolist()
+        [2, 0, 2]
+    """
+    low, end = indices.min(initial=offsets[-1]), indices.max(initial=0) + 1
+    if end - low > 4 * len(indices):
+        return np.searchsorted(offsets, indices, side="right") - 1
+    groups: IntArray = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets.clip(low, end)))[indices - low]
+    return groups
 
 
 def count_ranges(begin: IntArray, length: IntArray, size: int) -> IntArray:

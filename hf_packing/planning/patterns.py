@@ -182,10 +182,9 @@ class Cuts:
     def ranks(self) -> tuple[IntArray, IntArray]:
         """Two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
 
-        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). A group
-        consists of documents of one length that are cut in the same way. In document n of a group (the first document
-        has n = 0), the piece with index i in `piece_length` has the rank `first_rank[i] + n * stride[i]`. Both
-        arrays are int64 [pieces].
+        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). In
+        document n of the list of all documents, sorted by length and then by group, the piece with index i in
+        `piece_length` has the rank `first_rank[i] + n * stride[i]`. Both arrays are int64 [pieces].
         """
         order = sort_by_length(self.piece_length)
         length, group = self.piece_length[order], np.repeat(np.arange(len(self.documents)), self.pieces_each)[order]
@@ -196,7 +195,8 @@ class Cuts:
         first_rank, stride = np.empty((2, len(order)), dtype=np.int64)
         first_rank[order] = np.arange(len(order)) + np.repeat(before[first] - first, size)
         stride[order] = np.repeat(size, size)
-        return first_rank, stride
+        first_document = np.repeat(offsets_of(self.documents)[:-1], self.pieces_each)
+        return first_rank - first_document * stride, stride
 
 
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:

@@ -32,6 +32,7 @@ from hf_packing.planning.lengths import (
     check_lengths,
     count_lengths,
     counts_of_histogram,
+    groups_of,
     indices_in_ranges,
     offsets_of,
     smallest_index_type,
@@ -107,7 +108,7 @@ class Slots:
         if self._seed is not None:
             first = self._first_of_length[length]
             slot = first + permute(rank - first, self._counts[length], self._length_keys[length], back=True)
-        entry = np.searchsorted(self._offsets, slot, side="right") - 1
+        entry = groups_of(slot, self._offsets)
         number, copies = slot - self._offsets[entry], self._copies[entry]
         nth_pack = number // copies
         pack = self._first_pack[entry] + nth_pack
@@ -302,22 +303,22 @@ class PatternTable:
         """
         cuts = self.cuts
         first_of_group = offsets_of(cuts.documents)
-        group = np.searchsorted(first_of_group, position, side="right") - 1
-        mixed = np.flatnonzero(self._cut_in_several_ways[group])
-        if self.seed is not None and len(mixed):
+        group = groups_of(position, first_of_group)
+        if self.seed is not None and self._cut_in_several_ways.any():
+            mixed = np.flatnonzero(self._cut_in_several_ways[group])
             length = cuts.document_length[group[mixed]]
             kind = np.searchsorted(cuts.by_length.length, length)
             first, size = offsets_of(cuts.by_length.documents)[kind], cuts.by_length.documents[kind]
             keys = keys_for(length, derive_key(self.seed, "cuts"))
             position = position.copy()
             position[mixed] = first + permute(position[mixed] - first, size, keys)
-            group[mixed] = np.searchsorted(first_of_group, position[mixed], side="right") - 1
-        pieces = cuts.pieces_each[group]
-        piece = indices_in_ranges(cuts.piece_offsets[group], pieces)
+            group[mixed] = groups_of(position[mixed], first_of_group)
+        nth, piece, pieces = np.arange(len(position)), cuts.piece_offsets[group], cuts.pieces_each[group]
+        if (pieces != 1).any():
+            nth, piece = np.repeat(nth, pieces), indices_in_ranges(piece, pieces)
         first_rank, stride = cuts.ranks
-        rank = first_rank[piece] + np.repeat(position - first_of_group[group], pieces) * stride[piece]
-        pack, place = self._slots.find(cuts.piece_length[piece], rank)
-        return np.repeat(np.arange(len(position)), pieces), piece, pack, place
+        rank = first_rank[piece] + position[nth] * stride[piece]
+        return nth, piece, *self._slots.find(cuts.piece_length[piece], rank)
 
     def _final_pack(self, pack: IntArray) -> IntArray:
         """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""

@@ -34,7 +34,7 @@ from hf_packing.columns import (
     check_has_tokens,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, joined, offsets_of, sums_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, join_rows, offsets_of, sums_of
 from hf_packing.rows.lazy import DocumentRows, lazy_rows, refuse_cells
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import (
@@ -269,7 +269,7 @@ def _sizes(lists: Mapping[str, Sequence[IntArray]], tokens: IntArray, bucket: In
         return replace(sizes, segments=documents, trees=TreeCounts(len(ends), raw, trees.tokens))
     if SEQ_LENGTHS not in lists:
         return sizes_of_documents(tokens)
-    lengths, segments = joined(lists[SEQ_LENGTHS])
+    lengths, segments = join_rows(lists[SEQ_LENGTHS])
     offsets = offsets_of(segments)
     sizes = sizes_of_packs(lengths, offsets, bucket)
     wrong = (sizes.tokens != tokens) | (sums_of(lengths < 1, offsets) > 0)

@@ -73,20 +73,19 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
     bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
     pieces, sizes = [], []
     for number, capacity in enumerate(capacities):
-        documents = np.flatnonzero((bucket == number) & (lengths > 0))
+        documents = np.flatnonzero(bucket == number)
         offsets = offsets_of(lengths[documents])
         tokens = int(offsets[-1])
         check_num_pieces(len(documents) + tokens / capacity, capacity)
-        borders = np.union1d(offsets, np.arange(0, tokens, capacity))  # of documents and packs
-        begin = borders[:-1]
+        borders = np.sort(np.concatenate([offsets, np.arange(0, tokens, capacity)]), kind="stable")
+        begin, length = borders[:-1], np.diff(borders)
+        begin, length = begin[length > 0], length[length > 0]  # documents and packs often end at the same token
         nth = np.searchsorted(offsets, begin, side="right") - 1
-        pieces.append((documents[nth], begin - offsets[nth], np.diff(borders)))
+        pieces.append((documents[nth], begin - offsets[nth], length))
         sizes.append(np.bincount(begin // capacity))
-    document, start, length = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    columns = (np.concatenate(each) for each in zip(*pieces, strict=True))
     capacity_of_pack = np.repeat(capacities, [len(each) for each in sizes])
-    return _plan_pieces(
-        lengths, Pieces(document, start, length), offsets_of(np.concatenate(sizes)), capacity_of_pack, seed
-    )[0]
+    return _plan_pieces(lengths, Pieces(*columns), offsets_of(np.concatenate(sizes)), capacity_of_pack, seed)[0]
 
 
 def _plan_pieces(

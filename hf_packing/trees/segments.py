@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, joined, offsets_of
+from hf_packing.planning.lengths import IntArray, indices_in_groups, indices_in_ranges, join_rows, offsets_of
 
 Places = npt.NDArray[np.int64]
 """Indices of tokens in a row."""
@@ -59,7 +59,7 @@ class TreeSegments:
         Raises:
             PackingError: the segments of a row are not trees; the error names the row.
         """
-        (values, segments), (above, _) = joined(lengths), joined(parents)
+        (values, segments), (above, _) = join_rows(lengths), join_rows(parents)
         above[above >= 0] += np.repeat(offsets_of(segments)[:-1], segments)[above >= 0]
         try:
             return cls.from_arrays(values, above)

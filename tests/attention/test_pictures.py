@@ -6,6 +6,7 @@ from functools import cache
 import peft
 import pytest
 import torch
+from forms import check_gradients, gradients_of
 from tiers import fast_only
 
 import hf_packing as hfp
@@ -26,27 +27,17 @@ def documents_with_pictures(name):
     return stock, model, *batch_of(stock, make_documents(stock), "left")
 
 
-def gradients_of(model, logits):
-    generator = torch.Generator().manual_seed(1)
-    model.zero_grad()
-    sum((each * torch.randn(each.shape, generator=generator).double()).sum() for each in logits).backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-
-
 def alone(stock):
     """Logits of the stock model, which may have adapters, for each document by itself, and all gradients."""
     inner = stock.get_base_model() if isinstance(stock, peft.PeftModel) else stock
     batches = [batch_of(inner, [document], "right")[0] for document in make_documents(inner)]
     logits = [stock(**batch, use_cache=False).logits[0] for batch in batches]
-    return logits, gradients_of(stock, logits)
+    return logits, gradients_of(stock, [logits])
 
 
-def check_gradients(model, logits, places, expected):
-    found = gradients_of(model, [logits[number, place] for number, place in enumerate(places)])
-    assert found.keys() == expected.keys()
-    scale = max(float(each.abs().max()) for each in expected.values())
-    assert scale > 0
-    assert max(float((found[name] - each).abs().max()) for name, each in expected.items()) <= 1e-12 * scale
+def check_places(model, logits, places, expected):
+    found = gradients_of(model, [[logits[number, place] for number, place in enumerate(places)]])
+    check_gradients(found, expected)
 
 
 @pytest.mark.parametrize("name", fast_only(["qwen2_5_vl", "qwen3_vl"], "qwen3_vl"))
@@ -59,7 +50,7 @@ def test_rows_with_and_without_pictures(name):
         logits = model(**batch).logits
         for number, (place, one) in enumerate(zip(places, expected, strict=True)):
             assert torch.allclose(logits[number, place], one, atol=1e-12)
-        check_gradients(model, logits, places, gradients)
+        check_places(model, logits, places, gradients)
     assert route_of(model).unpadding.backbone == "model.language_model"
 
 
@@ -124,7 +115,7 @@ def test_checkpointed_towers(name, use_reentrant):
     assert any("vis" in name and bool(each.any()) for name, each in expected.items()) != is_frozen
     model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    check_gradients(model, model(**batch).logits, places, expected)
+    check_places(model, model(**batch).logits, places, expected)
 
 
 def test_a_tower_alone():

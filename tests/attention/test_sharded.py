@@ -2,18 +2,17 @@
 
 import copy
 import json
-import subprocess
-import sys
+import warnings
 
 import accelerate
-import fsdp_process
 import pytest
 import torch
 import transformers
 from patched_models import patched_tiny
-from processes import HANGS
+from processes import on_ranks
 from tiers import fast_only
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from training_by_hand import batch_of, check_packed, losses_alone
 
 import hf_packing as hfp
@@ -127,31 +126,63 @@ def test_configurations_of_large_models(size):
     assert [step.name for step in route.by_segment] == mixers
 
 
+OF_RANKS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43], [51, 52, 53, 54, 55, 56, 57, 58]])
+"""The documents of two processes."""
+SHARDED = [("llama", "outside"), ("jamba", "outside"), ("jamba", "inside")]
+
+
+def sharded_model(architecture, folder, where):
+    """A model of the meta device that is patched, sharded by FSDP2, and then filled."""
+    warnings.simplefilter("ignore")
+    known = torch.load(folder / f"{architecture}.pt")
+    model = hfp.patch_model(on_meta(tiny_model(architecture, "causal")), prove="small")
+    for layer in model.model.layers:
+        if where == "inside" and hasattr(layer, "mamba"):
+            fully_shard(layer.mamba.conv1d)
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, known["weights"], options=StateDictOptions(full_state_dict=True))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(known["buffers"][name])
+    return model
+
+
+def losses_of_sharded(folder):
+    """Write the loss of each of SHARDED and whether the model is isolated, or why it is refused."""
+    state, found = accelerate.PartialState(cpu=True), []
+    for architecture, where in SHARDED:
+        try:
+            model = sharded_model(architecture, folder, where)
+            loss = model(**batch_of(OF_RANKS[state.process_index])).loss
+            loss.backward()
+            found.append({"loss": loss.item(), "isolated": hfp.check_isolation(model).isolated})
+        except hfp.PackingError as error:
+            found.append({"refused": str(error)})
+        state.wait_for_everyone()
+    (folder / f"found-{state.process_index}.json").write_text(json.dumps(found))
+
+
 @pytest.fixture(scope="module")
 def of_fsdp(tmp_path_factory):
-    """What two processes have found in each of the cases of fsdp_process.py."""
+    """What two processes have found in each of the cases of SHARDED."""
     folder = tmp_path_factory.mktemp("fsdp")
     for architecture in ("llama", "jamba"):
         known = tiny_model(architecture, "causal")
         saved = {"weights": known.state_dict(), "buffers": dict(known.named_buffers())}
         torch.save(saved, folder / f"{architecture}.pt")
-    commands = [[sys.executable, fsdp_process.__file__, str(rank), "2", str(folder)] for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands
-    ]
-    printed = [process.communicate(timeout=HANGS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    on_ranks(losses_of_sharded, folder, ranks=2)
     found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
-    return {tuple(case): [of_rank[number][1] for of_rank in found] for number, (case, _) in enumerate(found[0])}
+    return dict(zip(SHARDED, zip(*found, strict=True), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "jamba"])
 def test_two_processes_of_fsdp_with_other_numbers_of_documents(of_fsdp, architecture):
     known = patched_tiny(architecture, "causal")
-    for rank, of_rank in enumerate(of_fsdp[architecture, "outside"]):
-        expected = known(**batch_of(fsdp_process.DOCUMENTS[rank])).loss.item()
-        assert (of_rank["rank"], of_rank["isolated"]) == (rank, True)
+    for documents, of_rank in zip(OF_RANKS, of_fsdp[architecture, "outside"], strict=True):
+        expected = known(**batch_of(documents)).loss.item()
+        assert of_rank["isolated"]
         assert of_rank["loss"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -140,17 +140,12 @@ def on_ranks(function, folder, *arguments, ranks, fails=False):
         ranks: processes.
         fails: whether the processes are expected to fail, as when they are killed.
     """
-    given = inspect.getfile(function), function.__name__, json.dumps(arguments)
-    return launch("one_rank.py", folder, *given, ranks=ranks, fails=fails)
-
-
-def launch(script, folder, *arguments, ranks, fails=False):
-    """Run a script of this folder on so many processes; its folder for results is made where it does not exist."""
     folder.mkdir(exist_ok=True)
     paths = [str(IN_THE_FAMILY), str(RECIPES), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-    done = run_script(IN_THE_FAMILY / script, folder, *arguments, ranks=ranks, **known)
+    given = inspect.getfile(function), function.__name__, json.dumps(arguments)
+    done = run_script(IN_THE_FAMILY / "one_rank.py", folder, *given, ranks=ranks, **known)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from patched_models import patched, patched_tiny
+from patched_models import patched_tiny
 from tiers import fast_only
 from tiny_models import build
 from trainers import arguments, documents, logged, trainer_of
@@ -77,33 +77,6 @@ def test_bucket_batches(tmp_path):
     summary = hfp.attach(trainer, hfp.BucketBatches(64))
     assert summary.tokens == sum(len(row) for row in packed["input_ids"])
     assert len(logged(trainer)) == 2
-
-
-def bert():
-    return patched_tiny("bert", "masked")
-
-
-def no_items():
-    """As Gemma 4 and others say of themselves."""
-    model = patched()
-    model.accepts_loss_kwargs = False
-    return model
-
-
-CASES = [*((kind, no_items, 0.0) for kind in (Trainer, SFTTrainer)), (Trainer, no_items, 0.1), (Trainer, bert, 0.0)]
-
-
-@pytest.mark.parametrize(("kind", "make", "smoothing"), fast_only(CASES, CASES[0], CASES[1], CASES[3]))
-def test_losses_that_the_number_of_items_does_not_divide(tmp_path, kind, make, smoothing):
-    """Accumulating must not divide them once more."""
-    found = []
-    for accumulation in (1, 3):
-        model = make()
-        changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
-        trainer = trainer_of(tmp_path, kind, model=model, **changes)
-        hfp.attach(trainer, hfp.TokenBudget(1000), match_documents_per_step=45)
-        found += logged(trainer)
-    assert found == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
 def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
@@ -246,16 +219,6 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert hfp.check_isolation(trainer.model).isolated
-
-
-def test_batches_of_workers_are_the_same(tmp_path):
-    found = []
-    for workers in (0, 2):
-        options = {"dataloader_persistent_workers": workers > 0, "num_train_epochs": 2, "max_steps": -1}
-        trainer = trainer_of(tmp_path, data=documents(20), dataloader_num_workers=workers, **options)
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        found.append(logged(trainer))
-    assert found[0] == found[1]
 
 
 def test_linear_cost_is_that_of_the_model(tmp_path):

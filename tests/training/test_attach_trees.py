@@ -10,8 +10,10 @@ from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 from trainers import documents, trainer_of
+from training_by_hand import largest_difference
 from training_process import segments
 from transformers import Trainer
+from tree_rows import documents_of
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -127,7 +129,6 @@ def epoch_of(data, budget, loss="token"):
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_an_epoch_is_that_of_the_documents_alone(loss):
     _, expected = epoch_of(DATA, hfp.TokenBudget(8192), loss)
-    largest = max(float(each.abs().max()) for each in expected.values())
     for data, budget in (
         (DATA, hfp.TokenBudget(2048, share_prefixes=2)),
         (stream(shards=1), hfp.TokenBudget(96, share_prefixes=2)),
@@ -137,8 +138,7 @@ def test_an_epoch_is_that_of_the_documents_alone(loss):
         batches, found = epoch_of(data, budget, loss)
         assert sorted(ids for batch in batches for ids, _ in segments(batch)) == sorted(DATA["input_ids"])
         assert sum(batch["input_ids"].shape[1] for batch in batches) < 0.7 * RAW
-        for name, each in expected.items():
-            assert float((found[name] - each).abs().max()) <= 1e-12 * largest
+        assert largest_difference(found, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
@@ -165,18 +165,8 @@ def test_a_mixture_counts_documents_and_their_tokens(tmp_path):
     hfp.attach(trainer, hfp.TokenBudget(96))
     trainer.train()
     logs = next(each for each in reversed(trainer.state.log_history) if "source_few_tokens" in each)
-    found = [document for row in list(rows)[:4] for document in _documents_of(row)]
+    found = [(row["source"][path[-1]], len(path)) for row in list(rows)[:4] for _, _, path in documents_of(row)]
     for name, number in (("few", 0), ("same", 1)):
         assert logs[f"source_{name}_documents"] == sum(source == number for source, _ in found) > 0
         assert logs[f"source_{name}_tokens"] == sum(tokens for source, tokens in found if source == number)
         assert f"source_{name}_loss" not in logs, "a token of a tree belongs to several documents"
-
-
-def _documents_of(row):
-    """The source and the number of tokens of each document, found by walking up from its end."""
-    begins = [sum(row["segment_lengths"][:segment]) for segment in range(len(row["parents"]))]
-    for end in row["ends"]:
-        tokens, segment = 0, end
-        while segment >= 0:
-            tokens, segment = tokens + row["segment_lengths"][segment], row["parents"][segment]
-        yield row["source"][begins[end]], tokens

@@ -42,11 +42,13 @@ def attached(folder, kind=Trainer, data=None, budget=None, shapes=None, **change
     return trainer
 
 
-def test_input_tokens_seen_are_those_of_documents(tmp_path):
-    known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    trainer = attached(tmp_path, shapes=SHAPES, include_num_input_tokens_seen="non_padding", **known)
+def test_tokens_seen_are_those_of_documents(tmp_path):
+    """As Trainer counts them, and as TRL does."""
+    known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    trainer = attached(tmp_path, SFTTrainer, shapes=SHAPES, include_num_input_tokens_seen="non_padding", **known)
     trainer.train()
-    assert trainer.state.num_input_tokens_seen == 2 * tokens_in(trainer.train_dataset)
+    last = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
+    assert last == trainer.state.num_input_tokens_seen == 2 * tokens_in(trainer.train_dataset)
 
 
 def test_all_input_tokens_seen_are_those_of_batches(tmp_path):
@@ -71,13 +73,6 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
     assert sum(tokens for tokens, *_ in counts) == tokens_in(data)
     segments = [len(row["seq_lengths"]) for row in data] if packed else [1, 1, 1]
     assert sum(found for _, found, *_ in counts) == sum(segments)
-
-
-def test_tokens_of_trl_are_those_of_documents(tmp_path):
-    trainer = attached(tmp_path, SFTTrainer, shapes=SHAPES, max_steps=-1, num_train_epochs=2, logging_steps=1)
-    trainer.train()
-    last = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
-    assert last == 2 * tokens_in(trainer.train_dataset)
 
 
 @pytest.mark.parametrize(("steps", "shapes"), [(3, SHAPES), (11, {})])

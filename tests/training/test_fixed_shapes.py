@@ -27,8 +27,7 @@ def shapes_of(loader):
     }
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
 def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
     entries = []
     for shapes in ({}, SHAPES):
@@ -113,14 +112,12 @@ def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path, mon
     )
     model = patched("Mixtral")
     model.config.output_router_logits = True
-    with pytest.raises(
-        PackingError, match="tokens: expected None, since MixtralForCausalLM would also compute its load"
+    for call in (
+        lambda: hfp.attach(trainer_of(tmp_path, model=model), LIMITED, **SHAPES),
+        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), documents(9), LIMITED, model=model, **SHAPES),
     ):
-        hfp.attach(trainer_of(tmp_path, model=model), LIMITED, **SHAPES)
-    with pytest.raises(
-        PackingError, match="tokens: expected None, since MixtralForCausalLM would also compute its load"
-    ):
-        hfp.prepare_dataloader(Accelerator(cpu=True), documents(9), LIMITED, model=model, **SHAPES)
+        with pytest.raises(PackingError, match="^tokens: expected None, since MixtralForCausalLM would also compute"):
+            call()
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ from accelerate import Accelerator
 from datasets import concatenate_datasets, load_from_disk
 from patched_models import patched_tiny
 from trainers import documents as labeled_documents
-from trainers import logged, trainer_of
-from transformers import Trainer
+from trainers import trainer_of
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -40,13 +39,6 @@ def both(folder, strategy=None, source=None):
     return [hfp.pack(on_disk, strategy, lazy=lazy) for lazy in (False, True)]
 
 
-@pytest.fixture
-def pair(tmp_path):
-    packed, lazy = both(tmp_path / "documents")
-    assert max(map(len, packed["seq_lengths"])) > 1
-    return packed, lazy
-
-
 def same(one, other):
     return one.keys() == other.keys() and all(
         torch.as_tensor(one[name]).dtype == torch.as_tensor(other[name]).dtype
@@ -66,8 +58,8 @@ VIEWS = {
 SOURCES = {"tokens": None, "labels": with_labels, "masks": with_masks}
 
 
-def batches_of(rows, batching=None, model=None):
-    return list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, batching or hfp.TokenBudget(128), model=model))
+def batches_of(rows, batching=None, **how):
+    return list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, batching or hfp.TokenBudget(128), **how))
 
 
 def check_same(packed, lazy, **how):
@@ -82,7 +74,8 @@ def check_same(packed, lazy, **how):
 def test_micro_batches(tmp_path, view, source):
     made = documents(45) if SOURCES[source] is None else documents(45).map(SOURCES[source])
     packed, lazy = map(VIEWS[view], both(tmp_path, source=made))
-    check_same(packed, lazy)
+    assert max(map(len, packed["seq_lengths"])) > 1
+    check_same(packed, lazy, num_workers=int(view == "shuffled"))
 
 
 def test_micro_batches_of_buckets(tmp_path):
@@ -97,37 +90,14 @@ def test_lazy_rows_of_trees():
     check_same(*rows, model=patched_tiny("llama", "causal", trees=True))
 
 
-def test_rows_are_read_without_the_formatting_of_datasets(pair, monkeypatch):
-    _, lazy = pair
+def test_rows_are_read_without_the_formatting_of_datasets(tmp_path, monkeypatch):
+    _, lazy = both(tmp_path)
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), lazy, hfp.TokenBudget(64))
     for name in ("__getitems__", "__getitem__"):
         monkeypatch.setattr(datasets.Dataset, name, lambda *_: pytest.fail("formatted"))
     assert len(list(loader)) > 1
     with pytest.raises(pytest.fail.Exception, match="formatted"):
         lazy[0]
-
-
-def losses_of(folder, rows, kind, attach, **options):
-    if kind is SFTTrainer:
-        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "padding_free": not attach}
-    steps = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 2}
-    trainer = trainer_of(folder, kind, data=rows, **steps, **options)
-    if attach:
-        hfp.attach(trainer, hfp.TokenBudget(128))
-    elif kind is Trainer:
-        trainer.data_collator = hfp.PackingCollator()
-    return logged(trainer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "attach", "workers"),
-    [(Trainer, False, 0), (Trainer, True, 1), (SFTTrainer, False, 1), (SFTTrainer, True, 0)],
-)
-def test_trainers(pair, tmp_path, kind, attach, workers):
-    packed, lazy = pair
-    expected = losses_of(tmp_path, packed, kind, attach)
-    assert losses_of(tmp_path, lazy, kind, attach, dataloader_num_workers=workers) == expected
-    assert len(set(expected)) > 2
 
 
 def test_masks_that_are_applied_are_noticed(tmp_path):

@@ -5,9 +5,7 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from chunks import WHOLE, chunks_of
 from patched_models import patched
-from tiny_models import build, with_loss_times
 from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 
@@ -187,12 +185,6 @@ def test_a_state_between_steps_may_have_another_accumulation():
     assert len(list(loader)) == len(loader) - 6
 
 
-def test_a_model_with_another_loss():
-    models = with_loss_times(2.0), build("Llama")
-    found = [float(hfp.compute_loss(model, next(iter(loader_of(model=model)))).detach()) for model in models]
-    assert found[0] == pytest.approx(2 * found[1], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])
 def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
@@ -200,18 +192,6 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows[3]["position_ids"] = [0, 1, 2, 3]
     with pytest.raises(PackingError, match="column 'position_ids': expected positions .* of row .*'seq_lengths'"):
         list(loader_of(data=kind(rows), budget=4))
-
-
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_the_head_of_a_loop_in_chunks(loss):
-    model = patched("Llama", torch.float64)
-    batch, found = next(iter(loader_of(loss=loss, model=model))), []
-    for tokens in (5, WHOLE):
-        with chunks_of(tokens, model) as chunks:
-            found.append(hfp.compute_loss(model, batch).item())
-            found.append(hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9), rows_per_batch=3))
-        assert bool(chunks) == (tokens == 5)
-    assert found[:2] == pytest.approx(found[2:], rel=1e-12)
 
 
 PLAIN = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], [40, 41], list(range(50, 70))]

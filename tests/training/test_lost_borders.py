@@ -10,14 +10,14 @@ from accelerate import Accelerator
 from patched_models import patched
 from tiny_models import build
 from torch.utils.data import ConcatDataset, DataLoader, Subset
-from trainers import arguments, logged, tokenizer
+from trainers import logged, tokenizer, trainer_of
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
 
@@ -54,11 +54,6 @@ def from_parquet(folder, dataset):
     return datasets.load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train", cache_dir=folder)
 
 
-def from_disk(folder, dataset):
-    dataset.save_to_disk(folder)
-    return datasets.load_from_disk(folder)
-
-
 @cache
 def loss_alone():
     """The mean loss over all labels of the stock model that runs each document alone."""
@@ -68,16 +63,12 @@ def loss_alone():
     return sum(losses) / sum(ids.numel() - 1 for ids in documents)
 
 
-def trainer(folder, dataset, kind=Trainer, collator=None, model=None, **changes):
+def trainer(folder, dataset, kind=Trainer, collator=None, **changes):
     """A stock trainer whose step has all rows, on a patched model."""
-    config = SFTConfig if kind is SFTTrainer else TrainingArguments
-    known = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 24, "max_length": None}
-    if kind is Trainer:
-        known.pop("max_length")
-    more = {} if collator is None else {"data_collator": collator}
-    more |= {"processing_class": tokenizer()} if kind is SFTTrainer else {}
-    model = model or patched("Llama", torch.float64)
-    return kind(model, arguments(folder, config, **known | changes), train_dataset=dataset, **more)
+    known = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 24}
+    stock = trainer_of(folder, kind, patched("Llama", torch.float64), dataset, **known | changes)
+    stock.data_collator = collator or stock.data_collator
+    return stock
 
 
 FLAT = hfp.PackingCollator()
@@ -90,7 +81,6 @@ FLATTENING = {"collator": DataCollatorWithFlattening()}
 RIGHT = {
     "pack": (lambda _: packed(), {}),
     "without position_ids": (lambda _: packed(position_ids=False), {}),
-    "remove_columns": (lambda _: packed().remove_columns("position_ids"), {}),
     "map": (lambda _: mapped().remove_columns("position_ids"), {}),
     "parquet": (lambda folder: from_parquet(folder, packed(position_ids=False)), {}),
     "lazy": (lambda folder: lazily_packed(folder), {}),
@@ -124,7 +114,6 @@ LABELS_OF_ITS_OWN = {"collator": DataCollatorForLanguageModeling(tokenizer(), ml
 WRONG = {
     "select_columns": (lambda _: packed().select_columns(COLUMNS), {}, LOST),
     "with_format": (lambda _: packed().with_format("torch", columns=COLUMNS), {}, LOST),
-    "save_to_disk": (lambda folder: from_disk(folder, packed()).select_columns(COLUMNS), {}, LOST),
     "map and shuffle": (lambda _: packed().map(lambda _: {"n": 1}).shuffle().select_columns(COLUMNS), {}, LOST),
     "train_test_split": (lambda _: packed().train_test_split(0.4)["train"].select_columns(COLUMNS), {}, LOST),
     "concatenated with documents": (
@@ -137,7 +126,6 @@ WRONG = {
     "stream": (lambda _: packed_stream().map(lambda row: row).select_columns(COLUMNS), NOT_DISPATCHED, LOST),
     "lazy": (lambda folder: lazily_packed(folder).select_columns(COLUMNS), {}, LOST),
     "flattening": (lambda _: packed(), FLATTENING, NOT_READ),
-    "flattening of map": (lambda _: mapped(), FLATTENING, NOT_READ),
     "flattening of a stream": (lambda _: packed_stream(), FLATTENING, NOT_READ),
     "without padding_free": (lambda _: packed(), {"kind": SFTTrainer}, NOT_READ),
     "padding_free without seq_lengths": (lambda _: packed().remove_columns("seq_lengths"), PADDING_FREE, LOST),

@@ -13,8 +13,9 @@ import pytest
 import torch
 from chunks import chunks_of
 from document_streams import generated
+from patched_models import patched
 from processes import on_ranks, read
-from tiny_models import build, exact
+from tiny_models import build
 from torch.nn import functional as F
 from trainers import trainer_of as plain_trainer_of
 from transformers import Trainer, TrainerCallback
@@ -25,7 +26,7 @@ import hf_packing as hfp
 
 CAPACITY, MOST = 48, 12
 SHARES = {"web": 0.5, "code": 0.3, "books": 0.2}
-LENGTHS, SIZES = {"web": (4, 16), "code": (2, 7), "books": (8, 40)}, {"web": 120, "code": 40, "books": 24}
+LENGTHS, SIZES = {"web": (4, 16), "code": (2, 7), "books": (8, 40)}, {"web": 60, "code": 20, "books": 12}
 SHARDS = 4
 
 
@@ -60,7 +61,7 @@ class ByHand:
     """Sums over the documents of each source: tokens, documents, losses and labels; losses by an unpacked model."""
 
     def __init__(self):
-        self.model = exact(build("Llama").double())
+        self.model = build("Llama", torch.float64)
         self.sums = {name: np.zeros(4) for name in SHARES}
 
     @torch.no_grad()
@@ -105,7 +106,7 @@ def trainer_of(folder, stream, kind=Trainer, callbacks=(), loss="token", shapes=
 
     known = {"logging_steps": 2, "learning_rate": 1e-2, "callbacks": [*callbacks], **settings}
     known |= {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
-    trainer = plain_trainer_of(folder, Noting, exact(build("Llama").double()), stream, **known)
+    trainer = plain_trainer_of(folder, Noting, patched("Llama", torch.float64), stream, **known)
     hfp.attach(trainer, hfp.TokenBudget(CAPACITY), loss=loss, **(shapes or {}))
     trainer.seen, trainer.by_hand = [], None
     return trainer
@@ -176,7 +177,7 @@ def test_losses_and_counts_are_those_of_the_documents(tmp_path, how):
         "SFTTrainer": {"kind": SFTTrainer, "loss": "sequence"},
     }[how]
     chunked = how.startswith("chunks")
-    with chunks_of(5, trainer_of(tmp_path, packed(mixture()), max_steps=1).model) if chunked else nullcontext() as sums:
+    with chunks_of(5, build("Llama")) if chunked else nullcontext() as sums:
         trainer = run(tmp_path, **settings)
     assert not chunked or len([size for _, size in sums if size == 5]) >= 6
     assert any(len({document[0] for document in each}) == 3 for each in trainer.seen)
@@ -186,8 +187,8 @@ def test_losses_and_counts_are_those_of_the_documents(tmp_path, how):
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 def test_training_is_the_same_bit_for_bit_as_without_logs_of_sources(tmp_path, kind):
     rows = packed(mixture().remove_columns("source"))
-    with chunks_of(5, trainer_of(tmp_path, rows, max_steps=1).model):
-        settings = {"kind": kind, "max_steps": 6, "logging_steps": 1}
+    with chunks_of(5, build("Llama")):
+        settings = {"kind": kind, "max_steps": 3, "logging_steps": 1}
         without = trainer_of(tmp_path, rows, **settings)
         mixed = trainer_of(tmp_path, packed(mixture()), **settings)
         for each in (without, mixed):
@@ -204,15 +205,11 @@ def test_training_is_the_same_bit_for_bit_as_without_logs_of_sources(tmp_path, k
 
 def test_a_cross_entropy_of_the_trainers_own_is_logged_too(tmp_path):
     class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            losses = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], inputs["labels"][0, 1:], reduction="sum")
-            loss = (
-                losses / (inputs["labels"] != -100).sum() if num_items_in_batch is None else losses / num_items_in_batch
-            )
-            return (loss, outputs) if return_outputs else loss
+        def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
+            return F.cross_entropy(logits, inputs["labels"][0, 1:], reduction="sum") / num_items_in_batch
 
-    class OfProbabilities(Own):
+    class OfProbabilities(Trainer):
         def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
             logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
             losses = -logits.log_softmax(-1).gather(1, inputs["labels"][0, 1:, None].clamp(min=0))
@@ -225,7 +222,7 @@ def test_a_cross_entropy_of_the_trainers_own_is_logged_too(tmp_path):
 def test_epochs_are_those_from_which_the_documents_come(tmp_path):
     """In an epoch of the mixture, the passes of a document are 0, 1, 2 and so on; the next epoch goes on from there."""
     stream = packed(mixture(), streams=1)
-    trainer = trainer_of(tmp_path, stream, max_steps=3 * len(list(stream)), logging_steps=1)
+    trainer = trainer_of(tmp_path, stream, max_steps=2 * len(list(stream)) + 9, logging_steps=1)
     trainer.train()
     logs = [line for line in trainer.state.log_history if "loss" in line]
     epochs = [int(line["epoch"]) for line in logs]

@@ -205,8 +205,17 @@ def llama():
     return build("Llama", torch.float64)
 
 
+def no_items():
+    """As Gemma 4 and others say of themselves: accumulating must not divide their losses once more."""
+    model = llama()
+    model.accepts_loss_kwargs = False
+    return model
+
+
 CASES = {
     "plain": Case(llama),
+    "no items": Case(no_items),
+    "no items, smoothed": Case(no_items, divided=smoothed, smoothing=0.1),
     "capped": Case(lambda: build("Gemma2", torch.float64, final_logit_softcapping=3.0)),
     "smoothed": Case(llama, divided=smoothed, smoothing=0.1),
     "compute_loss_func": Case(
@@ -225,7 +234,8 @@ CASES = {
     "Bamba": Case(bamba, z_loss(0.1)),
 }
 CASES |= {f"super of {name}": CASES[name]._replace(kind=CallsSuper) for name in ("Qwen3-MoE", "Bamba", "AdaLoRA")}
-SFT = ("plain", "capped", "smoothed", "compute_loss_func", "Qwen3-MoE")  # stock itself fails with AdaptionPrompt
+SFT = ("plain", "no items", "capped", "smoothed", "compute_loss_func", "Qwen3-MoE")
+"""TRL itself fails with AdaptionPrompt."""
 CASES |= {f"SFTTrainer of {name}": CASES[name]._replace(kind=SFTTrainer) for name in SFT}
 
 
@@ -280,13 +290,24 @@ def train(tmp_path, case, model, accumulation, **settings) -> Trained:
     return Trained(loss, seen.gradients, batches[:accumulation])
 
 
-def right_step(case, model, batches, count=None):
+def documents_in(batch):
+    """A micro-batch of each document."""
+    for begin, end in pairwise(batch["cu_seq_lens_q"].tolist()):
+        own = {name: batch[name][:, begin:end] for name in ("input_ids", "labels")}
+        yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
+
+
+def right_step(case, model, batches, loss="token"):
     """The loss of a step and its gradients, from the stock model on each document alone."""
     model.train()
     model.zero_grad()
     each = [alone(model, batch) for batch in batches]
-    count = sum(len(of.labels) for of in each) if count is None else count
-    loss = sum(case.divided(of) for of in each) / count
+    if loss == "token":
+        loss = sum(case.divided(of) for of in each) / sum(len(of.labels) for of in each)
+    else:
+        by_document = [alone(model, own) for batch in batches for own in documents_in(batch)]
+        means = [of.cross_entropies / len(of.labels) for of in by_document if len(of.labels)]
+        loss = sum(means) / len(means)
     loss = loss + sum(case.extra(model, of) for of in each) / len(each)
     loss.backward()
     return float(loss.detach()), gradients_of(model)
@@ -297,58 +318,31 @@ def check_close(found, expected):
     assert largest_difference(found, expected) <= CLOSE
 
 
+STEPS = [(name, *how, "token") for name in CASES for how in ((1, WHOLE), (4, WHOLE), (2, 5))]
+STEPS += [(name, 4, WHOLE, "sequence") for name in ("plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba")]
 FEW = [
     *(("plain", 1, WHOLE), ("regularized", 4, WHOLE), ("mean", 4, WHOLE), ("Qwen3-MoE", 4, WHOLE)),
+    *((name, 4, WHOLE) for name in ("no items", "SFTTrainer of no items")),
     *((name, 2, 5) for name in ("z-loss in training", "AdaLoRA", "AdaptionPrompt", "pops labels")),
 ]
+FEW = [*((*step, "token") for step in FEW), ("AdaLoRA", 4, WHOLE, "sequence")]
 
 
-@pytest.mark.parametrize(
-    ("name", "accumulation", "tokens"),
-    fast_only([(name, *how) for name in CASES for how in ((1, WHOLE), (4, WHOLE), (2, 5))], *FEW),
-)
-def test_steps_of_attach(tmp_path, name, accumulation, tokens):
+@pytest.mark.parametrize(("name", "accumulation", "tokens", "loss"), fast_only(STEPS, *FEW))
+def test_steps_of_attach(tmp_path, name, accumulation, tokens, loss):
     """From whole logits and in chunks of tokens."""
     case = CASES[name]
     model = case.model()
     stock, inner = copy.deepcopy(model), inner_model(model)
     with chunks_of(tokens, inner) as chunks:
-        found = train(tmp_path, case, model, accumulation)
-    reads_all_logits = case.kind is SFTTrainer or name in ("smoothed", "compute_loss_func", "focal")
+        found = train(tmp_path, case, model, accumulation, loss=loss)
+    reads_all_logits = case.kind is SFTTrainer or case.smoothing or name in ("compute_loss_func", "focal")
     assert reads_all_logits or bool(chunks) == (tokens == 5)
     assert len(found.batches) == accumulation
     assert all(len(batch["cu_seq_lens_q"]) > 3 for batch in found.batches)  # several documents in each
-    loss, gradients = right_step(case, stock, found.batches)
-    assert found.loss == pytest.approx(loss, rel=1e-5)
+    expected, gradients = right_step(case, stock, found.batches, loss)
+    assert found.loss == pytest.approx(expected, rel=1e-5)
     check_close(found.gradients, gradients)
-
-
-def by_document(of_batch):
-    """The sum over the documents of a micro-batch of their mean cross-entropy."""
-    return sum(of.cross_entropies / len(of.labels) for of in of_batch if len(of.labels))
-
-
-def documents_in(batch):
-    """A micro-batch of each document."""
-    for begin, end in pairwise(batch["cu_seq_lens_q"].tolist()):
-        own = {name: batch[name][:, begin:end] for name in ("input_ids", "labels")}
-        yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
-
-
-@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "AdaLoRA"))
-def test_losses_by_document(tmp_path, name):
-    case = CASES[name]
-    model = case.model()
-    stock = copy.deepcopy(model)
-    found = train(tmp_path, case, model, 4, loss="sequence")
-    stock.train()
-    documents_of = [[alone(stock, each) for each in documents_in(batch)] for batch in found.batches]
-    count = sum(len(of.labels) > 0 for batch in documents_of for of in batch)
-    loss = sum(map(by_document, documents_of)) / count
-    loss = loss + sum(case.extra(stock, alone(stock, batch)) for batch in found.batches) / 4
-    loss.backward()
-    check_close(found.gradients, gradients_of(stock))
-    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "Bamba"], "AdaLoRA"))
@@ -382,8 +376,8 @@ def test_evaluation_leaves_out_what_models_add(tmp_path, name):
     model = case.model()
     stock, data = copy.deepcopy(model).eval(), documents(9)
     with torch.no_grad():
-        each = [alone(stock, batch) for batch in documents_in(hfp.PackingCollator()(list(data)))]
-    right = sum(float(of.cross_entropies) for of in each) / sum(len(of.labels) for of in each)
+        each = alone(stock, hfp.PackingCollator()(list(data)))
+    right = float(each.cross_entropies) / len(each.labels)
     trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45))
     hfp.attach(trainer, BUDGET)
     for rows in (1, 4):

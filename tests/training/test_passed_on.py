@@ -19,19 +19,26 @@ BUDGET = hfp.TokenBudget(64)
 TAKES_ALL = {"remove_unused_columns": False}
 
 
-def weighted(number=30, **changes):
-    """Documents whose tokens have weights that follow from the tokens, so that every batch can be checked alone."""
-    rng = np.random.default_rng(3)
-    rows = [rng.integers(3, 99, size).tolist() for size in rng.integers(2, 20, number)]
-    columns = {
+def columns_of(rows):
+    """Numbers that follow from the tokens, so that every batch can be checked alone."""
+    return {
         "input_ids": rows,
         "weights": [[token / 100 for token in row] for row in rows],
         "kinds": [[token % 7 for token in row] for row in rows],
         "marked": [[token % 2 == 0 for token in row] for row in rows],
-        "text": ["text"] * number,
-        "pairs": [[[token, 1] for token in row] for row in rows],
     }
+
+
+def weighted(**changes):
+    rng = np.random.default_rng(3)
+    columns = columns_of([rng.integers(3, 99, size).tolist() for size in rng.integers(2, 20, 30)])
     return datasets.Dataset.from_dict(columns | changes)
+
+
+def with_more():
+    """Also columns that do not have one number for each token."""
+    rows = weighted()["input_ids"]
+    return weighted(text=["text"] * 30, pairs=[[[token, 1] for token in row] for row in rows])
 
 
 def check(batch):
@@ -65,16 +72,8 @@ class Checked(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def as_plain(data):
-    return Plain([dict(row) for row in data])
-
-
-def as_transform(data):
-    return data.with_transform(lambda batch: batch)
-
-
 def as_lazy(data, folder):
-    data.remove_columns(["text", "pairs"]).save_to_disk(folder)
+    data.save_to_disk(folder)
     return hfp.pack(datasets.load_from_disk(folder), hfp.BestFit(32), lazy=True)
 
 
@@ -90,12 +89,12 @@ def test_compute_loss_gets_them(tmp_path, kind, shapes):
         "documents": lambda data: data,
         "packed": lambda data: hfp.pack(data, hfp.BestFit(32)),
         "lazy": lambda data: as_lazy(data, tmp_path / "saved"),
-        "transform": as_transform,
-        "plain": as_plain,
+        "transform": lambda data: data.with_transform(lambda batch: batch),
+        "plain": lambda data: Plain(data.to_list()),
         "stream": lambda data: data.to_iterable_dataset(),
         "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), few, streams=1),
     }
-    data = make[kind](weighted())
+    data = make[kind](weighted() if kind == "lazy" else with_more())
     trainer = trainer_of(tmp_path, Checked, data=data, **TAKES_ALL)
     hfp.attach(trainer, BUDGET, **shapes)
     assert min(logged(trainer)) > 0
@@ -126,39 +125,26 @@ def with_weights():
     return model
 
 
-@pytest.mark.filterwarnings("ignore:attach leaves out the columns kinds, marked")
-@pytest.mark.filterwarnings("ignore:prepare_dataloader leaves out the columns kinds, marked")
-def test_the_model_gets_what_its_forward_takes(tmp_path):
-    data = weighted()
-    trainer = trainer_of(tmp_path, data=data, model=with_weights())
-    hfp.attach(trainer, BUDGET)
-    batches = list(trainer.get_train_dataloader())
-    loop = list(hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, BUDGET, model=with_weights()))
-    for batch in (*batches, *loop):
-        assert torch.allclose(batch["weights"], batch["input_ids"] / 100)
-        assert not {"kinds", "marked"} & set(batch)
-
-
-def test_others_are_left_out_and_named(tmp_path):
-    """By default, Trainer keeps what the model's forward takes."""
-    trainer = trainer_of(tmp_path, data=weighted())
-    with pytest.warns(UserWarning, match="attach leaves out the columns kinds, marked, weights, since no argument"):
+@pytest.mark.parametrize(("make", "left"), [(with_weights, "kinds, marked"), (patched, "kinds, marked, weights")])
+def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
+    """As Trainer does it by default. Others are left out and named."""
+    trainer = trainer_of(tmp_path, data=weighted(), model=make())
+    with pytest.warns(UserWarning, match=f"attach leaves out the columns {left}, since no argument"):
         hfp.attach(trainer, BUDGET)
     accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match="prepare_dataloader leaves out the columns kinds, marked, weights"):
-        loader = hfp.prepare_dataloader(accelerator, weighted(), BUDGET, model=patched())
-    for batches in (trainer.get_train_dataloader(), loader):
-        assert not {"weights", "kinds", "marked"} & set(next(iter(batches)))
+    with pytest.warns(UserWarning, match=f"prepare_dataloader leaves out the columns {left}, since"):
+        loader = hfp.prepare_dataloader(accelerator, weighted(), BUDGET, model=make())
+    for batch in (*trainer.get_train_dataloader(), *loader):
+        assert not set(left.split(", ")) & set(batch)
+        if make is with_weights:
+            assert torch.allclose(batch["weights"], batch["input_ids"] / 100)
 
 
 def test_shared_prefixes(tmp_path):
     """A prefix is shared only where weights are equal, too."""
     prompt = list(range(10, 40))
     rows = [[*prompt, *range(50 + number, 60 + number)] for number in range(6)]
-    columns = {"input_ids": rows, "weights": [[token / 100 for token in row] for row in rows]}
-    columns["kinds"] = [[token % 7 for token in row] for row in rows]
-    columns["marked"] = [[token % 2 == 0 for token in row] for row in rows]
-    data = datasets.Dataset.from_dict(columns)
+    data = datasets.Dataset.from_dict(columns_of(rows))
     for each, share in ((data, True), (hfp.pack(data, hfp.BestFit(128), share_prefixes=True), False)):
         trainer = trainer_of(tmp_path, data=each, model=patched(trees=True), **TAKES_ALL)
         summary = hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=share))
@@ -169,23 +155,22 @@ def test_shared_prefixes(tmp_path):
 
 @pytest.mark.parametrize("changed", [{"weights": [[1.0]] * 30}, {"vector": [[0.5] * 3] * 30}])
 def test_another_number_of_values_is_refused(tmp_path, changed):
-    data = weighted(**changed).remove_columns(["text", "pairs"])
+    data = weighted(**changed)
     name = next(iter(changed))
     known = trainer_of(tmp_path, data=data, **TAKES_ALL)
     for act in (lambda: hfp.attach(known, BUDGET), lambda: hfp.PackingCollator()([dict(row) for row in data])):
         with pytest.raises(PackingError, match=f"column '{name}': expected"):
             act()
-    trainer = trainer_of(tmp_path, data=as_plain(data), **TAKES_ALL)
+    trainer = trainer_of(tmp_path, data=Plain(data.to_list()), **TAKES_ALL)
     hfp.attach(trainer, BUDGET)
     with pytest.raises(PackingError, match=f"column '{name}': expected"):
         trainer.train()
 
 
 def test_an_own_loop_with_the_collator():
-    packed = hfp.pack(weighted().remove_columns(["text", "pairs"]), hfp.BestFit(32))
+    packed = hfp.pack(weighted(), hfp.BestFit(32))
     for form in (None, "numpy", "torch"):
-        rows = packed.with_format(form)
-        loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=hfp.PackingCollator(), num_workers=0)
+        loader = torch.utils.data.DataLoader(packed.with_format(form), batch_size=2, collate_fn=hfp.PackingCollator())
         for batch in loader:
             check(batch)
 
@@ -202,7 +187,7 @@ def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
 
     model = patched(dtype=torch.float64)
     step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
-    trainer = trainer_of(tmp_path, Checked, model=model, data=data.remove_columns(["text", "pairs"]), **step)
+    trainer = trainer_of(tmp_path, Checked, model=model, data=data, **step)
     trainer.add_callback(Gradients())
     summary = hfp.attach(trainer, hfp.TokenBudget(400), match_documents_per_step=len(data))
     assert (summary.optimizer_steps, summary.num_micro_batches) == (1, accumulation)

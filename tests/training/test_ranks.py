@@ -16,7 +16,7 @@ from patched_models import patched
 from processes import on_ranks as call_on_ranks
 from tiny_models import build
 from trainers import documents, trainer_of
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -24,6 +24,7 @@ from hf_packing.attention import is_patched
 from hf_packing.training import ranks as training_ranks
 
 DATA = documents(64)
+SEVEN = hfp.TokenBudget(64, max_documents=7)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -59,6 +60,11 @@ class Rank:
         self.rank, self.ranks = rank, ranks
         self.last = rank == ranks - 1
 
+    def at_fault(self, error):
+        """What this rank is told where the last one alone is at fault."""
+        ranks = self.ranks
+        return f"^PackingError: {error}" if self.last else f"rank {ranks - 1} of {ranks} raised PackingError: {error}"
+
     def shifted(self, column):
         return DATA.map(other(column), load_from_cache_file=False) if self.last else DATA
 
@@ -83,18 +89,18 @@ class Rank:
         }
 
     def batching(self):
-        """By case, the batching of this rank and further settings."""
-        last = self.last
+        """By case, what is named, the batching of this rank, and further settings."""
+        last, usual = self.last, hfp.TokenBudget(64)
         return {
-            "seed": (hfp.TokenBudget(64, seed=self.rank), {}),
-            "max_tokens": (hfp.TokenBudget(64 + 8 * last), {}),
-            "a budget too small": (hfp.TokenBudget(8 if last else 64), {}),
-            "overflow": (hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
-            "tokens": (hfp.TokenBudget(64), {"tokens": 64 + 8 * last, "max_segments": 9}),
-            "max_segments": (hfp.TokenBudget(64, max_documents=7), {"tokens": 64, "max_segments": 8 + last}),
-            "no batching": (64 if last else hfp.TokenBudget(64), {}),
-            "loss": (hfp.TokenBudget(64), {"loss": "sequence" if last else "token"}),
-            "no loss": (hfp.TokenBudget(64), {"loss": "mean" if last else "token"}),
+            "seed": ("batching", hfp.TokenBudget(64, seed=self.rank), {}),
+            "max_tokens": ("batching", hfp.TokenBudget(64 + 8 * last), {}),
+            "a budget too small": ("batching", hfp.TokenBudget(8 if last else 64), {}),
+            "overflow": ("batching", hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
+            "tokens": ("tokens", usual, {"tokens": 64 + 8 * last, "max_segments": 9}),
+            "max_segments": ("max_segments", SEVEN, {"tokens": 64, "max_segments": 8 + last}),
+            "no batching": ("batching", 64 if last else usual, {}),
+            "loss": ("loss", usual, {"loss": "sequence" if last else "token"}),
+            "no loss": ("loss", usual, {"loss": "mean" if last else "token"}),
         }
 
 
@@ -107,121 +113,105 @@ SAME = {
 """Data that all ranks have, which they train on: none of these is refused."""
 
 
-class Steps(TrainerCallback):
-    def __init__(self):
-        self.steps = 0
-
-    def on_step_begin(self, *_, **__):
-        self.steps += 1
+CASES = [*Rank(0, 2).data()]
+DIFFERENT = "dataset: expected the same rows on all ranks; "
 
 
 class Log:
-    """What this process was told in each case."""
+    """What this process is told in each case, beside a pattern of what it should be told; None for nothing."""
 
     def __init__(self, folder, rank):
         self.file = folder / f"ranks-{rank}.json"
         self.told = {}
 
-    def told_of(self, name, act, steps=None):
-        failure = None
-        try:
-            act()
-        except Exception as error:  # that is what is written down
-            failure = error
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        self.told[name] = {"message": message, "steps": 0 if steps is None else steps.steps}
+    def expect(self, pattern, case, act):
+        self.told[case] = (pattern, message_of(act))
         self.file.write_text(json.dumps(self.told))
-        return failure
 
 
-def trainer(folder, kind, data=None, steps=None, **changes):
-    made = trainer_of(folder, kind, data=data, max_steps=1, **changes)
-    if steps is not None:
-        made.add_callback(steps)
-    return made
+def message_of(call):
+    try:
+        call()
+    except Exception as error:  # that is what is written down
+        return f"{type(error).__name__}: {error}"
 
 
-def attach_and_train(made, batching=None, **settings):
-    hfp.attach(made, hfp.TokenBudget(64) if batching is None else batching, **settings)
-    made.train()
+def matches(pattern, message):
+    return message is None if pattern is None else re.search(pattern, message or "nothing")
 
 
-def through_trainer(log, folder, kind, own):
-    for name in ("shard", "shuffle", "40 against 48", "12 against 64", "other tokens"):
-        steps = Steps()
-        made = trainer(folder, kind, own.data()[name](), steps)
-        log.told_of(f"{kind.__name__}: data: {name}", lambda made=made: attach_and_train(made), steps)
-    steps = Steps()
-    made = trainer(folder, kind, DATA, steps, gradient_accumulation_steps=1 + own.last)
-    log.told_of(f"{kind.__name__}: batching: accumulation", lambda: attach_and_train(made), steps)
-    for name, (given, settings) in own.batching().items():
-        made = trainer(folder, kind, DATA)
-        log.told_of(
-            f"{kind.__name__}: batching: {name}",
-            lambda made=made, given=given, settings=settings: hfp.attach(made, given, **settings),
-        )
+def attach(trainer, batching=None, **settings):
+    hfp.attach(trainer, batching or hfp.TokenBudget(64), **settings)
 
 
-def evaluations(log, folder, kind, own):
-    for name, evaluated in {
-        "eval_dataset": DATA.shard(own.ranks, own.rank),
-        "one of several": {"all": DATA, "some": DATA.shard(own.ranks, own.rank)},
-        "no eval_dataset": None if own.last else DATA,
-    }.items():
-        made = trainer(folder, kind, DATA)
-        made.eval_dataset = evaluated
-        log.told_of(f"{kind.__name__}: evaluation: {name}", lambda made=made: hfp.attach(made, hfp.TokenBudget(64)))
-    made = trainer(folder, kind, DATA)
-    hfp.attach(made, hfp.TokenBudget(64))
-    for method in ("evaluate", "predict"):
-        call = getattr(made, method)
-        log.told_of(f"{kind.__name__}: same: {method}", lambda call=call: call(documents(9)))
-        log.told_of(f"{kind.__name__}: evaluation: {method}", lambda call=call: call(DATA.shuffle(seed=own.rank)))
-        if kind is Trainer:  # SFTTrainer prepares what it evaluates, and other ranks wait for that
-            log.told_of(f"Trainer: evaluation: {method} nothing", lambda call=call: call([] if own.last else DATA))
-    made.train_dataset = documents(50) if own.last else DATA
-    log.told_of(f"{kind.__name__}: later: another train_dataset", made.train)
-    made.train_dataset = DATA
-    made.data_collator = None if own.last else made.data_collator
-    log.told_of(f"{kind.__name__}: later: another collator on one rank", made.train)
-    made.data_collator = made.planned_batches.collator
+def attach_and_train(trainer):
+    attach(trainer)
+    assert trainer.train().global_step == 1
+
+
+def through_trainer(log, made, kind, own):
+    for case in ("shard", "shuffle", "40 against 48", "12 against 64", "other tokens"):
+        log.expect(DIFFERENT, f"{kind}: {case}", partial(attach, made(own.data()[case]())))
+    trainer = made(gradient_accumulation_steps=1 + own.last)
+    log.expect("gradient_accumulation_steps: ", f"{kind}: accumulation", partial(attach, trainer))
+    for case, (argument, batching, settings) in own.batching().items():
+        pattern = own.at_fault("batching: expected") if case == "no batching" else f"{argument}: "
+        log.expect(pattern, f"{kind}: {case}", partial(attach, made(), batching, **settings))
+
+
+def evaluations(log, made, kind, own):
+    shard = DATA.shard(own.ranks, own.rank)
+    for case, name, evaluated in (
+        ("eval_dataset", "eval_dataset", shard),
+        ("one of several", r"eval_dataset\['some'\]", {"all": DATA, "some": shard}),
+        ("no eval_dataset", "eval_dataset", None if own.last else DATA),
+    ):
+        trainer = made()
+        trainer.eval_dataset = evaluated
+        log.expect(f"{name}: expected", f"{kind}: {case}", partial(attach, trainer))
+    trainer = made()
+    attach(trainer)
+    for call, name in ((trainer.evaluate, "eval_dataset"), (trainer.predict, "test_dataset")):
+        log.expect(None, f"{kind}: the same {name}", partial(call, documents(9)))
+        log.expect(f"{name}: expected", f"{kind}: another {name}", partial(call, DATA.shuffle(seed=own.rank)))
+        if kind == "Trainer":  # SFTTrainer prepares what it evaluates, and other ranks wait for that
+            log.expect(f"{name}: expected", f"{kind}: no {name}", partial(call, [] if own.last else DATA))
+    trainer.train_dataset = documents(50) if own.last else DATA
+    log.expect(f"train_{DIFFERENT}rank 0 has 64 rows", f"{kind}: another train_dataset later", trainer.train)
+    trainer.train_dataset = DATA
+    trainer.data_collator = None if own.last else trainer.data_collator
+    pattern = own.at_fault("data_collator: expected the collator set by attach")
+    log.expect(pattern, f"{kind}: another collator later", trainer.train)
+    trainer.data_collator = trainer.planned_batches.collator
     if own.rank == 0:
-        assert next(iter(made.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
-    log.told_of(f"{kind.__name__}: same: after all that", made.train)
+        assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
+    log.expect(None, f"{kind}: after all that", trainer.train)
 
 
-def loop(data, batching=None, **settings):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.pop("accumulation", 1))
-    for _ in hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings):
-        pass
+def prepared(data, batching=None, accumulation=1, **settings):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings)
 
 
 def loops(log, own):
-    for name, data in own.data().items():
-        log.told_of(f"loop: data: {name}", lambda data=data: loop(data()))
-    for name, data in SAME.items():
-        log.told_of(f"loop: same: {name}", lambda data=data: loop(data()))
-    for name, (given, settings) in own.batching().items():
-        given = 64 if given is None else given
-        log.told_of(f"loop: batching: {name}", lambda given=given, settings=settings: loop(DATA, given, **settings))
-    log.told_of("loop: batching: accumulation", lambda: loop(DATA, accumulation=1 + own.last))
-    model, other_model = build("Llama"), build("Llama", intermediate_size=96 + 32 * own.last)
-    log.told_of("loop: batching: model", lambda: loop(DATA, model=other_model))
-    accelerator, shard = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank)
-    hfp.patch_model(model)
-    log.told_of("loop: evaluation: shard", lambda: hfp.evaluation_loss(accelerator, model, shard))
-    rows = DATA.to_list()
-    loader = hfp.prepare_dataloader(accelerator, rows, hfp.TokenBudget(64))
+    for case in CASES:
+        log.expect(DIFFERENT, f"loop: {case}", lambda case=case: prepared(own.data()[case]()))
+    accelerator, shard, rows = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank), DATA.to_list()
+    model = patched()
+    log.expect(DIFFERENT, "loop: evaluation", lambda: hfp.evaluation_loss(accelerator, model, shard))
+    loader = prepared(rows)
     rows.extend(rows[:9] if own.last else [])
-    log.told_of("loop: later: rows on one rank", lambda: next(iter(loader)))
-    log.told_of("loop: same: evaluation", lambda: hfp.evaluation_loss(accelerator, model, documents(9)))
+    pattern = "dataset: expected 64 rows, as when batches were planned, got 73"
+    log.expect(pattern, "loop: rows of one rank later", lambda: next(iter(loader)))
+    log.expect(None, "loop: same evaluation", lambda: hfp.evaluation_loss(accelerator, model, documents(9)))
 
     def shared(data):
-        assert len(list(hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64)).plan.micro_batches(0))) == 13
+        loader = hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64))
+        assert len(list(loader.plan.micro_batches(0))) == 13
 
     accelerator.state.parallelism_config = SimpleNamespace(tp_size=own.ranks, cp_size=1, sp_size=1)
-    log.told_of("tensor parallel ranks: data: shard", lambda: shared(shard))
-    log.told_of("tensor parallel ranks: same: table", lambda: shared(DATA))
+    log.expect(DIFFERENT, "tensor parallel ranks: shard", lambda: shared(shard))
+    log.expect(None, "tensor parallel ranks: table", lambda: shared(DATA))
     accelerator.state.parallelism_config = None
 
 
@@ -231,37 +221,27 @@ def tell(folder):
     own = Rank(state.process_index, state.num_processes)
     log = Log(folder, own.rank)
     for kind in (Trainer, SFTTrainer):
-        through_trainer(log, folder, kind, own)
-        evaluations(log, folder, kind, own)
-    for name, data in SAME.items():
-        steps = Steps()
-        made = trainer(folder, Trainer, data(), steps)
-        log.told_of(f"Trainer: trained: {name}", lambda made=made: attach_and_train(made), steps)
+        made = partial(one_step_trainer, folder, kind)
+        through_trainer(log, made, kind.__name__, own)
+        evaluations(log, made, kind.__name__, own)
+    for case, data in SAME.items():
+        log.expect(None, f"Trainer: same {case}", partial(attach_and_train, one_step_trainer(folder, Trainer, data())))
     loops(log, own)
-    accelerator, shard = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank)
-    end = log.told_of("loop: end: shard", lambda: hfp.prepare_dataloader(accelerator, shard, hfp.TokenBudget(64)))
+    log.expect(None, "all cases", lambda: None)
     state.wait_for_everyone()  # the first process that ends takes the others with it
-    raise end
+    prepared(DATA.shard(own.ranks, own.rank))
 
 
-ARGUMENTS = {
-    **dict.fromkeys(["seed", "max_tokens", "a budget too small", "overflow", "no batching"], "batching"),
-    "tokens": "tokens",
-    "max_segments": "max_segments",
-    "loss": "loss",
-    "no loss": "loss",
-}
-"""What is named where ranks have different batchings or settings, by case of `Rank.batching`."""
-CASES = [*Rank(0, 2).data()]
-DIFFERENT = "dataset: expected the same rows on all ranks; "
+def one_step_trainer(folder, kind, data=DATA, **changes):
+    return trainer_of(folder, kind, data=data, max_steps=1, **changes)
 
 
 class NotedError(Exception):
     """A rank has said what it planned from, and waits for the others."""
 
 
-def on_ranks(monkeypatch, calls):
-    """Make a call for each rank, as if each of them were a process; return the error of each, or None.
+def check_on_ranks(monkeypatch, pattern, calls):
+    """Make a call for each rank, as if each of them were a process, and check what each of them is told.
 
     Every call runs twice: until it has to wait for the other ranks, and with what all of them have said.
     """
@@ -279,145 +259,64 @@ def on_ranks(monkeypatch, calls):
             call()
     assert len(reports) == len(calls)
     monkeypatch.setattr(training_ranks, "gather_object", lambda _: reports)
-    return [error_of(call) for call in calls]
+    for call in calls:
+        message = message_of(call)
+        assert matches(pattern, message), message
 
 
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return {"message": f"{type(error).__name__}: {error}"}
-    return {"message": None}
-
-
-@pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_different_data_of_a_loop(monkeypatch, case, number):
-    data = [Rank(rank, number).data()[case]() for rank in range(number)]
-    for of_rank in on_ranks(monkeypatch, [lambda each=each: loop(each) for each in data]):
-        check(of_rank, DIFFERENT)
+def test_different_data_of_a_loop(monkeypatch, case):
+    data = [Rank(rank, 2).data()[case]() for rank in range(2)]
+    pattern = DIFFERENT
     if case == "40 against 48":
-        check(of_rank, r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens")
+        pattern += r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens"
+    check_on_ranks(monkeypatch, pattern, [partial(prepared, each) for each in data])
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_the_same_data_of_a_loop(monkeypatch, case):
-    def prepare():
-        hfp.prepare_dataloader(Accelerator(cpu=True), SAME[case](), hfp.TokenBudget(64))
-
-    assert [of_rank["message"] for of_rank in on_ranks(monkeypatch, [prepare] * 2)] == [None] * 2
+    check_on_ranks(monkeypatch, None, [lambda: prepared(SAME[case]())] * 2)
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize("case", Rank(0, 2).batching())
 def test_different_batchings_of_a_loop(monkeypatch, case):
-    given = [Rank(rank, 2).batching()[case] for rank in range(2)]
-    calls = [lambda each=each: loop(DATA, each[0] or 64, **each[1]) for each in given]
-    for of_rank in on_ranks(monkeypatch, calls):
-        check(of_rank, f"{ARGUMENTS[case]}: ")
+    (argument, *first), (_, *second) = (Rank(rank, 2).batching()[case] for rank in range(2))
+    calls = [partial(prepared, DATA, batching, **settings) for batching, settings in (first, second)]
+    check_on_ranks(monkeypatch, f"{argument}: ", calls)
 
 
 def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):
     trainers = [trainer_of(tmp_path, model=build("Llama")) for _ in range(2)]
     batchings = [hfp.TokenBudget(64), None]
+    pattern = r"batching: expected the same value on all ranks; rank 0 has TokenBudget.*, rank 1 has None"
     calls = [partial(hfp.attach, *each) for each in zip(trainers, batchings, strict=True)]
-    for of_rank in on_ranks(monkeypatch, calls):
-        check(of_rank, r"batching: expected the same value on all ranks; rank 0 has TokenBudget.*, rank 1 has None")
+    check_on_ranks(monkeypatch, pattern, calls)
     assert not any(is_patched(trainer.model) for trainer in trainers)
 
 
 def test_different_accumulations_and_models_of_a_loop(monkeypatch):
-    for of_rank in on_ranks(monkeypatch, [lambda last=last: loop(DATA, accumulation=1 + last) for last in range(2)]):
-        check(of_rank, "gradient_accumulation_steps: ")
-    models = [build("Llama", intermediate_size=96 + 32 * last) for last in range(2)]
-    for of_rank in on_ranks(monkeypatch, [lambda each=each: loop(DATA, model=each) for each in models]):
-        check(of_rank, r"batching: .* rank 0 has .*linear_cost=240.0")
+    calls = [partial(prepared, DATA, accumulation=number) for number in (1, 2)]
+    check_on_ranks(monkeypatch, "gradient_accumulation_steps: ", calls)
+    models = [build("Llama", intermediate_size=size) for size in (96, 128)]
+    calls = [partial(prepared, DATA, model=model) for model in models]
+    check_on_ranks(monkeypatch, r"batching: .* rank 0 has .*linear_cost=240.0", calls)
 
 
 def test_different_data_of_an_evaluation(monkeypatch):
     model = patched()
     shards = [DATA.shard(2, rank) for rank in range(2)]
     calls = [lambda each=each: hfp.evaluation_loss(Accelerator(cpu=True), model, each) for each in shards]
-    for of_rank in on_ranks(monkeypatch, calls):
-        check(of_rank, "dataset: expected the same rows on all ranks; rank 0 has")
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By case, what each of three ranks was told, and how many steps it had trained before."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = call_on_ranks(tell, folder, ranks=3, fails=True)
-    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(3)]
-    assert all(of_rank.keys() == ranks[0].keys() for of_rank in ranks), done.stderr[-3000:]
-    return {case: [of_rank[case] for of_rank in ranks] for case in ranks[0]}
-
-
-def of_kind(told, kind):
-    """What was told by who was asked and what was different."""
-    found = {tuple(case.split(": ")): ranks for case, ranks in told.items()}
-    return {(who, case): ranks for (who, which, case), ranks in found.items() if which == kind}
+    check_on_ranks(monkeypatch, f"{DIFFERENT}rank 0 has", calls)
 
 
 @pytest.mark.slow
-def test_what_differs_is_refused_on_all_ranks_before_the_first_batch(told):
-    found = of_kind(told, "data")
-    assert {case for who, case in found if who == "loop"} == set(CASES)
-    assert {who for who, case in found if case == "shard"} == {"Trainer", "SFTTrainer", "loop", "tensor parallel ranks"}
-    settings = of_kind(told, "batching")
-    names = ARGUMENTS | {"accumulation": "gradient_accumulation_steps", "model": "batching"}
-    assert {case for who, case in settings if who == "loop"} == names.keys()
-    for (who, case), ranks in (found | settings).items():
-        for of_rank in ranks:
-            assert of_rank["steps"] == 0
-            check(of_rank, DIFFERENT if (who, case) in found else f"{names[case]}: ")
-    for of_rank in told["loop: end: shard"]:
-        check(of_rank, f"PackingError: {DIFFERENT}rank 0 has")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "argument"),
-    [
-        ("Trainer: batching: no batching", "batching: expected TokenBudget"),
-        ("Trainer: later: another collator on one rank", "data_collator: expected the collator set by attach"),
-    ],
-)
-def test_an_error_of_one_rank_is_told_to_the_others(told, case, argument):
-    *others, failed = told[case]
-    for of_rank in others:
-        check(of_rank, rf"rank {len(others)} of {len(others) + 1} raised PackingError: {argument}")
-    check(failed, f"PackingError: {argument}")
-
-
-@pytest.mark.slow
-def test_different_data_of_evaluations_is_refused_on_all_ranks(told):
-    found = of_kind(told, "evaluation")
-    cases = {"eval_dataset", "one of several", "no eval_dataset", "evaluate", "evaluate nothing", "shard"}
-    assert {case for _, case in found} == cases | {"predict", "predict nothing"}
-    for (_, case), ranks in found.items():
-        name = {"shard": "dataset", "one of several": r"eval_dataset\['some'\]"}.get(case, "eval_dataset")
-        for of_rank in ranks:
-            check(of_rank, rf"{name.replace('eval', 'test') if 'predict' in case else name}: expected")
-
-
-@pytest.mark.slow
-def test_data_that_changes_later_is_refused_on_all_ranks(told):
-    for kind in ("Trainer", "SFTTrainer"):
-        for of_rank in told[f"{kind}: later: another train_dataset"]:
-            check(of_rank, r"train_dataset: expected the same rows on all ranks; rank 0 has 64 rows")
-    for of_rank in told["loop: later: rows on one rank"]:
-        check(of_rank, "dataset: expected 64 rows, as when batches were planned, got 73")
-
-
-@pytest.mark.slow
-def test_the_same_data_is_trained_on(told):
-    """Also after refusals, and where rows are random at each reading."""
-    found = {case: ranks for case, ranks in told.items() if case.split(": ")[1] in ("same", "trained")}
-    assert len(found) == 16
-    for case, ranks in found.items():
-        assert [of_rank["message"] for of_rank in ranks] == [None] * len(ranks), case
-        if ": trained: " in case:
-            assert [of_rank["steps"] for of_rank in ranks] == [1] * len(ranks)
-
-
-def check(of_rank, pattern):
-    assert re.search(pattern, of_rank["message"] or "nothing"), (pattern, of_rank)
+def test_three_ranks(tmp_path):
+    """Each says what it should: what differs is refused on all of them, also after training, and no rank waits."""
+    done = call_on_ranks(tell, tmp_path, ranks=3, fails=True)
+    told = [json.loads((tmp_path / f"ranks-{rank}.json").read_text()) for rank in range(3)]
+    for of_rank in told:
+        assert of_rank.keys() == told[0].keys(), done.stderr[-3000:]
+        assert "all cases" in of_rank
+        for case, (pattern, message) in of_rank.items():
+            assert matches(pattern, message), (case, pattern, message)
+    assert f"PackingError: {DIFFERENT}rank 0 has" in done.stderr

@@ -6,7 +6,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 import trl
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
@@ -42,8 +41,9 @@ SHAPES = {"tokens": 80, "max_segments": 8}
 SHARED = hfp.TokenBudget(128, share_prefixes=2)
 LOSSES = ("token", "sequence")
 SCHEDULE = hfp.LengthSchedule(8, 10)
+SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
 RELATED = documents(12, samples=3)
-
+OF_CHATS = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
 
 CACHED = "_signature_columns"
 """What a trainer notes when its dataloader is asked for."""
@@ -61,10 +61,10 @@ class Trainers:
     def of_rows(self, kind="classifier", on=None, patched=True, **settings):
         return self.noted(rows_trainer_of(kind, self.folder, patched=patched, **settings), on)
 
-    def attached(self, batching=BUDGET, **settings):
-        trainer = trainer_of(self.folder, **settings)
-        hfp.attach(trainer, batching)
-        return self.noted(trainer)
+    def attached(self, batching=BUDGET, kind=Trainer, on=None, shapes=None, loss="token", **settings):
+        trainer = trainer_of(self.folder, kind, **settings)
+        hfp.attach(trainer, batching, loss=loss, **(shapes or {}))
+        return self.noted(trainer, on)
 
     def noted(self, trainer, on=None):
         for name, value in (on or {}).items():
@@ -100,13 +100,6 @@ class MaskingCollator(hfp.PackingCollator):
 class OwnLoss(Trainer):
     def compute_loss(self, *arguments, **options):
         return super().compute_loss(*arguments, **options)
-
-
-def classifier_of_llama(of):
-    config = build("Llama").config
-    config.num_labels = 2
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    return of(model=model, data=documents(20).remove_columns("labels").add_column("labels", [0, 1] * 10))
 
 
 def masking(of, data_collator, data):
@@ -186,7 +179,6 @@ ATTACH = [
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": lambda rows: rows}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": collator()}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks()), BUDGET)),
-    ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks().to_list()), BUDGET)),
     ("dataset", lambda of: hfp.attach(masking(of, collator(True), to_mask()), BUDGET)),
     ("data_collator", lambda of: hfp.attach(masking(of, OwnBatches(TOKENIZER), to_mask()), BUDGET)),
     ("data_collator", lambda of: hfp.attach(masking(of, OwnDraws(TOKENIZER), to_mask()), BUDGET)),
@@ -199,18 +191,10 @@ ATTACH = [
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64, max_segments=7)),
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
-    ("length_schedule", lambda of: hfp.attach(of(), hfp.TokenBudget(64, length_schedule=SCHEDULE), **SHAPES)),
-    ("length_schedule", lambda of: hfp.attach(classifier_of_llama(of), hfp.TokenBudget(64, length_schedule=SCHEDULE))),
-    ("labels", lambda of: hfp.attach(of(model=build("BertForMaskedLM"), data=unlabeled()), BUDGET)),
-    (
-        "column 'assistant_masks'",
-        lambda of: hfp.attach(of(data=documents(9).remove_columns("labels").map(with_masks)), BUDGET),
-    ),
+    ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
+    ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
+    ("column 'assistant_masks'", lambda of: hfp.attach(of(data=OF_CHATS), BUDGET)),
 ]
-
-
-def with_masks(row):
-    return {"assistant_masks": [1] * len(row["input_ids"])}
 
 
 def evaluated_on_a_stream(of):
@@ -231,10 +215,7 @@ def in_rows_of_trees():
 TREES = [
     ("share_prefixes", lambda _: hfp.TokenBudget(64, share_prefixes="yes")),
     ("length_schedule", lambda _: hfp.TokenBudget(64, share_prefixes=True, length_schedule=SCHEDULE)),
-    (
-        "length_schedule",
-        lambda of: hfp.attach(of(data=in_rows_of_trees()), hfp.TokenBudget(128, length_schedule=SCHEDULE)),
-    ),
+    ("length_schedule", lambda of: hfp.attach(of(data=in_rows_of_trees()), SCHEDULED)),
     ("trainer", lambda of: hfp.attach(of(OwnLoss, data=RELATED), SHARED)),
     ("trainer", lambda of: hfp.attach(of(data=RELATED, label_smoothing_factor=0.1), SHARED)),
     ("tokens", lambda of: hfp.attach(of(data=RELATED), SHARED, tokens=128, max_segments=9)),
@@ -259,6 +240,10 @@ def on_rows(of, change):
     """A classifier whose dataset was changed."""
     trainer = rows_trainer_of("classifier", of.folder, patched=True)
     return of.noted(trainer, {"train_dataset": change(trainer.train_dataset)})
+
+
+def with_lengths(data):
+    return data.add_column("seq_lengths", [[1]] * ROWS)
 
 
 def labeled(of, labels):
@@ -323,14 +308,9 @@ WHOLE_ROWS = [
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.select([])), WHOLE)),
-    (
-        "train_dataset",
-        lambda of: hfp.attach(on_rows(of, lambda data: data.add_column("seq_lengths", [[1]] * ROWS)), WHOLE),
-    ),
-    *(
-        ("neftune_noise_alpha", lambda of, batching=batching: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), batching))
-        for batching in (WHOLE, None)
-    ),
+    ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
+    ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), WHOLE)),
+    ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), None)),
     ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE)),
     ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE, loss_unit="tokens")),
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
@@ -385,6 +365,8 @@ def logged_twice():
 
 
 WIDE = hfp.TokenBudget(96)
+MATCHING = hfp.TokenBudget(48, match_documents_per_step=3)
+FEW = hfp.TokenBudget(96, share_prefixes=2, max_documents=3)
 STREAMS = [
     ("train_dataset", lambda of: hfp.attach(of(data=packed(streams=None)), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=packed().filter(bool)), BUDGET)),
@@ -404,23 +386,12 @@ STREAMS = [
     ("max_length", lambda of: hfp.attach(of(SFTTrainer, data=stream(), max_length=20), BUDGET)),
     ("batching", lambda of: hfp.attach(of(data=packed()), hfp.BucketBatches(48))),
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
-    (
-        "match_documents_per_step",
-        lambda of: hfp.attach(of(data=stream()), hfp.TokenBudget(48, match_documents_per_step=3)),
-    ),
+    ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), MATCHING)),
     ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
     ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
     ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
-    ("length_schedule", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, length_schedule=SCHEDULE))),
-    (
-        "max_documents",
-        lambda of: hfp.attach(of(data=stream()), hfp.TokenBudget(96, share_prefixes=2, max_documents=3)),
-    ),
-    ("model", lambda of: hfp.attach(of(data=trees(), model=patched("BertForMaskedLM")), WIDE)),
-    (
-        "trainer",
-        lambda of: hfp.attach(of(data=trees(), model=patched(trees=True), label_smoothing_factor=0.1), WIDE),
-    ),
+    ("length_schedule", lambda of: hfp.attach(of(data=trees()), SCHEDULED)),
+    ("max_documents", lambda of: hfp.attach(of(data=stream()), FEW)),
     ("dataset", lambda _: hfp.evaluation_loss(Accelerator(cpu=True), patched(), stream())),
 ]
 
@@ -443,33 +414,22 @@ class WithoutComputeLoss(Trainer):
         return torch.tensor(1.0), None, None
 
 
-def attached(batching=BUDGET, *, folder, on=None, how=None, **settings):
-    """An attached trainer, with something changed afterwards."""
-    trainer = trainer_of(folder, **settings)
-    hfp.attach(trainer, batching, **(how or {}))
-    for name, value in (on or {}).items():
-        setattr(trainer, name, value)
-    return trainer
-
-
-def with_jit_checkpoints(folder):
-    trainer = attached(data=stream(), folder=folder)
+def with_jit_checkpoints(of):
+    trainer = of.attached(data=stream())
     trainer.args.enable_jit_checkpoint = True
     return trainer
 
 
-def said_to_be_divided(folder):
+def said_to_be_divided(of):
     """BERT ignores num_items_in_batch, so that nothing divides its loss."""
-    trainer = trainer_of(folder, OwnLoss, model=patched_tiny("bert", "masked"))
-    trainer.loss_is_scaled_for_ga = True
+    trainer = of(OwnLoss, model=patched_tiny("bert", "masked"), on={"loss_is_scaled_for_ga": True})
     hfp.attach(trainer, BUDGET)
     return trainer
 
 
-def of_masked_rows(folder):
+def of_masked_rows(of):
     hide = {"labels": [5, *[-100] * 9], "input_ids": [4] * 10}
-    data = datasets.Dataset.from_list([hide] * 9)
-    return attached(model=patched_tiny("bert", "masked"), data=data, folder=folder)
+    return of.attached(model=patched_tiny("bert", "masked"), data=datasets.Dataset.from_list([hide] * 9))
 
 
 TOO_LONG = datasets.Dataset.from_dict({"input_ids": [[5] * 9, [5] * 100]})
@@ -479,35 +439,31 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("loss", lambda folder: attached(kind=WithoutCrossEntropy, how={"loss": "sequence"}, folder=folder).train()),
-        ("loss_is_scaled_for_ga", lambda folder: said_to_be_divided(folder).train()),
-        ("prediction_step", lambda folder: attached(kind=WithoutComputeLoss, folder=folder).evaluate(documents(9))),
-        ("tokens", lambda folder: attached(LIMITED, how=SHAPES, folder=folder).evaluate(TOO_LONG)),
-        ("labels", lambda folder: of_masked_rows(folder).evaluate(unlabeled())),
-        ("enable_jit_checkpoint", lambda folder: with_jit_checkpoints(folder).train()),
-        ("dataset", lambda folder: attached(data=EMPTY, folder=folder).train()),
+        ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
+        ("loss_is_scaled_for_ga", lambda of: said_to_be_divided(of).train()),
+        ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
+        ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
+        ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
+        ("enable_jit_checkpoint", lambda of: with_jit_checkpoints(of).train()),
+        ("dataset", lambda of: of.attached(data=EMPTY).train()),
     ],
 )
 def test_training_and_evaluation(tmp_path, argument, call):
-    check_refused(argument, lambda: call(tmp_path))
+    check_refused(argument, lambda: call(Trainers(tmp_path)))
 
 
-def test_rows_that_are_split_across_processes(tmp_path):
+def test_rows_that_are_split_across_processes(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
-    trainer.accelerator.state.parallelism_config = SimpleNamespace(tp_size=1, cp_size=2, sp_size=1)
-    try:
-        check_refused("cp_size", lambda: hfp.attach(trainer, BUDGET))
-    finally:
-        trainer.accelerator.state.parallelism_config = None
+    parallel = SimpleNamespace(tp_size=1, cp_size=2, sp_size=1)
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", parallel)
+    check_refused("cp_size", lambda: hfp.attach(trainer, BUDGET))
 
 
 def test_gradients_that_no_step_would_use():
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    try:
-        check_refused("sync_with_dataloader", lambda: loop(accelerator=accelerator))
-    finally:
-        accelerator.gradient_state._reset_state()
+    check_refused("sync_with_dataloader", lambda: loop(accelerator=accelerator))
+    accelerator.gradient_state._reset_state()
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch):
@@ -516,18 +472,18 @@ def test_processes_that_do_not_know_of_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "collator",
     [
-        lambda: default_data_collator,
-        hfp.PackingCollator,
-        lambda: DataCollatorWithPadding(tokenizer()),
-        DataCollatorWithFlattening,
-        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        default_data_collator,
+        hfp.PackingCollator(),
+        DataCollatorWithPadding(tokenizer()),
+        DataCollatorWithFlattening(),
+        DataCollatorForLanguageModeling(tokenizer(), mlm=False),
     ],
 )
-def test_collators_whose_work_is_done_are_taken(tmp_path, make):
+def test_collators_whose_work_is_done_are_taken(tmp_path, collator):
     trainer = trainer_of(tmp_path)
-    trainer.data_collator = make()
+    trainer.data_collator = collator
     assert hfp.attach(trainer, BUDGET).documents == 45
 
 
@@ -564,12 +520,7 @@ LOOPS = [
     ("batches", lambda: loop(accelerator=Accelerator(cpu=True, gradient_accumulation_steps=2)).skip_first_batches(1)),
     ("batches", lambda: loop().skip_first_batches(1000)),
     ("model", lambda: hfp.evaluation_loss(Accelerator(cpu=True), build("Llama"), documents(3))),
-    (
-        "dataset",
-        lambda: hfp.evaluation_loss(
-            Accelerator(cpu=True), patched(), documents(1).map(lambda row: {"labels": [-100] * len(row["labels"])})
-        ),
-    ),
+    ("dataset", lambda: hfp.evaluation_loss(Accelerator(cpu=True), patched(), documents(1))),  # has no labels
     ("model", lambda: hfp.compute_loss(build("Llama"), collated())),
     *(
         ("batch", lambda call=call, batch=batch: call(patched(), batch))

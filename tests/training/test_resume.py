@@ -9,7 +9,6 @@ from trainers import documents, trainer_of
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.training.ranks import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -100,9 +99,3 @@ def test_a_checkpoint_of_other_batches_is_refused(tmp_path, kind, argument, othe
     attached(tmp_path, kind, max_steps=2).train()
     with pytest.raises(PackingError, match=f"{argument}: expected"):
         attached(tmp_path, kind, **other).train(resume_from_checkpoint=True)
-
-
-def test_the_callback_comes_back_with_its_loss():
-    """As restore_callback_states_from_checkpoint makes it again."""
-    callback = BatchesOfCheckpoint("sequence")
-    assert BatchesOfCheckpoint.from_state(callback.state()).loss == "sequence"

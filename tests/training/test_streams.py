@@ -81,11 +81,8 @@ def test_loop():
 def test_another_loader_may_be_dispatched():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(3)))
-    assert [hfp.PackingCollator()([{"input_ids": number.tolist()}])["input_ids"].item() for number in loader] == [
-        0,
-        1,
-        2,
-    ]
+    batches = [hfp.PackingCollator()([{"input_ids": number.tolist()}]) for number in loader]
+    assert [batch["input_ids"].item() for batch in batches] == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")

@@ -24,7 +24,7 @@ def summed(hidden, weight, bias, size, gate=None):
     return loss_of_chunk(hidden, slice(None)) if size is None else sum_of_chunks(loss_of_chunk, hidden, size, gate)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(tokens=st.integers(1, 12), size=st.integers(1, 14), trained=st.sets(st.integers(0, 2)), scale=st.floats(0.1, 9))
 def test_gradients_are_those_of_the_whole(tokens, size, trained, scale):
     found, expected = [], []
@@ -37,16 +37,12 @@ def test_gradients_are_those_of_the_whole(tokens, size, trained, scale):
             (scale * result).backward()
         assert all((tensor.grad is not None) == (number in trained) for number, tensor in enumerate(tensors))
         results += [result.detach(), *(tensors[number].grad for number in sorted(trained))]
-    for ours, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_without_gradients():
-    tensors = operands(7)
     with torch.no_grad():
-        result = summed(*tensors, 3)
-    assert not result.requires_grad
-    torch.testing.assert_close(result, summed(*tensors, None).detach(), rtol=1e-12, atol=0)
+        found.append(summed(*operands(tokens), size))
+    expected.append(expected[0])
+    for ours, whole in zip(found, expected, strict=True):
+        assert not ours.requires_grad
+        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_a_backward_pass_may_run_again():

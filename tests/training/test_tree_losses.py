@@ -1,13 +1,13 @@
 """Losses, log-probabilities and gradients of rows of trees are those of the same documents, each run alone."""
 
-from functools import cache, partial
+from functools import cache
 
 import datasets
 import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from chunks import chunks_of
+from chunks import WHOLE, chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
@@ -42,6 +42,8 @@ from hf_packing.training.ranks import micro_batch_counts
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 LOSSES = ["token", "sequence"]
+ALL = DOCUMENTS + OTHER[0]
+ALL_LABELS = LABELS + OTHER[1]
 
 KINDS = {"oracle": oracle, "patched": patched_with_stock}
 
@@ -86,58 +88,42 @@ def test_the_labels_differ_between_relatives_and_documents_end_inside_others():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
-@pytest.mark.parametrize(("size", "kind"), [(None, "patched"), (1, "oracle"), (4, "oracle"), (4, "patched")])
-def test_the_loss_of_a_batch_of_two_rows(name, loss, size, kind):
-    model = model_of(name, kind)
-    expected, items = loss_alone(model, DOCUMENTS + OTHER[0], LABELS + OTHER[1], loss)
+@pytest.mark.parametrize(("name", "size"), [("GPT2", WHOLE), ("GPT2", 4), ("Llama", WHOLE), ("Llama", 1), ("Llama", 4)])
+def test_the_loss_of_two_rows(name, size, loss):
+    """In one batch, in the two batches of a step, and in these as a planned loader gives them out."""
+    model = model_of(name, "patched")
+    expected, items = loss_alone(model, ALL, ALL_LABELS, loss)
     expected.backward()
     wanted = gradients(model)
-    batch = batch_of((DOCUMENTS, LABELS), OTHER)
-    assert int(items_in(batch, loss)) == items
-    if size is None:
-        found = hfp.compute_loss(model, batch, loss=loss)
-    else:
-        with chunks_of(size, model) as chunks:
-            found = hfp.compute_loss(model, batch, loss=loss)
-        predicting, of_chunk = chunks[-1]
-        assert of_chunk == size < predicting < int((batch["tree_labels"] != -100).sum())
-    found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
-    check_gradients(gradients(model), wanted)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulation_over_rows(loss, kind):
-    model = model_of("Llama", kind)
-    expected, items = loss_alone(model, DOCUMENTS + OTHER[0], LABELS + OTHER[1], loss)
-    expected.backward()
-    wanted = gradients(model)
-    parts = [batch_of((DOCUMENTS, LABELS)), batch_of(OTHER)]
-    found = [hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=items) for batch in parts]
-    for each in found:
-        each.backward()
-    assert sum(found).item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
-    check_gradients(gradients(model), wanted)
+    whole, parts = batch_of((DOCUMENTS, LABELS), OTHER), [batch_of((DOCUMENTS, LABELS)), batch_of(OTHER)]
+    assert int(items_in(whole, loss)) == items
     planned = [with_share(batch, loss, torch.tensor(float(items)), keep_labels=True) for batch in parts]
     assert all(batch.keys() >= {TARGETS, WEIGHTS} and not batch.keys() & {ITEMS, "tree_labels"} for batch in planned)
-    for batch in planned:
-        hfp.compute_loss(model, batch).backward()
-    check_gradients(gradients(model), wanted)
+    for batches, known in (
+        ([whole], {"loss": loss}),
+        (parts, {"loss": loss, "num_items_in_batch": items}),
+        (planned, {}),
+    ):
+        with chunks_of(size, model) as chunks:
+            total = sum(hfp.compute_loss(model, batch, **known) for batch in batches)
+        assert all(of_chunk == size for _, of_chunk in chunks)
+        assert size is WHOLE or 0 < sum(predicting for predicting, _ in chunks) < (whole["tree_labels"] != -100).sum()
+        total.backward()
+        assert total.item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
+        check_gradients(gradients(model), wanted)
 
 
 @settings(max_examples=15)
-@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([None, 1, 3]), st.sampled_from([*KINDS]))
+@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([WHOLE, 1, 3]), st.sampled_from([*KINDS]))
 def test_random_documents(case, loss, size, kind):
     model = model_of("Llama", kind)
     expected, items = loss_alone(model, *case, loss)
     row, order = tree_row(*case)
     batch = hfp.PackingCollator()([row])
-    with torch.no_grad():
-        logps = of_size(size, hfp.document_logps, model, batch)
+    with chunks_of(size, model):
+        logps = hfp.document_logps(model, batch).detach()
+        found = hfp.compute_loss(model, batch, loss=loss)
     assert torch.allclose(logps, sums_alone(model, *case)[order], rtol=1e-12, atol=1e-12)
-    found = of_size(size, partial(hfp.compute_loss, loss=loss), model, batch)
     found.backward()
     actual = gradients(model)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
@@ -161,65 +147,47 @@ def sums_alone(model, documents, labels):
     return torch.stack([-each.sum() for each in losses_alone(model, documents, labels)])
 
 
-def check_logps(found, expected, model, factors):
-    """Compare the results, and the gradients of a sum in which each document has a factor of its own."""
-    assert found.dtype == torch.float64
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+def batch_and_order(form):
+    """DOCUMENTS in a batch, and the order in which they are there."""
+    if form == "trees":
+        row, order = tree_row(DOCUMENTS, LABELS)
+        return hfp.PackingCollator()([row, row]), [*order, *order]
+    shapes = {"tokens": 60, "max_segments": 9} if form == "fixed shapes" else {}
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(DOCUMENTS, LABELS, strict=True)]
+    return hfp.PackingCollator(**shapes)(rows), [*range(len(rows))]
+
+
+@pytest.mark.parametrize("size", [WHOLE, 1, 3])
+@pytest.mark.parametrize("form", ["trees", "packed", "fixed shapes"])
+def test_log_probabilities(form, size):
+    """Their gradients are those of a sum in which each document has a factor of its own."""
+    model = model_of("Llama", "patched")
+    batch, order = batch_and_order(form)
+    expected = sums_alone(model, DOCUMENTS, LABELS)[order]
+    assert 0 < (expected == 0).sum() < len(expected)
+    factors = torch.linspace(-1, 2, len(expected), dtype=torch.float64)
     (expected * factors).sum().backward()
     wanted = gradients(model)
-    (found * factors).sum().backward()
-    for name, each in gradients(model).items():
-        assert torch.allclose(each, wanted[name], rtol=1e-10, atol=1e-12), name
-
-
-def of_size(size, call, model, batch):
-    if size is None:
-        return call(model, batch)
     with chunks_of(size, model):
-        return call(model, batch)
-
-
-@pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_in_trees(size, kind):
-    model = model_of("Llama", kind)
-    row, order = tree_row(DOCUMENTS, LABELS)
-    batch = hfp.PackingCollator()([row, row])
-    expected = sums_alone(model, DOCUMENTS, LABELS)[[*order, *order]]
-    assert 0 < (expected == 0).sum() < len(expected)
-    with torch.no_grad():
-        assert torch.allclose(of_size(size, hfp.document_logps, model, batch), expected, rtol=1e-12)
-    found = of_size(size, hfp.document_logps, model, batch)
-    check_logps(found, expected, model, torch.linspace(-1, 2, len(expected), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
-@pytest.mark.parametrize("shapes", [{}, {"tokens": 60, "max_segments": 9}], ids=str)
-def test_packed_documents(size, shapes):
-    model = model_of("Llama", "patched")
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(DOCUMENTS, LABELS, strict=True)]
-    batch = hfp.PackingCollator(**shapes)(rows)
-    expected = sums_alone(model, DOCUMENTS, LABELS)
-    found = of_size(size, hfp.document_logps, model, batch)
-    check_logps(found, expected, model, torch.linspace(-1, 2, len(expected), dtype=torch.float64))
-
-
-def test_scores_and_batches_of_prepare_dataloader():
-    model = patched("Llama", torch.float64)
-    batch = hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS])
-    with torch.no_grad():
         found = hfp.document_logps(model, batch)
-        planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+        with torch.no_grad():
+            assert torch.equal(hfp.document_logps(model, batch), found)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    (found * factors).sum().backward()
+    check_gradients(gradients(model), wanted, 1e-10)
+
+
+def test_log_probabilities_are_scores():
+    batch = hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS])
+    planned = with_share(batch, "sequence", torch.tensor(3.0), keep_labels=False)
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        model = patched("Llama", dtype)
+        found = hfp.document_logps(model, batch)
+        assert found.dtype == dtype
         assert torch.equal(hfp.document_logps(model, planned), found)
-    scores = hfp.score(model, DOCUMENTS, progress=False).log_likelihood
-    assert found.tolist() == pytest.approx(scores.tolist(), rel=1e-12)
-
-
-def test_float32_model():
-    found = hfp.document_logps(patched("Llama"), hfp.PackingCollator()([{"input_ids": each} for each in DOCUMENTS]))
-    assert found.dtype == torch.float32
-    assert found.shape == (len(DOCUMENTS),)
-    assert found.requires_grad
+        scores = hfp.score(model, DOCUMENTS, progress=False).log_likelihood
+        assert found.tolist() == pytest.approx(scores.tolist(), rel=close)
 
 
 def kept_for_the_backward_pass(model, batch):
@@ -247,10 +215,6 @@ def test_logits_of_chunks_are_not_kept_for_the_backward_pass():
         assert kept_for_the_backward_pass(model, batch) < 57 * 128
 
 
-ALL = DOCUMENTS + OTHER[0]
-ALL_LABELS = LABELS + OTHER[1]
-
-
 def batches():
     """Two micro-batches of packed rows."""
     rows = datasets.Dataset.from_dict({"input_ids": ALL, "labels": ALL_LABELS})
@@ -258,16 +222,6 @@ def batches():
     assert len(packed) > 1
     assert sum(map(len, packed["tree_input_ids"])) < sum(map(len, ALL))
     return list(torch.utils.data.DataLoader(packed, batch_size=-(-len(packed) // 2), collate_fn=hfp.PackingCollator()))
-
-
-def train_step(model, loss):
-    """Return the gradients of a step over both micro-batches."""
-    parts = batches()
-    items = sum(int(items_in(batch, loss)) for batch in parts)
-    total = [hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=items) for batch in parts]
-    for each in total:
-        each.backward()
-    return sum(total).item(), gradients(model)
 
 
 def with_lora(model):
@@ -284,42 +238,33 @@ def test_checkpointing_and_lora(name, loss):
         stock, model = None, patched_with_stock(name)
     model.train()
     model.gradient_checkpointing_enable()
-    total, found = train_step(model, loss)
+    parts = batches()
+    items = sum(int(items_in(batch, loss)) for batch in parts)
+    total = sum(hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=items) for batch in parts)
+    total.backward()
+    found = gradients(model)
     if stock is not None:
         model.stock = [stock]
     expected, _ = loss_alone(model, ALL, ALL_LABELS, loss)
     expected.backward()
-    assert total == pytest.approx(expected.item(), rel=1e-12)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
     assert ("lora" in min(found)) == (name == "LoRA")
     check_gradients(found, gradients(model))
 
 
-def train_on_rank(folder):
-    """Train on a row of trees of this rank's own, and write the gradients."""
-    accelerator = Accelerator(cpu=True)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    model = DistributedDataParallel(hfp.patch_model(exact("Llama")))
-    batches = [hfp.PackingCollator()([tree_row(*case)[0]]) for case in ((DOCUMENTS, LABELS), OTHER)]
-    found = {}
-    for loss in ("token", "sequence"):
-        items = sum(int(items_in(batch, loss)) for batch in batches)
-        hfp.compute_loss(model, batches[rank], loss=loss, num_items_in_batch=items / ranks).backward()
-        found[loss] = {name: each.grad.clone() for name, each in model.module.named_parameters()}
-        model.zero_grad()
-    hfp.document_logps(model, batches[rank]).sum().backward()
-    found["logps"] = {name: each.grad.clone() for name, each in model.module.named_parameters()}
-    torch.save(found, folder / f"gradients-{rank}.pt")
+def log_probabilities_on_rank(folder):
+    """Write the gradients of the documents of this rank, which come in a row of trees of its own."""
+    rank = Accelerator(cpu=True).process_index
+    model = DistributedDataParallel(hfp.patch_model(exact("Llama"), trees=True))
+    hfp.document_logps(model, batch_of([(DOCUMENTS, LABELS), OTHER][rank])).sum().backward()
+    torch.save(gradients(model.module), folder / f"gradients-{rank}.pt")
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
-    on_ranks(train_on_rank, tmp_path, ranks=2)
+def test_log_probabilities_on_two_ranks(tmp_path):
+    on_ranks(log_probabilities_on_rank, tmp_path, ranks=2)
     model = patched_with_stock("Llama")
-    first, second = (torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2))
-    for loss in LOSSES:
-        loss_alone(model, ALL, ALL_LABELS, loss)[0].backward()
-        wanted = gradients(model)
-        check_gradients(first[loss], wanted)
-        check_gradients(second[loss], wanted)
-    (-sum(each.sum() for each in losses_alone(model, ALL, ALL_LABELS)) / 2).backward()  # DDP averages over ranks
-    check_gradients(first["logps"], gradients(model))
+    (sums_alone(model, ALL, ALL_LABELS).sum() / 2).backward()  # DDP averages over ranks
+    wanted = gradients(model)
+    for rank in range(2):
+        check_gradients(torch.load(tmp_path / f"gradients-{rank}.pt"), wanted)

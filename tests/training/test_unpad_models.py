@@ -6,7 +6,6 @@ A trainer's other models, such as a teacher, read the packed batches of the mode
 import copy
 from itertools import pairwise
 
-import datasets
 import numpy as np
 import peft
 import pytest
@@ -17,15 +16,15 @@ from tiers import fast_only
 from tiny_models import build
 from torch.nn.functional import kl_div
 from trainers import documents, tokenizer, trainer_of
+from training_by_hand import largest_difference
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
-    DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 from whole_rows import arguments
+from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -63,9 +62,7 @@ def check_step(trainer, names, close=1e-12):
     assert all("its tokens run as one packed row" in line for line in str(unpadded).splitlines())
     loss, found = step(trainer)
     assert loss == pytest.approx(expected, rel=1e-6)  # TRL's fused head returns float32
-    scale = max(float(each.abs().max()) for each in gradients.values())
-    assert scale > 0
-    assert max(float((found[name] - each).abs().max()) for name, each in gradients.items()) <= close * scale
+    assert largest_difference(found, gradients) <= close
 
 
 LOSSES = (["sigmoid"], ["ipo"], ["apo_zero"], ["sft"], ["aot"], ["sigmoid", "sft"])
@@ -103,14 +100,10 @@ def test_reward(tmp_path):
 
 
 @pytest.mark.slow
-def test_kto(tmp_path):
-    check_step(kto(tmp_path, policy("llama")), ["model", "ref_model"], close=1e-6)
-
-
-@pytest.mark.slow
-def test_orpo(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("make", "names"), [(kto, ["model", "ref_model"]), (odds_ratio, ["model"])])
+def test_kto_and_orpo(tmp_path, monkeypatch, make, names):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    check_step(odds_ratio(tmp_path, policy("llama")), ["model"], close=1e-6)
+    check_step(make(tmp_path, policy("llama")), names, close=1e-6)
 
 
 @pytest.mark.parametrize("use_reentrant", fast_only([False, True], False))
@@ -148,36 +141,15 @@ def test_grpo(tmp_path, name):
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_grpo_trains_and_generates(tmp_path):
-    trainer = grpo(tmp_path, policy("llama").float())
-    hfp.attach(trainer, None)
-    trainer.args.max_steps = 2
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert is_patched(trainer.model)
-
-
-def classifier(folder, model):
-    rng = np.random.default_rng(0)
-    data = datasets.Dataset.from_list(
-        [{"input_ids": rng.integers(8, 120, n).tolist(), "labels": int(n % 2)} for n in rng.integers(2, 30, 12)]
-    )
-    config = arguments(folder, TrainingArguments, max_steps=2)
-    return Trainer(model, config, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer()))
-
-
 def test_a_stock_trainer_of_a_classifier(tmp_path):
-    models = [tiny_model("bert", "sequence classification", torch.float64) for _ in range(2)]
-    first, second = (classifier(tmp_path, model) for model in models)
+    first, second = (rows_trainer_of("classifier", tmp_path) for _ in range(2))
     hfp.attach(second, None)
     for trainer in (first, second):
         trainer.train()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
-    assert first.predict(first.train_dataset).predictions == pytest.approx(
-        second.predict(second.train_dataset).predictions, abs=1e-9
-    )
+    found = [trainer.predict(trainer.train_dataset).predictions for trainer in (first, second)]
+    assert np.allclose(*found, rtol=0, atol=1e-9)
 
 
 def divergence(student, teacher):
@@ -232,19 +204,16 @@ def test_a_teacher_reads_each_document_alone(tmp_path):
     assert abs(float(as_one_document - expected)) > 1e-3 * float(expected)  # a leak would be seen
 
 
-@pytest.mark.parametrize("given", [["input_ids"], ["input_ids", "position_ids"]])
-def test_a_teacher_that_gets_no_borders_is_refused(tmp_path, given):
-    trainer = distilling(tmp_path, *models())
-    trainer.given = given
+def test_a_teacher_that_gets_no_borders_is_refused(tmp_path):
+    trainer = distilling(tmp_path, *models(), per_device_eval_batch_size=4)
     hfp.attach(trainer, hfp.TokenBudget(256))
-    trainer.args.per_device_eval_batch_size = 4
-    if "position_ids" in given:
-        trainer.train()
-        assert trainer.evaluate(documents(6))["eval_loss"] > 0
-        return
+    trainer.given = ["input_ids"]
     for run in (trainer.train, lambda: trainer.evaluate(documents(6))):
         with pytest.raises(hfp.PackingError, match="position_ids: .* pass them to all models that get the batch"):
             run()
+    trainer.given = ["input_ids", "position_ids"]
+    trainer.train()
+    assert trainer.evaluate(documents(6))["eval_loss"] > 0
 
 
 def test_all_models_of_a_trainer_are_found(tmp_path):

@@ -93,11 +93,16 @@ def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
     assert np.abs(expected - found).max() < 1e-12
 
 
+def loss_of_all_rows(trainer):
+    """The loss of the whole dataset as one batch."""
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        return float(trainer.model.eval()(**batch).loss)
+
+
 def test_evaluation_loss_is_a_mean_of_all_labeled_tokens(tmp_path):
     trainer = attached("tokens", tmp_path, per_device_eval_batch_size=4)
-    whole = trainer.data_collator(list(trainer.get_train_dataloader().dataset.dataset))
-    with torch.no_grad():
-        expected = float(trainer.model.eval()(**whole).loss)
+    expected = loss_of_all_rows(trainer)
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -142,7 +147,7 @@ def test_margins_of_rewards(tmp_path):
 
 
 class WeightedByTokens(transformers.BertForSequenceClassification):
-    """A head of the user's own: a row counts as often as it has tokens."""
+    """A head of the user's own."""
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         outputs = super().forward(input_ids, attention_mask=attention_mask)
@@ -176,18 +181,16 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
 
 
 def test_a_head_of_the_users_own_is_not_known(tmp_path):
-    stock = trainer_of("classifier", tmp_path)
-    model = WeightedByTokens(stock.model.config).double()
-    trainer = transformers.Trainer(
-        model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator
-    )
+    trainer = trainer_of("classifier", tmp_path)
+    trainer.model.__class__ = WeightedByTokens
     for unit in (None, "labeled rows"):
         with pytest.raises(hfp.PackingError, match="Trainer with WeightedByTokens"):
             hfp.attach(trainer, hfp.TokenBudget(160), loss_unit=unit)
 
 
-@pytest.mark.parametrize("longest", [60, 9])
-def test_the_check_of_a_loss_keeps_within_the_budget(longest, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("longest", "batches"), [(60, 2), (9, 3)])
+def test_the_check_of_a_loss_keeps_within_the_budget(longest, batches, tmp_path, monkeypatch):
+    """No two rows of 60 tokens fit."""
     data = classified()
     data = data.map(lambda row: {"input_ids": (row["input_ids"] * 60)[: max(longest - row["input_ids"][0] % 5, 1)]})
     trainer = trainer_of("classifier", tmp_path, data=data, patched=True)
@@ -199,9 +202,8 @@ def test_the_check_of_a_loss_keeps_within_the_budget(longest, tmp_path, monkeypa
 
     monkeypatch.setattr(loss_units, "loss_of_batch", measured)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    assert len(sizes) <= 3
+    assert len(sizes) == batches
     assert 0 < max(sizes) <= 64
-    assert len(sizes) == (2 if longest == 60 else 3)  # no two of the longest rows fit
 
 
 def test_masked_classes_do_not_count(tmp_path):
@@ -216,25 +218,16 @@ def test_masked_classes_do_not_count(tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss))
 
 
-def test_sizes_of_a_collator_that_truncates():
+def test_sizes_are_those_of_collated_rows():
+    """A collator may truncate; a batch without a mask has no padding."""
+
     def collate(rows):
         return default_data_collator([{"input_ids": (row["input_ids"] + [0] * 9)[:9]} for row in rows])
 
     data = datasets.Dataset.from_dict({"input_ids": [[1] * 4, [2] * 30]})
     assert sizes_of_rows(data, collate).tokens.tolist() == [9, 9]
-
-
-def test_lengths_in_batches_of_any_shape():
     mask = torch.tensor([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
     assert lengths_in({"attention_mask": mask}).tolist() == [2, 1, 3, 0]
-    assert lengths_in({"input_ids": torch.ones(2, 5)}).tolist() == [5, 5]
-
-
-def test_answers_are_trained_on_in_the_trainers_own_batches(tmp_path):
-    """Their loss counts the logits of padding."""
-    trainer = trainer_of("answers", tmp_path, max_steps=1)
-    hfp.attach(trainer, None)
-    assert trainer.train().global_step == 1
 
 
 def test_match_documents_per_step(tmp_path):
@@ -271,33 +264,19 @@ def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.slow
-def test_evaluation_loss_on_two_processes(tmp_path):
-    """Rows that accelerate repeats, so that both processes have as many, count once in a mean of labeled tokens."""
-    size = 4
-    assert ROWS % (2 * size)
-    run = {"kind": "tokens", "evaluate": True, "per_device_eval_batch_size": size}
-    on_ranks(train_all, tmp_path, {"eval": run}, ranks=2)
-    found = [json.loads((tmp_path / "eval" / f"metrics-{rank}.json").read_text())["eval_loss"] for rank in range(2)]
-    trainer = trainer_of("tokens", tmp_path)
-    whole = trainer.data_collator(list(trainer.get_train_dataloader().dataset))
-    with torch.no_grad():
-        expected = float(trainer.model.eval()(**whole).loss)
-    assert found == pytest.approx([expected] * 2, rel=1e-6)
-
-
 ON_TWO = ("classifier", "dpo", "reward")
 
 
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
-    """A folder with runs of each kind: an epoch, a few steps, and an unbroken run beside one that was killed."""
+    """A folder with an evaluation, and of each kind an epoch, a few steps, and an unbroken run beside a killed one."""
     folder = tmp_path_factory.mktemp("two")
     whole = {"max_steps": -1, "num_train_epochs": 1}
     save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "dropout": 0.1}
     runs = {"epoch": whole, "few": {"gradient_accumulation_steps": 2}, "unbroken": save}
     unbroken = {f"{kind}/{name}": run | {"kind": kind} for kind in ON_TWO for name, run in runs.items()}
-    on_ranks(train_all, folder, unbroken, ranks=2)
+    evaluated = {"tokens/evaluated": {"kind": "tokens", "evaluate": True, "per_device_eval_batch_size": 4}}
+    on_ranks(train_all, folder, unbroken | evaluated, ranks=2)
     for kind in ON_TWO:
         cut = {f"{kind}/cut": save | {"kind": kind, "kill": 3}}
         on_ranks(train_all, folder, cut, ranks=2, fails=True)
@@ -326,3 +305,12 @@ def test_two_processes(kind, on_two_processes, tmp_path):
 
     unbroken, resumed = (torch.load(folder / name / "parameters.pt") for name in ("unbroken", "cut"))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+
+
+@pytest.mark.slow
+def test_evaluation_loss_on_two_processes(on_two_processes, tmp_path):
+    """Rows that accelerate repeats, so that both processes have as many, count once in a mean of labeled tokens."""
+    assert ROWS % (2 * 4)
+    files = [on_two_processes / "tokens" / "evaluated" / f"metrics-{rank}.json" for rank in range(2)]
+    expected = loss_of_all_rows(trainer_of("tokens", tmp_path))
+    assert [json.loads(file.read_text())["eval_loss"] for file in files] == pytest.approx([expected] * 2, rel=1e-6)
