@@ -8,7 +8,7 @@ from patched_models import patched, patched_tiny
 from transformers import DynamicCache
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import PackedRow, use_row
+from hf_packing.attention.packed_row import CACHES, PackedRow, use_row
 
 ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
 ROWS = {"input_ids": torch.full((2, 4), 9)}
@@ -33,8 +33,6 @@ MASKS = [
     torch.tensor([[1, 1, 2, 1], [1] * 4]),
     *(torch.ones(2, 4), torch.ones(2, 9).long(), torch.ones(2, 1, 4, 4).long(), {"full_attention": None}),
 ]
-
-CACHES = ("cache", "past_key_values")
 
 LLAMA, BERT = ("llama", "causal"), ("bert", SEQUENCE)
 

@@ -50,6 +50,8 @@ def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
     report = hfp.check_isolation(model)
     assert report.isolated
     assert report.route.describe() == hfp.check_isolation(hfp.patch_model(known)).route.describe()
+    hfp.unpatch_model(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def with_fsdp():

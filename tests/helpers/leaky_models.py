@@ -120,7 +120,6 @@ LEAKS = {
     "row length": ("model.layers.1.mlp", MixesLongRows),
     "row length in the head": ("lm_head", MixesLongRows),
     "autocast": ("model.layers.0.mlp", MixesUnderAutocast),
-    "row length in attention": ("model.layers.0.self_attn.o_proj", MixesLongRows),
     "training": ("model.layers.0.mlp", MixesInTraining),
     "last batch": ("model.norm", RemembersTheLastBatch),
     "second call": ("model.layers.1.mlp", MixesFromTheSecondCall),
