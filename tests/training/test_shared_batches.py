@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from own_batches import answers, dpo, grpo, step, texts
-from padded_models import SEQUENCE
+from padded_models import SEQUENCE, padded
 from patched_models import patched_tiny
 from tiers import fast_only
 from training_by_hand import largest_difference
@@ -53,15 +53,6 @@ def test_other_values_of_tokens_split_a_prefix():
     assert find_in_batch(tokens, {"token_type_ids": types}, [3, 3], 1).trees.tokens == 5
 
 
-def padded(documents, side):
-    longest = max(map(len, documents))
-    ids, mask = torch.zeros(len(documents), longest, dtype=torch.long), torch.zeros(len(documents), longest)
-    for number, document in enumerate(documents):
-        place = slice(0, len(document)) if side == "right" else slice(longest - len(document), longest)
-        ids[number, place], mask[number, place] = torch.tensor(document), 1
-    return {"input_ids": ids, "attention_mask": mask.long()}
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "mamba"], "gpt2"))
 def test_rows_of_a_padded_batch(name, side):
@@ -70,7 +61,7 @@ def test_rows_of_a_padded_batch(name, side):
     prompt, middle = (rng.integers(8, 100, n).tolist() for n in (20, 5))
     ends = [rng.integers(8, 100, n).tolist() for n in (3, 9, 1, 6)]
     documents = [prompt + ends[0], ends[1], prompt + middle + ends[1], prompt + ends[0], prompt + middle + ends[2]]
-    batch = padded(documents, side)
+    batch, _ = padded(documents, side)
     expected = model(**batch).logits
     share_prefixes(model, 4)
     seen = computed_tokens(model)
@@ -100,14 +91,14 @@ def test_what_shares_nothing():
     model = patched_tiny("llama")
     share_prefixes(model, 2)
     documents = [[9, 10, 11, 12], [9, 10, 11, 13, 14]]
-    batch = padded(documents, "right")
+    batch, _ = padded(documents, "right")
     model(**batch)  # the first padded batch is proven
     seen = computed_tokens(model)
     model(**batch)
     embedded = model.get_input_embeddings()(batch["input_ids"])
     with pytest.warns(UserWarning, match="share_prefixes: expected input_ids .* got inputs_embeds; the prefixes of"):
         model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
-    model(**padded([[9, 10], [11, 12, 13]], "right"))
+    model(**padded([[9, 10], [11, 12, 13]], "right")[0])
     assert seen == [6, 9, 5]
     ids = torch.tensor([[5, 5]])
     for name, value, message in [
