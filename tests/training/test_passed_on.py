@@ -72,11 +72,6 @@ class Checked(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def as_lazy(data, folder):
-    data.save_to_disk(folder)
-    return hfp.pack(datasets.load_from_disk(folder), hfp.BestFit(32), lazy=True)
-
-
 @pytest.mark.filterwarnings("ignore:pack leaves out columns without one number")
 @pytest.mark.parametrize(
     ("kind", "shapes"),
@@ -88,13 +83,14 @@ def test_compute_loss_gets_them(tmp_path, kind, shapes):
     make = {
         "documents": lambda data: data,
         "packed": lambda data: hfp.pack(data, hfp.BestFit(32)),
-        "lazy": lambda data: as_lazy(data, tmp_path / "saved"),
+        "lazy": lambda _: hfp.pack(datasets.load_from_disk(tmp_path / "saved"), hfp.BestFit(32), lazy=True),
         "transform": lambda data: data.with_transform(lambda batch: batch),
         "plain": lambda data: Plain(data.to_list()),
         "stream": lambda data: data.to_iterable_dataset(),
         "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), few, streams=1),
     }
-    data = make[kind](weighted() if kind == "lazy" else with_more())
+    weighted().save_to_disk(tmp_path / "saved")
+    data = make[kind](with_more())
     trainer = trainer_of(tmp_path, Checked, data=data, **TAKES_ALL)
     hfp.attach(trainer, BUDGET, **shapes)
     assert min(logged(trainer)) > 0

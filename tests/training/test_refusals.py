@@ -39,7 +39,6 @@ BUDGET = hfp.TokenBudget(64)
 LIMITED = hfp.TokenBudget(64, max_documents=7)
 SHAPES = {"tokens": 80, "max_segments": 8}
 SHARED = hfp.TokenBudget(128, share_prefixes=2)
-LOSSES = ("token", "sequence")
 SCHEDULE = hfp.LengthSchedule(8, 10)
 SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
 RELATED = documents(12, samples=3)
@@ -230,12 +229,6 @@ TREES = [
 WHOLE = hfp.TokenBudget(160)
 
 
-class Penalized(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        return (2 * loss, outputs) if return_outputs else 2 * loss
-
-
 def on_rows(of, change):
     """A classifier whose dataset was changed."""
     trainer = rows_trainer_of("classifier", of.folder, patched=True)
@@ -311,8 +304,8 @@ WHOLE_ROWS = [
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), None)),
-    ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE)),
-    ("loss_unit", lambda of: hfp.attach(of_kind(of, Penalized), WHOLE, loss_unit="tokens")),
+    ("loss_unit", lambda of: hfp.attach(of_kind(of, OwnLoss), WHOLE)),
+    ("loss_unit", lambda of: hfp.attach(of_kind(of, OwnLoss), WHOLE, loss_unit="tokens")),
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
     ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
@@ -540,11 +533,9 @@ LOOPS = [
         for wrong in (-1, True, "28", torch.ones(2), torch.tensor(True))
     ),
     ("loss", lambda: hfp.compute_loss(patched(), collated(), loss="mean")),
-    *(("loss", lambda loss=loss: hfp.compute_loss(patched(), planned(loss=loss), loss="token")) for loss in LOSSES),
-    *(
-        ("num_items_in_batch", lambda loss=loss: hfp.compute_loss(patched(), planned(loss=loss), num_items_in_batch=7))
-        for loss in LOSSES
-    ),
+    ("loss", lambda: hfp.compute_loss(patched(), planned(loss="token"), loss="token")),
+    ("loss", lambda: hfp.compute_loss(patched(), planned(loss="sequence"), loss="token")),
+    ("num_items_in_batch", lambda: hfp.compute_loss(patched(), planned(), num_items_in_batch=7)),
     ("model", lambda: hfp.document_logps(build("Llama"), collated())),
     ("column 'weights'", lambda: collated({"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]})),
 ]

@@ -156,17 +156,14 @@ ON_RANKS = {
 
 
 def scores_of(rows, **how):
-    model = patched_tiny("llama", "causal", torch.float64)
-    scores = hfp.score(model, rows, hidden="mean", progress=False, **how)
-    return {each: getattr(scores, each) for each in ("log_likelihood", "num_tokens", "greedy", "hidden")}
+    return hfp.score(patched_tiny("llama", "causal", torch.float64), rows, hidden="mean", progress=False, **how)
 
 
-def check_scores(found, rows):
-    expected = scores_of(rows)
-    assert np.allclose(found["log_likelihood"], expected["log_likelihood"], rtol=1e-7)
-    assert found["num_tokens"].tolist() == expected["num_tokens"].tolist()
-    assert found["greedy"].tolist() == expected["greedy"].tolist()
-    assert np.allclose(found["hidden"], expected["hidden"], atol=1e-6)
+def check_equal(found, expected):
+    assert np.allclose(found.log_likelihood, expected.log_likelihood, rtol=1e-7)
+    assert np.array_equal(found.num_tokens, expected.num_tokens)
+    assert np.array_equal(found.greedy, expected.greedy)
+    assert np.allclose(found.hidden, expected.hidden, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ON_RANKS)
@@ -186,21 +183,22 @@ def test_ranks_share_the_documents(monkeypatch, case):
             patch.setattr(score, "PartialState", lambda state=state: state)
             found = scores_of(rows, max_tokens=50, share_prefixes=share)
     assert max(map(len, gathered)) < len(rows) or case == "one document"
-    check_scores(found, rows)
+    check_equal(found, scores_of(rows))
 
 
 def score_on_rank(folder):
     rank = Accelerator(cpu=True).process_index
-    for name, (rows, share) in ON_RANKS.items():
-        np.savez(folder / f"{name}-{rank}.npz", **scores_of(rows, max_tokens=50, share_prefixes=share))
+    found = [scores_of(rows, max_tokens=50, share_prefixes=share) for rows, share in ON_RANKS.values()]
+    torch.save(found, folder / f"{rank}.pt")
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_documents(tmp_path):
     on_ranks(score_on_rank, tmp_path, ranks=2)
-    for name, (rows, _) in ON_RANKS.items():
-        for rank in range(2):
-            check_scores(np.load(tmp_path / f"{name}-{rank}.npz"), rows)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for (rows, _), *found in zip(ON_RANKS.values(), *ranks, strict=True):
+        for each in found:
+            check_equal(each, scores_of(rows))
 
 
 SCORED = [
@@ -287,12 +285,12 @@ def test_what_is_shared_runs_once(rng):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_documents_that_differ_in_the_last_token_run_once(share):
+def test_documents_that_differ_in_the_last_token_run_once(share, model_and_stock):
     model = patched_tiny("gpt2", "causal", torch.float64, trees=True)
     seen = Seen(model)
     rows = [[*range(9, 29), last] for last in (30, 31, 32, 31)]
     scores = hfp.score(model, rows, share_prefixes=share, progress=False)
-    check(scores, alone(tiny_model("gpt2", "causal", torch.float64), rows), 1e-12)
+    check(scores, alone(model_and_stock[1], rows), 1e-12)
     assert (seen.tokens, seen.trees) == ([20], [False])
 
 

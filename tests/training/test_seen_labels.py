@@ -85,26 +85,8 @@ def test_masked_data_is_trained_on(tmp_path):
         assert np.isfinite(trainer.evaluate()["eval_loss"])
 
 
-def adapted_bert():
-    return hfp.patch_model(get_peft_model(bert(), LoraConfig(target_modules=["query"])))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-@pytest.mark.parametrize("make", [patched_bert, adapted_bert])
-def test_a_stock_trainer(tmp_path, make):
-    for data, refused in ((unlabeled(), True), (documents(12).map(masked), False)):
-        packed = hfp.pack(data, hfp.BestFit(48))
-        trainer = trainer_of(tmp_path, model=make(), data=packed, remove_unused_columns=False, label_names=["labels"])
-        trainer.data_collator = hfp.PackingCollator()
-        if refused:
-            with pytest.raises(PackingError, match=REPEATED):
-                trainer.train()
-        else:
-            assert len(logged(trainer)) == 2
-
-
 def test_a_loop_whose_loader_knows_no_model():
+    """Also where Trainer calls a model by itself."""
     model = patched_bert().train()
     batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64))))
     with pytest.raises(PackingError, match=REPEATED):
@@ -185,6 +167,7 @@ MODELS = {
         ),
         True,
     ),
+    "a masked model with adapters": (lambda: get_peft_model(bert(), LoraConfig(target_modules=["query"])), True),
     "a masked model in half precision": (lambda: bert().to(torch.bfloat16), True),
     "experts whose router adds to the loss": (
         lambda: build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5),
@@ -196,6 +179,7 @@ MODELS = {
 """By kind, a function that makes a model, and whether it sees what labels ask for."""
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.parametrize(
     "kind", fast_only(MODELS, "a masked model in float32", "experts whose router adds to the loss")
 )

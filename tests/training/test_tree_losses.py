@@ -80,13 +80,6 @@ def test_what_is_counted_and_weighed_document_by_document(sets):
         assert ((weights > 0) == (batch["tree_labels"] != -100)).all()
 
 
-def test_the_labels_differ_between_relatives_and_documents_end_inside_others():
-    row, order = tree_row(DOCUMENTS, LABELS)
-    assert len(set(row["ends"])) < len(order) == len(DOCUMENTS)
-    assert set(row["ends"]) & set(row["parents"])
-    assert sorted(set(weights_of(batch_of((DOCUMENTS, LABELS)), "token")[0].tolist())) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("name", "size"), [("GPT2", WHOLE), ("GPT2", 4), ("Llama", WHOLE), ("Llama", 1), ("Llama", 4)])
 def test_the_loss_of_two_rows(name, size, loss):
