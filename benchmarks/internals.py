@@ -16,7 +16,6 @@ HOME_OF = {
     "choose_waiting": "planning.windows",
     # columns of tokens, rows made from a plan, and shared prefixes: trees
     "TOKENS_AT_ONCE": "rows.token_columns",
-    "TokenColumns": "rows.token_columns",
     "find_token_columns": "rows.token_columns",
     "Packing": "rows.packing",
     "find_trees": "trees.find",

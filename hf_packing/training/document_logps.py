@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from hf_packing.attention import check_patched
+from hf_packing.attention import check_patched, patch_model
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
@@ -54,6 +54,8 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     labels = _labels_of(batch)
     check_patched(model)
     check_predicts_next(model)
+    if is_tree_batch(batch):
+        patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
     following = NextTokens.of_batch(batch, labels)
     log_probs = _log_probs(model, inputs_of_model(batch), following, labels)
     exact = log_probs.to(exact_type(log_probs.device))

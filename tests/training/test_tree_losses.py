@@ -248,7 +248,7 @@ def test_checkpointing_and_lora(name, loss):
 def log_probabilities_on_rank(folder):
     """Write the gradients of the documents of this rank, which come in a row of trees of its own."""
     rank = Accelerator(cpu=True).process_index
-    model = DistributedDataParallel(hfp.patch_model(exact("Llama"), trees=True))
+    model = DistributedDataParallel(hfp.patch_model(exact("Llama")))
     hfp.document_logps(model, batch_of([(DOCUMENTS, LABELS), OTHER][rank])).sum().backward()
     torch.save(gradients(model.module), folder / f"gradients-{rank}.pt")
 
