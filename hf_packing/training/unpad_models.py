@@ -114,7 +114,9 @@ def _patch_and_prove(
         with _named(f"trainer.{name}"):
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
-                    prove_unpadding(inner_model(model))
+                    route = route_of(inner_model(model))
+                    if not (route and route.unpadding) or trainer.accelerator.mixed_precision != "no":
+                        prove_unpadding(inner_model(model))
                     if name == "model" or predicts_tokens(inner_model(model)):  # reward models share no prefixes
                         share_prefixes(inner_model(model), fewest_shared)
                         if fewest_shared is not None:
