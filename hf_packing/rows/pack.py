@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -196,7 +196,7 @@ def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) ->
 def _write_rows(
     packing: Packing, columns: TokenColumns, plan: PackingPlan, path: Path
 ) -> tuple[int, npt.NDArray[np.int32] | None]:
-    """Build the rows of a plan block by block, and write them. A thread builds a block while the last one is written.
+    """Build the rows of a plan block by block, and write them. A thread writes a block while the next one is built.
 
     Returns:
         The number of tokens that are trained on, and the labels that are not in the rows; see `Rows`.
@@ -207,17 +207,19 @@ def _write_rows(
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
-        ThreadPoolExecutor(max_workers=1) as builder,
+        ThreadPoolExecutor(max_workers=1) as writer,
     ):
-        blocks = packing.blocks(columns, plan, TOKENS_AT_ONCE)
-        coming = builder.submit(next, blocks, None)
-        while (rows := coming.result()) is not None:
-            coming = builder.submit(next, blocks, None)
+        written: Future[None] | None = None
+        for rows in packing.blocks(columns, plan, TOKENS_AT_ONCE):
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
-            stream.write_table(rows.table)
+            if written:
+                written.result()
+            written = writer.submit(stream.write_table, rows.table)
             progress.update(rows.table.num_rows)
+        if written:
+            written.result()
     return trained_tokens, np.concatenate(first_labels) if first_labels else None
 
 
