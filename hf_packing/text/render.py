@@ -60,7 +60,7 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class Renderer:
-    """How rows become text: the chat template, the tokenizer of transformers that writes chats with it, and options."""
+    """A writer of rows as text: a tokenizer of transformers, the chat template for its chats, and options."""
 
     tokenizer: Any
     template: Any
@@ -234,7 +234,7 @@ def settings_of(row: Mapping[str, Any]) -> Settings:
 
 def reason_of(error: Exception) -> str:
     """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
-    return shorten(str(error), _MOST_OF_A_REASON, placeholder="...") or type(error).__name__
+    return shorten(str(error), _MOST_OF_A_REASON) or type(error).__name__
 
 
 def _without_nulls(value: Any) -> Any:

@@ -112,13 +112,14 @@ def _patch_and_prove(
     patch_models(trainer, "small" if prove == "small" else "model")
     for name, model in models.items():
         with _named(f"trainer.{name}"):
+            inner = inner_model(model)
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
-                    route = route_of(inner_model(model))
+                    route = route_of(inner)  # patch_model may have proven padded batches, without autocast
                     if not (route and route.unpadding) or trainer.accelerator.mixed_precision != "no":
-                        prove_unpadding(inner_model(model))
-                    if name == "model" or predicts_tokens(inner_model(model)):  # reward models share no prefixes
-                        share_prefixes(inner_model(model), fewest_shared)
+                        prove_unpadding(inner)
+                    if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
+                        share_prefixes(inner, fewest_shared)
                         if fewest_shared is not None:
                             warn_of_shared_randomness(model)
 
