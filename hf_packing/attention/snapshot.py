@@ -300,7 +300,8 @@ def restored_random_state(device: torch.device) -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seed the global random generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    # torch.manual_seed also records a stack trace for each kind of device that this machine lacks, which takes longer
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     np.random.seed(seed)
 
