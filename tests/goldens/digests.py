@@ -7,6 +7,9 @@ from typing import Any
 
 import datasets
 
+Cases = dict[str, str | list[float]]
+"""Names of cases, and what was found: a digest, a few words, or numbers that may differ in rounding."""
+
 
 def digest(value: Any) -> str:
     """Return a digest of lists, dicts, strings, booleans, integers, and floats to 9 digits; arrays count as lists."""

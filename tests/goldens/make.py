@@ -3,30 +3,34 @@
     python tests/goldens/make.py            print the cases that differ from the stored ones
     python tests/goldens/make.py --write    store them
 
-A subject is a function that takes an empty folder and returns a digest, or a few words, for each named case. It uses
-public names only, so that modules can move; `inside.py` has the few exceptions.
+A subject is a function that takes an empty folder and returns a digest, a few words, or numbers for each named case. It
+uses public names only, so that modules can move; `inside.py` has the few exceptions. Numbers may differ in rounding.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as in the tests: datasets asks the hub about local files, too
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "helpers")]
 
 import datasets
-from goldens import batches, command, epochs, plans, reports, rows, streams, trees
+import torch
+from goldens import batches, command, epochs, forwards, plans, reports, rows, streams, trainings, trees
+from goldens.digests import Cases
 
-Subject = Callable[[Path], dict[str, str]]
+Subject = Callable[[Path], Cases]
 
-SUBJECTS: dict[str, Subject] = {
+SUBJECTS: dict[str, Subject | Callable[[Path], dict[str, str]]] = {
     "plans": plans.of_lengths,
     "plans_by_scipy": plans.by_scipy,
     "pattern_tables": plans.of_counts,
@@ -39,11 +43,15 @@ SUBJECTS: dict[str, Subject] = {
     "epochs": epochs.planned,
     "batches": batches.collated,
     "reports": reports.made,
+    "forwards": forwards.computed,
+    "trainings": trainings.computed,
 }
+ROUNDING = 1e-5
+"""Numbers may differ by so much, absolute or relative: some modules compute in float32 in models of float64."""
 STORED = Path(__file__).parent / "stored"
 
 
-def make(name: str, folder: Path) -> dict[str, str]:
+def make(name: str, folder: Path) -> Cases:
     """Return the cases of a subject as the code computes them now."""
     datasets.disable_progress_bars()
     with warnings.catch_warnings():
@@ -51,20 +59,23 @@ def make(name: str, folder: Path) -> dict[str, str]:
         return SUBJECTS[name](folder)
 
 
-def stored(name: str) -> dict[str, str]:
+def stored(name: str) -> Cases:
     """Return the cases of a subject as they are stored; none if nothing is stored."""
     file = STORED / f"{name}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+def differences(old: Cases, new: Cases) -> list[str]:
     """Return a line for each case that differs, is missing or is new."""
     names = dict.fromkeys([*old, *new])
-    return [
-        f"{name}: {old.get(name, 'not stored')} -> {new.get(name, 'not made')}"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
+    found = [(name, old.get(name, "not stored"), new.get(name, "not made")) for name in names]
+    return [f"{name}: {before} -> {after}" for name, before, after in found if not _equal(before, after)]
+
+
+def _equal(old: str | list[float], new: str | list[float]) -> bool:
+    if isinstance(old, str) or isinstance(new, str):
+        return old == new
+    return len(old) == len(new) and all(map(partial(math.isclose, rel_tol=ROUNDING, abs_tol=ROUNDING), old, new))
 
 
 def main() -> int:
@@ -73,6 +84,7 @@ def main() -> int:
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"{', '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--write", action="store_true", help="store what the code computes now")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     if unknown := set(given.subjects) - SUBJECTS.keys():
         parser.error(f"SUBJECT: expected some of {', '.join(SUBJECTS)}, got {', '.join(sorted(unknown))}")
     differ = False

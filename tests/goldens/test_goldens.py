@@ -20,3 +20,8 @@ def test_differences_are_named():
         "c: 3 -> not made",
         "d: not stored -> 5",
     ]
+    assert differences({"a": [1.0, 0.0]}, {"a": [1.0 + 1e-7, 1e-7]}) == []
+    assert differences({"a": [1.0, 2.0], "b": [1.0]}, {"a": [1.0, 2.1], "b": []}) == [
+        "a: [1.0, 2.0] -> [1.0, 2.1]",
+        "b: [1.0] -> []",
+    ]
