@@ -40,9 +40,11 @@ def computed(folder: Path) -> dict[str, list[float]]:
 
 def on_ranks(folder: Path) -> list[float]:
     """Return the losses and weights of a run on two processes."""
-    from processes import launch
+    from processes import run_script
 
-    launch(__file__, folder, ranks=2)
+    folder.mkdir()
+    done = run_script(__file__, folder, ranks=2)
+    assert done.returncode == 0, done.stderr
     return json.loads((folder / "found.json").read_text())
 
 
