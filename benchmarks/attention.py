@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from internals import PackedRow, packed_varlen, use_row
+from internals import Layout, packed_varlen, use_layout
 from measure import figure, in_turn, machine, ratio, recorded
 from torch import Tensor
 from transformers import LlamaConfig
@@ -36,14 +36,14 @@ def tensors(tokens: int) -> list[Tensor]:
     return [torch.randn(1, heads, tokens, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def mask_of(row: PackedRow) -> Tensor | None:
+def mask_of(row: Layout) -> Tensor | None:
     """The mask that transformers makes of positions that restart, with a model on "sdpa"."""
     config = LlamaConfig(attn_implementation="sdpa")
     embeddings = torch.empty(1, row.tokens, 1)
     return create_causal_mask(config, embeddings, None, None, position_ids=row.position_ids)
 
 
-def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: Layout) -> Tensor:
     """Call torch's attention for each segment, one after the other."""
     outputs = []
     for start, end in row.slices:
@@ -54,7 +54,7 @@ def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Ten
 
 def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
     """Return a call that runs forward and backward of one layer, and returns the attention output."""
-    row, module = PackedRow.from_lengths(lengths), Attention()
+    row, module = Layout.of(lengths), Attention()
     q, k, v = tensors(row.tokens)
     mask = mask_of(row) if name == "sdpa with mask" else None
 
@@ -63,7 +63,7 @@ def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
             return plain_loop(q, k, v, row)
         if name == "sdpa with mask":
             return sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None)[0]
-        with use_row(row):
+        with use_layout(row):
             return packed_varlen(module, q, k, v, None)[0]
 
     def both() -> Tensor:
@@ -82,7 +82,7 @@ def peak() -> int:
 def memory_of(name: str, lengths: list[int]) -> float:
     """Return the MiB that a side adds, mask included; to be called in a fresh process."""
     torch.set_num_threads(1)
-    plain_loop(*tensors(8), PackedRow.from_lengths([8])).sum().backward()
+    plain_loop(*tensors(8), Layout.of([8])).sum().backward()
     before = peak()
     side(name, lengths)()
     return (peak() - before) / 1024
@@ -113,7 +113,7 @@ def main() -> None:
             figure(row=title, side=name, seconds=seconds[name], peak_mebibytes=memory)
             median = statistics.median(seconds[name]) * 1e3
             print(f"{title:10}{name:16}{median:>9.1f}{times:>24}{memory:>10.0f}")
-        row = PackedRow.from_lengths(lengths)
+        row = Layout.of(lengths)
         making = in_turn({"mask": lambda row=row: mask_of(row)}, arguments.rounds)["mask"]
         print(f"{title:10}{'making the mask':16}{statistics.median(making) * 1e3:>9.1f}\n")
 

@@ -38,8 +38,8 @@ HOME_OF = {
     "in_lockstep": "training.streams.lockstep",
     "items_in": "training.losses",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
-    "PackedRow": "attention.packed_row",
-    "use_row": "attention.packed_row",
+    "Layout": "attention.layout",
+    "use_layout": "attention.layout",
     "packed_varlen": "attention.varlen",
     "block_mask": "attention.flex",
     "prove_on_batch": "attention",

@@ -22,7 +22,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.row_readers import into_rows
 from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
@@ -177,7 +177,7 @@ def test_documents_in_rows_of_their_own():
     @settings(max_examples=20)
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     def check_rows(lengths):
-        row = PackedRow.from_lengths(lengths)
+        row = Layout.of(lengths)
         axes = TokenAxes("Module (name)", row.tokens)
         axes.record(row.position_ids)
         axes.freeze()

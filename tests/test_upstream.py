@@ -33,7 +33,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer import sft_trainer
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import CACHES
+from hf_packing.attention.layout import CACHES
 from hf_packing.rows import map_batch
 from hf_packing.training.first_batch import prepared_model
 from hf_packing.training.ranks import BatchesOfCheckpoint
@@ -149,7 +149,7 @@ OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "pa
 
 
 def test_names_of_caches():
-    """attention.packed_row.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
+    """attention.layout.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
     found = set()
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         forwards = re.findall(r"\n    def forward\(\n(.*?)\n    \)", path.read_text("utf-8"), re.DOTALL)

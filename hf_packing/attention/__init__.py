@@ -5,8 +5,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
-   and its modules can look up the borders while the model's forward runs (packed_row). An attention mask must not hide
-   tokens (mask_check), and the data loader must not take packed rows for documents (loader_check).
+   and its modules can look up the borders while the model's forward runs (layout). An attention mask must not hide
+   tokens, and the data loader must not take packed rows for documents (loader_check).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
    kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernel_trials, kernels, flex,
@@ -14,12 +14,12 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   projections, token_axes, token_pairs, group_lengths). A sharded model in which processes would then wait for each
+   projections, token_axes, token_pairs). A sharded model in which processes would then wait for each
    other is refused (uneven_gathers).
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
-   list of modules that run segment by segment (route). Some models get several rows laid end to end (end_to_end).
+   list of modules that run segment by segment (route). Some models get several rows laid end to end.
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (patched_forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
@@ -43,7 +43,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
     to copy them (label_check).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
-    attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (tree_row,
+    attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
     tree_attention, exact_tree_attention). Kernels get keys that are gathered along paths, or a mask (path_keys,
     flex_trees). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
     padded batch can share their prefixes in the same way (shared_rows).
@@ -60,7 +60,7 @@ from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.label_check import refuse_copied_labels
-from hf_packing.attention.packed_row import borders_required
+from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,
@@ -75,7 +75,6 @@ from hf_packing.attention.snapshot import in_mode, restored, restored_random_sta
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
-from hf_packing.attention.tree_row import labels_of_trees
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.unpatch import patched, unpatch_model
 from hf_packing.attention.varlen import kernel_of

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_runs import AloneRun, BatchRuns, Run
 from hf_packing.attention.inspect_model import has_local_weights, input_device
+from hf_packing.attention.layout import has_trees
 from hf_packing.attention.locate_leak import Compared, locate_leak
-from hf_packing.attention.packed_row import has_trees
 from hf_packing.attention.proof import STOCK_ATTENTIONS
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (

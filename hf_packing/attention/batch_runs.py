@@ -20,7 +20,7 @@ from hf_packing.attention.inspect_model import (
     is_compiled,
     without_ddp,
 )
-from hf_packing.attention.packed_row import PackedRow, read_row
+from hf_packing.attention.layout import Layout, read_layout
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     WeightSnapshot,
@@ -125,8 +125,8 @@ class BatchRuns:
         self._options = {"use_cache": False} if signature.takes("use_cache") else {}
         self._cut = EmbeddingCut(self.inner, requires_grad=training)
 
-    def _read_row(self, given: dict[str, Any]) -> PackedRow:
-        return read_row(given, training=True)[1]
+    def _read_row(self, given: dict[str, Any]) -> Layout:
+        return read_layout(given, training=True)[1]
 
     @property
     def tokens(self) -> int:

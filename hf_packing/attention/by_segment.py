@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import unwrapped
-from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
@@ -28,7 +28,6 @@ from hf_packing.attention.token_axes import (
     map_leaves,
     split_outputs,
 )
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
 
 _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -180,7 +179,7 @@ class SegmentedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        row, plan = current_row.get(), self.plan
+        row, plan = current_layout.get(), self.plan
         if row is None and current_rows.get() is not None:  # in a padded batch
             return self.forward(*args, **kwargs)
         if row is None:
@@ -191,19 +190,19 @@ class SegmentedForward(ReplacedForward):
         with _results_lock if plan.packed_modules() else nullcontext():
             return self._run(row, args, kwargs)
 
-    def _run(self, row: PackedRow, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, row: Layout, args: Any, kwargs: dict[str, Any]) -> Any:
         plan = self.plan
         if plan.is_recording:
             plan.inputs.record((args, kwargs))
         plan.inputs.check((args, kwargs))
         if not plan.inputs.any_in((args, kwargs)):
             return self.forward(*args, **kwargs)
-        if row.is_one_segment_per_row:
+        if row.is_one_path_per_row:
             return self.run_restored(args, kwargs)
         if plan.is_recording:
             plan.outputs.record(self.forward(*args, **kwargs))
         plan.inputs.check_row((args, kwargs), row.tokens)
-        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), row.num_parts), row)
+        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), row.num_paths), row)
 
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
@@ -225,7 +224,7 @@ class SegmentedForward(ReplacedForward):
         ahead = self._run_ahead(inputs)
         for call in calls:
             args, kwargs = cut_inputs(inputs, self.plan.inputs, call.places, fill)
-            with use_row(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.places, fill)):
+            with use_layout(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.places, fill)):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             if self.plan.is_recording:
                 self.plan.outputs.record(output)
@@ -235,19 +234,19 @@ class SegmentedForward(ReplacedForward):
                 parts[segment] = part
         return output, parts
 
-    def join(self, output: Any, parts: list[dict[Path, Any]], row: PackedRow | None = None) -> Any:
+    def join(self, output: Any, parts: list[dict[Path, Any]], row: Layout | None = None) -> Any:
         """Return the module's output for the whole row, joined from the results of `run_segments`. If `plan.after` is
-        set, run that inner module on the joined output. For a TreeRow `row`, the parts are its paths, and every token
-        gets the output that it has on the first path."""
+        set, run that inner module on the joined output. If segments share prefixes, the parts are the paths of
+        `row`, and every token gets the output that it has on the first path."""
         whole = join_outputs(output, self.plan.outputs, parts)
-        if isinstance(row, TreeRow):
+        if row is not None and row.has_branches:
             whole = self._at_first_places(whole, row)
         if (after := self.plan.after) is None:
             return whole
         last = self.module.get_submodule(after.name)
         return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
 
-    def _at_first_places(self, whole: Any, row: TreeRow) -> Any:
+    def _at_first_places(self, whole: Any, row: Layout) -> Any:
         """Return an output for a row of trees, given the joined outputs for its paths."""
 
         def select(path: Path, leaf: Any) -> Any:
@@ -309,7 +308,7 @@ def _do_nothing(*_: Any) -> None:
     its inner modules, nn.TransformerEncoderLayer may skip the forwards of its inner modules."""
 
 
-def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
     borders: dict[str, Any] = {

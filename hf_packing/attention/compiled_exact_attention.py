@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.exact_attention import attend_by_segment, window_mask
-from hf_packing.attention.packed_row import current_row
+from hf_packing.attention.layout import current_layout
 from hf_packing.errors import PackingError
 
 
@@ -29,7 +29,7 @@ def _forward(
     """Return the result of `attend_by_segment`, without dropout, and the segment lengths, int64 [segments], on the CPU.
     The argument `cu_seq_lens`, int32 [segments + 1], contains the cumulative segment lengths, and takes the place of
     the list of lengths. There may be empty segments at the end."""
-    row = current_row.get()
+    row = current_layout.get()
     if row is not None and _is_same_memory(row.cu_seq_lens, cu_seq_lens):
         lengths = list(row.lengths)
     else:

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.exact_attention import attend_with_scores
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.token_axes import Place
-from hf_packing.attention.tree_row import TreeRow
 
 
 def attend_along_paths(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: TreeRow,
+    row: Layout,
     *,
     scale: float,
     window: int | None = None,
@@ -74,7 +74,7 @@ def _along(tensor: Tensor, place: Place, first: int) -> Tensor:
 
 
 def _mask(
-    row: TreeRow, start: int, first: int, end: int, window: int | None, chunk: int | None, device: torch.device
+    row: Layout, start: int, first: int, end: int, window: int | None, chunk: int | None, device: torch.device
 ) -> Tensor | None:
     """Return which of the tokens at positions first:end on a path the tokens at start:end attend to, bool [queries,
     keys]; None for a plain triangle. The layers of a model ask for the same masks, so the row keeps them."""
@@ -82,13 +82,13 @@ def _mask(
     if start == first and not is_limited:
         return None
     asked = (start, first, end, window, chunk)
-    if asked not in row.kept:
+    if asked not in row.cache:
         at, to = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
         mask = to <= at
         if window is not None:
             mask &= at - to < window
         if chunk is not None:
             mask &= to >= at // chunk * chunk
-        row.kept[asked] = mask
-    kept: Tensor = row.kept[asked]
+        row.cache[asked] = mask
+    kept: Tensor = row.cache[asked]
     return kept

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_packing.attention.flex import BLOCK, LEAST_PLACES, attend_with_mask
-from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
 _NEVER = 2**31 - 1
@@ -24,7 +24,7 @@ def attend_in_trees_with_flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: TreeRow,
+    row: Layout,
     *,
     scale: float,
     window: int | None = None,
@@ -34,9 +34,9 @@ def attend_in_trees_with_flex(
 ) -> Tensor:
     """Compute the result of `attend_along_paths` with one call of FlexAttention. The arguments are explained there."""
     asked = ("mask of FlexAttention", window, chunk, query.device)
-    if asked not in row.kept:
-        row.kept[asked] = tree_block_mask(row.trees, window, chunk, query.device)
-    mask: BlockMask = row.kept[asked]
+    if asked not in row.cache:
+        row.cache[asked] = tree_block_mask(row.trees, window, chunk, query.device)
+    mask: BlockMask = row.cache[asked]
     return attend_with_mask(query, key, value, mask, "trees", scale=scale, softcap=softcap, sinks=sinks)
 
 

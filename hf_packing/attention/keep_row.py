@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_packing.attention.by_segment import switched_off
-from hf_packing.attention.packed_row import current_row, use_row
+from hf_packing.attention.layout import current_layout, use_layout
 from hf_packing.attention.padded_rows import current_rows, use_rows
 from hf_packing.attention.snapshot import attention_now, use_attention
 
@@ -49,13 +49,13 @@ class _AsNow:
         self.replaced = patch.replaced
         self.attention = attention_now(patch.attention_before)
         self.is_on = patch.replaced[0].installed
-        self.row, self.rows, self.running = current_row.get(), current_rows.get(), running.get()
+        self.row, self.rows, self.running = current_layout.get(), current_rows.get(), running.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         off = nullcontext() if self.is_on else switched_off(self.replaced)
         token = running.set(self.running)
         try:
-            with off, use_attention(self.attention), use_row(self.row), use_rows(self.rows):
+            with off, use_attention(self.attention), use_layout(self.row), use_rows(self.rows):
                 return self.function(*args, **kwargs)
         finally:
             running.reset(token)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernels import Call, FlexKernel, VarlenKernel
-from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
 FAILS = "fails"
@@ -77,7 +77,7 @@ def _error_in_trial(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(call.device)
 
-    trees = TreeRow.of(row, call.device) if isinstance(row, TreeSegments) else None
+    trees = Layout.of(row, call.device) if isinstance(row, TreeSegments) else None
     lengths = row.lengths if isinstance(row, TreeSegments) else row
     shapes = (call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)
     exact = [random(1, heads, sum(lengths), size).to(call.dtype).float() for heads, size in shapes]

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.flex_trees import attend_in_trees_with_flex
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.path_keys import PathKeys, gather_keys, gather_plan
-from hf_packing.attention.tree_row import TreeRow
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -213,7 +213,7 @@ class VarlenKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        row: TreeRow,
+        row: Layout,
         *,
         window: int | None = None,
         chunk: int | None = None,
@@ -262,7 +262,7 @@ class FlexKernel:
         del max_length, options["dropout"]
         return attend_with_flex(query, key, value, cu_seq_lens, **options)
 
-    def attend_in_trees(self, query: Tensor, key: Tensor, value: Tensor, row: TreeRow, **options: Any) -> Tensor:
+    def attend_in_trees(self, query: Tensor, key: Tensor, value: Tensor, row: Layout, **options: Any) -> Tensor:
         """Compute the result of `attend_along_paths`, with a mask."""
         del options["dropout"]
         return attend_in_trees_with_flex(query, key, value, row, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import has_vocabulary
-from hf_packing.attention.packed_row import PackedRow, find_borders
+from hf_packing.attention.layout import Layout, find_borders
 from hf_packing.attention.route import sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
@@ -37,7 +37,7 @@ _checked: "WeakSet[Any]" = WeakSet()
 """The data loaders that were checked."""
 
 
-def check_loader(model: PreTrainedModel, row: PackedRow, labels: Any) -> None:
+def check_loader(model: PreTrainedModel, row: Layout, labels: Any) -> None:
     """Check the data loader that is being read, if the rows of its dataset are packed.
 
     Args:
@@ -71,7 +71,7 @@ def check_loader(model: PreTrainedModel, row: PackedRow, labels: Any) -> None:
     _checked.add(loader)
 
 
-def _refuse_labels_across_borders(row: PackedRow, labels: Any) -> None:
+def _refuse_labels_across_borders(row: Layout, labels: Any) -> None:
     """Raise PackingError if a model would learn to predict the first token of a document from the document before."""
     begin = row.cu_seq_lens[: len(row.lengths)].long()
     begin = begin[begin % row.tokens > 0]

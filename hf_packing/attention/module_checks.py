@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import SegmentedForward
-from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.layout import Layout, SharedCall, Sharing
 from hf_packing.attention.token_axes import Fill, Path, TokenAxes, detached_copy, leaves, map_leaves
 from hf_packing.attention.token_pairs import LARGEST_FINITE
 from hf_packing.errors import PackingError
@@ -40,7 +40,7 @@ _FAR = 2**20
 use another scale than at short lengths."""
 
 
-def run_one_by_one(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Any:
+def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
     """Call a module once for each segment of a packed row, and return the joined outputs."""
     return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
 
@@ -96,7 +96,7 @@ def _differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Seque
     return any(float(tokens.double().mean()) > 0.5 for tokens in (first, last))
 
 
-def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
+def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
     """Return whether a module has to run segment by segment on long rows, although it does not have to on the test row.
 
     On the test row, the module's output for the whole row equals the joined outputs for the segments. On a long row,
@@ -112,7 +112,7 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
     return _counts_by_itself(forward, inputs, row) or _fails_on_long_rows(forward, inputs, row, embedding)
 
 
-def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
+def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
     """Return whether a module makes position numbers with torch.arange, and large positions change its output.
 
     An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
@@ -128,7 +128,7 @@ def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) ->
     return outputs_differ(near, far, forward.plan.outputs, row.slices)
 
 
-def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
+def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
     """Return whether a module has a table of learned positions, and fails on a row longer than the table."""
     module = forward.module
     if _is_stack(module):
@@ -153,7 +153,7 @@ def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, 
     return False
 
 
-def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
+def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
     """Return whether a very large position in one segment changes the module's output for other segments.
 
     An example is a rotary embedding whose scale depends on the largest position in the row. The result is False for a
@@ -207,7 +207,7 @@ def is_most_of(model: nn.Module, module: nn.Module) -> bool:
     return _is_stack(module) and 2 * len(list(module.modules())) > len(list(model.modules()))
 
 
-def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Sharing:
+def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing:
     """Return which segments of a row may go through a module in one call (see `Sharing`).
 
     The function calls the module with several segments at once, and compares the outputs with the outputs of separate
@@ -230,10 +230,12 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Shar
     trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": row.slices} if may_be_ragged else {}
     trials["equal"] = [(start, start + shortest) for start, _ in row.slices]
     for sharing, slices in trials.items():
-        together = SharedCall.of(list(range(len(slices))), slices, row.cu_seq_lens.device)
+        device = row.cu_seq_lens.device
+        together = SharedCall.of(list(range(len(slices))), slices, device)
+        one_by_one = [SharedCall.of([number], [place], device) for number, place in enumerate(slices)]
         fills = [None, *_FILLS] if sharing == "ragged" else [None]
         try:
-            _, alone = forward.run_segments(detached_copy(inputs), row.calls_for("none", slices), len(slices))
+            _, alone = forward.run_segments(detached_copy(inputs), one_by_one, len(slices))
             shared = [forward.run_segments(detached_copy(inputs), [together], len(slices), fill)[1] for fill in fills]
         except Exception:  # the module does not support batches of segments
             continue

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_packing.attention.packed_row import PackedRow, Sharing, borders_from_positions
+from hf_packing.attention.layout import Layout, Sharing, borders_from_positions
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -76,9 +76,9 @@ class PaddedRows:
     media: tuple[str, ...] = ()
 
     @cached_property
-    def row(self) -> PackedRow:
+    def row(self) -> Layout:
         """The borders of the documents in the packed row that `lay_end_to_end` makes."""
-        row = PackedRow.from_lengths([length for length in self.lengths if length], self.kept.device)
+        row = Layout.of([length for length in self.lengths if length], self.kept.device)
         return replace(row, is_unpadded=True)
 
     @cached_property
@@ -148,7 +148,7 @@ def has_axes_first(path: Path, leaf: Tensor, shape: torch.Size) -> bool:
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
 
-def _real_tokens(row: PackedRow) -> Tensor:
+def _real_tokens(row: Layout) -> Tensor:
     """Return which tokens of a batch with one segment per row, padded on the right, are not padding."""
     lengths = torch.tensor(row.lengths, device=row.cu_seq_lens.device)
     return torch.arange(row.longest, device=lengths.device) < lengths[:, None]

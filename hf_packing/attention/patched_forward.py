@@ -17,16 +17,14 @@ from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
-from hf_packing.attention.end_to_end import fold_into_rows
 from hf_packing.attention.inspect_model import Signature, sees_media, tower_configurations
 from hf_packing.attention.keep_row import KeepRow, running
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
+from hf_packing.attention.layout import Layout, current_layout, fold_into_rows, has_trees, read_layout
 from hf_packing.attention.loader_check import check_loader
-from hf_packing.attention.packed_row import PackedRow, current_row, has_trees, read_row
 from hf_packing.attention.padded_rows import current_rows, media_of
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, is_patched, mark_changing_sizes
 from hf_packing.attention.snapshot import Attention, attention_now, restore_attention, use_attention
-from hf_packing.attention.tree_row import TreeRow, read_tree_row
 from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
 from hf_packing.attention.unpadding import (
     PADDING_OR_CACHE,
@@ -60,8 +58,8 @@ def _lock_of(model: nn.Module) -> RLock:
 
 
 class PatchedForward(UnpaddedForward):
-    """A replacement for the forward of a patched model. A call reads the borders between documents from the arguments,
-    stores them in `current_row` while the forward runs, and runs the model's own forward with the inputs of the route.
+    """A replacement for the forward of a patched model. A call reads where the segments are from the arguments,
+    keeps this in `current_layout` while the forward runs, and runs the model's own forward with the route's inputs.
 
     Args:
         module: the module whose forward is replaced: the patched model itself, or an inner model that other libraries,
@@ -130,18 +128,18 @@ class PatchedForward(UnpaddedForward):
             return self.run_unusual(inputs, None) if self._is_unusual(inputs) else self.run_packed(inputs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
-    def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
+    def run_packed(self, inputs: dict[str, Any], row: Layout | None = None) -> Any:
         """Run the forward on packed rows, and return the output. If `row` is None, the borders are in the inputs."""
         inputs, row, laid = self._read(inputs, row)
         patch = self.patch
         was_running, patch.is_running = patch.is_running, True
-        ids, current = running.set((*running.get(), id(self.model))), current_row.set(laid)
+        ids, current = running.set((*running.get(), id(self.model))), current_layout.set(laid)
         padded = current_rows.set(None)
         try:
-            output = self._run_uncompiled(inputs) if isinstance(laid, TreeRow) else self.forward(**inputs)
+            output = self._run_uncompiled(inputs) if laid.has_branches else self.forward(**inputs)
         finally:
             current_rows.reset(padded)
-            current_row.reset(current)
+            current_layout.reset(current)
             running.reset(ids)
             patch.is_running = was_running
         return self._finish(output, row) if row.padding or laid is not row else output
@@ -191,14 +189,14 @@ class PatchedForward(UnpaddedForward):
                 setattr(module, name, KeepRow(checkpoint, self.patch, gives_borders))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _read(self, inputs: dict[str, Any], row: PackedRow | None) -> tuple[dict[str, Any], PackedRow, PackedRow]:
+    def _read(self, inputs: dict[str, Any], row: Layout | None) -> tuple[dict[str, Any], Layout, Layout]:
         """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, the
         borders of the packed rows, and the borders of the rows as the model gets them, which may be laid end to end."""
         self.check_patch(inputs)
         training = self.module.training
         is_unpadded = row is not None
         if row is None:
-            inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_row(inputs, training)
+            inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_layout(inputs, training)
             check_loader(self.model, row, inputs.get("labels"))
         ids = inputs.get("input_ids")
         self.route.check_tokens(ids)
@@ -212,20 +210,20 @@ class PatchedForward(UnpaddedForward):
             inputs["attention_mask"] = row.mask  # the loss of routers leaves out tokens whose mask is 0
         if not row.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: row.cu_seq_lens}, row.rows * row.tokens)
-        lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_segment_per_row
+        lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_path_per_row
         return inputs, row, replace(row, rows=1) if lay_end_to_end else row
 
-    def _read_trees(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
-        """Read a row of trees, as `read_tree_row` does. Prove before that the model supports trees."""
+    def _read_trees(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
+        """Read a row of trees, as `read_layout` does. Prove before that the model supports trees."""
         if not self.route.takes_packed_rows and self.module is self.model:
             raise PackingError(f"model: {type(self.model).__name__} returns outputs for whole rows, and takes no trees")
-        inputs, row = read_tree_row(inputs)
-        if isinstance(row, TreeRow) and not self.route.takes_trees:
+        inputs, row = read_layout(inputs)
+        if row.has_branches and not self.route.takes_trees:
             type(self.patch).prove_trees(self.model)
         return inputs, row
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _finish(self, output: Any, row: PackedRow) -> Any:
+    def _finish(self, output: Any, row: Layout) -> Any:
         """Return the model's output. If rows were laid end to end, the output gets the shape of the rows again."""
         if row.padding and not self.masks_routers and getattr(output, "aux_loss", None) is not None:
             raise PackingError(

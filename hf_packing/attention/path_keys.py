@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.exact_tree_attention import first_seen
-from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import Places, TreeSegments
 
 MOST_KEYS = 32768
@@ -79,7 +79,7 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Itera
             yield Run(begin + first - depth, begin + last - depth, path[first_seen(first, window, chunk) : last])
 
 
-def gather_plan(row: TreeRow, window: int | None, chunk: int | None, device: torch.device) -> list[PathKeys]:
+def gather_plan(row: Layout, window: int | None, chunk: int | None, device: torch.device) -> list[PathKeys]:
     """Return the calls of a kernel that compute a row, and keep them with the row.
 
     Args:
@@ -88,7 +88,7 @@ def gather_plan(row: TreeRow, window: int | None, chunk: int | None, device: tor
         device: where the calls run.
     """
     asked = ("keys", window, chunk, device)
-    if asked not in row.kept:
+    if asked not in row.cache:
         groups: list[list[Run]] = [[]]
         keys = 0
         for run in runs_of(row.trees, window, chunk):
@@ -97,8 +97,8 @@ def gather_plan(row: TreeRow, window: int | None, chunk: int | None, device: tor
                 groups.append([])
                 keys = len(run.keys)
             groups[-1].append(run)
-        row.kept[asked] = [PathKeys.of(group, device) for group in groups]
-    plan: list[PathKeys] = row.kept[asked]
+        row.cache[asked] = [PathKeys.of(group, device) for group in groups]
+    plan: list[PathKeys] = row.cache[asked]
     return plan
 
 

@@ -22,7 +22,7 @@ from hf_packing.attention.inspect_model import (
     input_device,
     record_embeddings,
 )
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,
@@ -89,7 +89,7 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
     """Return model inputs for documents packed in one row: the batch that PackingCollator makes, without labels."""
-    row = PackedRow.from_lengths([len(tokens) for tokens in documents])
+    row = Layout.of([len(tokens) for tokens in documents])
     return {
         "input_ids": torch.tensor([[token for tokens in documents for token in tokens]]),
         "position_ids": row.position_ids,
@@ -156,8 +156,8 @@ class Probe:
         self._seed = 0
 
     @property
-    def row(self) -> PackedRow:
-        return PackedRow.from_lengths(self.lengths, self.device)
+    def row(self) -> Layout:
+        return Layout.of(self.lengths, self.device)
 
     @property
     def mode(self) -> str:

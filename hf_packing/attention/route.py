@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.end_to_end import lay_end_to_end
 from hf_packing.attention.inspect_model import Signature, configurations
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.layout import Layout, lay_end_to_end
 from hf_packing.attention.padded_rows import Unpadding
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -50,20 +48,20 @@ class InputFormat:
     mask_of_ones: bool = False
     one_row: bool = False
 
-    def build(self, signature: Signature, inputs: dict[str, Any], row: PackedRow) -> dict[str, Any]:
+    def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
 
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed, without an attention_mask.
-            row: the borders of the packed rows, as `read_row` has read them from the inputs. A row of trees is given to
-                the model as one row without borders, since its segments are not documents.
+            row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
+                model as one row without borders, since its segments are not documents.
 
         Raises:
             PackingError: this format does not support the caller's position_ids, cache, labels or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
-        is_tree = isinstance(row, TreeRow)
+        is_tree = row.has_branches
         if self.one_row or is_tree:
             _refuse_caches(inputs)
             inputs["use_cache"] = False
@@ -85,7 +83,7 @@ class InputFormat:
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if self.one_row and row.rows > 1 and not row.is_one_segment_per_row:
+        if self.one_row and row.rows > 1 and not row.is_one_path_per_row:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
                 raise PackingError(
                     "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
@@ -95,7 +93,7 @@ class InputFormat:
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
-def _positions_of_rows(position_ids: Tensor | None, row: PackedRow) -> Tensor:
+def _positions_of_rows(position_ids: Tensor | None, row: Layout) -> Tensor:
     """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
     every segment."""
     if position_ids is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward
-from hf_packing.attention.packed_row import PackedRow, Sharing, current_row
+from hf_packing.attention.layout import Layout, Sharing, current_layout
 from hf_packing.attention.padded_rows import PaddedRows, current_rows
 from hf_packing.attention.token_axes import map_leaves, tensors_in
 
@@ -35,7 +35,7 @@ class RowReader(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.installed:
             return self.forward(*args, **kwargs)
-        row, rows = current_row.get(), current_rows.get()
+        row, rows = current_layout.get(), current_rows.get()
         inputs = args, kwargs
         if row is None and rows is not None:
             row, inputs = rows.row, rows.lay_end_to_end(inputs)
@@ -44,7 +44,7 @@ class RowReader(ReplacedForward):
         output = self._run(row, inputs)
         return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
 
-    def _run(self, row: PackedRow, inputs: Any) -> Any:
+    def _run(self, row: Layout, inputs: Any) -> Any:
         calls = row.calls(self.sharing)
         found: list[list[Tensor]] = []
         output: Any = None
@@ -67,12 +67,12 @@ class RowsInBackbone(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.forward(*args, **kwargs)
-        if not self.installed or (row := current_row.get()) is None or not row.is_unpadded:
+        if not self.installed or (row := current_layout.get()) is None or not row.is_unpadded:
             return output
         return into_rows(output, row, row.slices)
 
 
-def into_rows(value: Any, row: PackedRow, slices: list[tuple[int, int]]) -> Any:
+def into_rows(value: Any, row: Layout, slices: list[tuple[int, int]]) -> Any:
     """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
     each slice in a row of its own, padded on the right with zeros."""
     start, end = np.array(slices).reshape(-1, 2).T
@@ -114,7 +114,7 @@ def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list
 
     def look(name: str) -> Callable[..., None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            row, rows = current_row.get(), current_rows.get()
+            row, rows = current_layout.get(), current_rows.get()
             if row is not None:
                 shape = 1, row.tokens
             elif rows is not None:
@@ -140,9 +140,7 @@ def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
-def find_last_of_tokens(
-    model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: PackedRow
-) -> str | None:
+def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:
     """Return the name of the last inner module of a backbone that returns a value for every token, if the backbone
     itself then computes something from all tokens of a packed row; otherwise, return None.
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan, SegmentedForward
 from hf_packing.attention.inspect_model import inputs_are_alike, kinds_of_modules
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import (
     CopyingDropout,
     depends_on_far_positions,
@@ -31,7 +32,6 @@ from hf_packing.attention.module_checks import (
     run_one_by_one,
     scalars_of,
 )
-from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
@@ -103,7 +103,7 @@ class Search:
     """
 
     def __init__(
-        self, model: PreTrainedModel, row: PackedRow, only: Collection[str] | None = None, thorough: bool = False
+        self, model: PreTrainedModel, row: Layout, only: Collection[str] | None = None, thorough: bool = False
     ) -> None:
         self.model, self.row, self.only = model, row, only
         self.embedding = model.get_input_embeddings()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.token_axes import Path, map_leaves
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.trees.find import find_in_batch
 
 
@@ -23,7 +23,7 @@ class SharedRows:
         given: for each token of all rows, its index in the trees, int64 [tokens of all rows].
     """
 
-    row: TreeRow
+    row: Layout
     taken: Tensor
     given: Tensor
 
@@ -54,7 +54,7 @@ class SharedRows:
         if not found.trees.has_branches and found.trees.tokens == raw:
             return None
         taken, given = (torch.from_numpy(each).to(tokens.device) for each in (found.taken, found.given))
-        return cls(TreeRow.of(found.trees, tokens.device), taken, given)
+        return cls(Layout.of(found.trees, tokens.device), taken, given)
 
     def take(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a backbone for the trees, given those for all rows laid end to end."""

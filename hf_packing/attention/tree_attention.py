@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_packing.attention.choose_kernel import Kernel, choose_kernel
 from hf_packing.attention.exact_tree_attention import attend_along_paths
-from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.layout import Layout
 from hf_packing.errors import PackingError
 
 ALONG_PATHS = "exact attention, path by path"
@@ -17,7 +17,7 @@ def attend_in_trees(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: TreeRow,
+    row: Layout,
     where: str,
     *,
     is_causal: bool,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packing.attention.batch_runs import BatchRuns
-from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.tree_row import read_tree_row
+from hf_packing.attention.layout import Layout, read_layout
 from hf_packing.columns import ENDS, PARENTS, SEGMENT_LENGTHS
 from hf_packing.trees.segments import TreeSegments
 
@@ -32,8 +31,8 @@ class TreeBatchRuns(BatchRuns):
         self._ends = [*self._trees.leaves] if ends is None else [*dict.fromkeys(ends.tolist())]
         super().__init__(model, batch, training)
 
-    def _read_row(self, given: dict[str, Any]) -> PackedRow:
-        return read_tree_row(given)[1]
+    def _read_row(self, given: dict[str, Any]) -> Layout:
+        return read_layout(given)[1]
 
     @property
     def lengths(self) -> list[int]:

@@ -18,8 +18,8 @@ from transformers.utils import ModelOutput
 from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.layout import CACHES, Layout, filled_cache, use_layout
 from hf_packing.attention.loader_check import check_loader
-from hf_packing.attention.packed_row import CACHES, PackedRow, filled_cache, use_row
 from hf_packing.attention.padded_rows import (
     PaddedRows,
     Unpadding,
@@ -79,7 +79,7 @@ class UnpaddedForward(ReplacedForward, ABC):
         if rows is None:
             return self.run_packed(inputs)
         if not self.is_backbone:
-            with self.running(), use_attention(self.patch.attention_before), use_row(None), use_rows(rows):
+            with self.running(), use_attention(self.patch.attention_before), use_layout(None), use_rows(rows):
                 return self.forward(**self._taken(_with_pad_tokens(self.model, inputs, rows)))
         inputs = inputs_of_backbone(self.module, inputs, rows)
         assert self.route.unpadding is not None
@@ -90,7 +90,7 @@ class UnpaddedForward(ReplacedForward, ABC):
         with use_attention(self.patch.attention_during), use_rows(None):
             return rows.put_back(self._run_laid_end_to_end(rows.lay_end_to_end(inputs), rows.row))
 
-    def _run_laid_end_to_end(self, inputs: dict[str, Any], row: PackedRow) -> Any:
+    def _run_laid_end_to_end(self, inputs: dict[str, Any], row: Layout) -> Any:
         """Run the backbone on the rows of a padded batch, laid end to end. If the rows may share prefixes, these are
         computed once."""
         fewest = self.route.fewest_shared
@@ -100,7 +100,7 @@ class UnpaddedForward(ReplacedForward, ABC):
         return shared.give(self.run_packed(shared.take(inputs), shared.row))
 
     @abstractmethod
-    def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
+    def run_packed(self, inputs: dict[str, Any], row: Layout | None = None) -> Any:
         """Run the forward on packed rows, and return the output. If `row` is None, the borders are in the inputs."""
 
     @abstractmethod

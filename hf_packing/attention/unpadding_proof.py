@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
-from hf_packing.attention.packed_row import CACHES, Sharing
+from hf_packing.attention.layout import CACHES, Sharing
 from hf_packing.attention.padded_rows import SIDES, Side, Unpadding
 from hf_packing.attention.patched_forward import Patch
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row

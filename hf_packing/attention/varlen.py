@@ -22,10 +22,9 @@ from transformers.masking_utils import flash_attention_mask
 from hf_packing.attention.choose_kernel import HUB_KERNEL, Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.layout import CACHES, borders_from_positions, check_borders, current_layout
 from hf_packing.attention.local_masks import LocalMask, describe_local_mask
-from hf_packing.attention.packed_row import CACHES, borders_from_positions, check_borders, current_row
 from hf_packing.attention.tree_attention import attend_in_trees
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
@@ -152,8 +151,8 @@ def packed_varlen(
         "dropout": dropout,
     }
     hub = getattr(module, HUB_KERNEL, None)
-    row = None if torch.compiler.is_compiling() else current_row.get()
-    if isinstance(row, TreeRow):
+    row = None if torch.compiler.is_compiling() else current_layout.get()
+    if row is not None and row.has_branches:
         where = type(module).__name__
         attended, name = attend_in_trees(query, key, value, row, where, chunk=chunk, hub=hub, sinks=s_aux, **options)
     else:
@@ -205,7 +204,7 @@ def _check_arguments(
 
 def _cause() -> str:
     """Return why the attention function may be called outside of a patched model's forward, where it is of no use."""
-    if torch.compiler.is_compiling() or current_row.get() is not None:
+    if torch.compiler.is_compiling() or current_layout.get() is not None:
         return ""
     return (
         ". If this model is not patched, its configuration is that of a patched model: build each model from its own "
@@ -232,8 +231,8 @@ def _borders_and_lengths(
         if cu_seq_lens_q is None:  # the graph breaks here, since the number of segments is not known in compiled code
             cu_seq_lens_q, _ = _uncompiled_borders_and_lengths(module, rows, tokens, None, position_ids)
         return cu_seq_lens_q, None
-    row = current_row.get()
-    if isinstance(row, TreeRow):
+    row = current_layout.get()
+    if row is not None and row.has_branches:
         raise PackingError(
             f"{type(module).__name__}: expected a row of trees in uncompiled code, but torch.compile has compiled this "
             "module by itself; compile the whole model, which then runs uncompiled on rows of trees"

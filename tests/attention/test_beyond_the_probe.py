@@ -14,7 +14,7 @@ from training_by_hand import batch_of
 import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import InputFormat
 from hf_packing.attention.tiny_model import tiny_model
 
@@ -79,7 +79,7 @@ def test_an_argument_that_nobody_knows_is_passed_on():
         def forward(self, input_ids):
             return input_ids
 
-    row = PackedRow.from_lengths([2, 3])
+    row = Layout.of([2, 3])
     given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
     assert InputFormat().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 

@@ -19,7 +19,7 @@ from hf_packing.attention import choose_kernel, patched_forward, varlen
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
-from hf_packing.attention.packed_row import PackedRow, use_row
+from hf_packing.attention.layout import Layout, roots, use_layout
 from hf_packing.attention.tiny_model import tiny_model
 
 
@@ -237,11 +237,11 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
 
 def test_lengths_come_from_the_packed_row(monkeypatch):
     """Reading them from a GPU would make the processor wait, in every layer. Empty segments are left out."""
-    row = PackedRow(torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32), (3, 2))
+    row = Layout(torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32), roots((3, 2)))
     q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     how = {"scale": 1.0, "is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
     expected = attend_by_segment(q, k, v, [3, 2], **how)
-    with use_row(row), monkeypatch.context() as patch:
+    with use_layout(row), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
         found = attend_by_segment_compiled(q, k, v, row.cu_seq_lens, None, **how)
     assert_equal_with_gradients(found, expected, (q, k, v))

@@ -13,8 +13,8 @@ from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.flex import block_mask
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import Call
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.trees.segments import TreeSegments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -178,7 +178,7 @@ def test_kernel_is_attention_along_paths(
     kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, is_causal=True, in_trees=True, **how)
     assert fails_trial(kernel, call) == ""
     tensors = exact_and_half(TREES.tokens, dim, value_dim, sinks)
-    row = TreeRow.of(TREES, torch.device("cuda"))
+    row = Layout.of(TREES, torch.device("cuda"))
     how |= {"scale": 0.2, "chunk": chunk, "dropout": 0.0}
 
     def along_paths(q, k, v, sinks=None):

@@ -13,7 +13,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.patched_forward import PatchedForward
 from hf_packing.attention.varlen import _cut_into_chunks
 from hf_packing.errors import PackingError
@@ -119,7 +119,7 @@ def test_the_proof_on_a_batch(name):
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 5), st.integers(1, 25))
 def test_chunks(lengths, empty, chunk):
     tokens = sum(lengths)
-    row = PackedRow.from_lengths(lengths)
+    row = Layout.of(lengths)
     borders = torch.cat([row.cu_seq_lens, row.cu_seq_lens[-1:].repeat(empty)])
     cut = _cut_into_chunks(borders, chunk, tokens)
     expected = sorted({place for start, end in row.slices for place in range(start, end, chunk)})

@@ -24,7 +24,7 @@ from hf_packing.attention.flex import BLOCK, attend_with_flex, block_mask
 from hf_packing.attention.flex_trees import attend_in_trees_with_flex, tree_block_mask
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel
-from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
 
@@ -49,12 +49,12 @@ class Row(NamedTuple):
 
     def with_flex(self, *tensors, **how):
         if self.parents:
-            return attend_in_trees_with_flex(*tensors, TreeRow.of(self.trees), **how)
+            return attend_in_trees_with_flex(*tensors, Layout.of(self.trees), **how)
         return attend_with_flex(*tensors, borders_of(self.lengths), **how)
 
     def exactly(self, *tensors, **how):
         if self.parents:
-            return attend_along_paths(*tensors, TreeRow.of(self.trees), **how)
+            return attend_along_paths(*tensors, Layout.of(self.trees), **how)
         return attend_by_segment(*tensors, list(self.lengths), **how)
 
 
@@ -212,15 +212,15 @@ def test_a_mask_is_made_once_for_the_layers_of_a_model():
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_mask_of_trees_is_made_once_for_the_layers_of_a_model():
-    row = TreeRow.of(WIDE.trees)
+    row = Layout.of(WIDE.trees)
     tensors = [torch.randn(1, 1, row.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         attend_in_trees_with_flex(*tensors, row, scale=0.3)
-        kept = dict(row.kept)
+        kept = dict(row.cache)
         attend_in_trees_with_flex(*tensors, row, scale=0.3)
-        assert row.kept == kept
+        assert row.cache == kept
         attend_in_trees_with_flex(*tensors, row, scale=0.3, window=3)
-    assert len(row.kept) == len(kept) + 1 == 2
+    assert len(row.cache) == len(kept) + 1 == 2
 
 
 COMPILED = {

@@ -34,8 +34,8 @@ from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import kernel_of, packed_varlen
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import CASES, PAGE, call, newest_of_each_minor, with_tables
@@ -60,7 +60,7 @@ def attended(kernel, inputs, in_trees, **how):
     """By the kernel, with and without the longest length, and exactly."""
     how["scale"] = 0.3
     if in_trees:
-        row = TreeRow.of(TREES)
+        row = Layout.of(TREES)
         return kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
     borders, how = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32), {"is_causal": True} | how
     ours = [kernel.attend(*inputs, borders, longest, **how) for longest in (max(LENGTHS), None)]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import _NoteRanking, outputs_differ
-from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.token_axes import TokenAxes
 
-ROW = PackedRow.from_lengths((5, 8, 4))
+ROW = Layout.of((5, 8, 4))
 WIDTH = 6
 
 

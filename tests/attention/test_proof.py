@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
 from hf_packing.attention import inspect_model, is_patched, patched_forward, probe
-from hf_packing.attention.packed_row import PackedRow, read_row
+from hf_packing.attention.layout import Layout, read_layout
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
 from hf_packing.attention.tiny_model import tiny_model
@@ -81,10 +81,10 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     """If borders were lost on the way, the proof would fail."""
 
     def lose_borders(inputs, training):
-        inputs, row = read_row(inputs, training)
-        return inputs, PackedRow.from_lengths([row.tokens])
+        inputs, row = read_layout(inputs, training)
+        return inputs, Layout.of([row.tokens])
 
-    monkeypatch.setattr(patched_forward, "read_row", lose_borders)
+    monkeypatch.setattr(patched_forward, "read_layout", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
         hfp.patch_model(llama())
 

@@ -8,7 +8,7 @@ from patched_models import patched, patched_tiny
 from transformers import DynamicCache
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import CACHES, PackedRow, use_row
+from hf_packing.attention.layout import CACHES, Layout, use_layout
 
 ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
 ROWS = {"input_ids": torch.full((2, 4), 9)}
@@ -95,7 +95,7 @@ def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
     with pytest.raises(hfp.PackingError, match=rf"JambaMambaMixer \({name}\) was called outside its model"):
         module(hidden)
     unknown = f"{name}.*: the tensor 1.gate of shape .* did not occur when"
-    with use_row(PackedRow.from_lengths([2, 3])), pytest.raises(hfp.PackingError, match=unknown):
+    with use_layout(Layout.of([2, 3])), pytest.raises(hfp.PackingError, match=unknown):
         module(hidden_states=hidden, gate=torch.zeros(1, 5))
 
 

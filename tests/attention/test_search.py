@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packing.attention.packed_row import PackedRow, use_row
+from hf_packing.attention.layout import Layout, use_layout
 from hf_packing.attention.search import Search
 
 LENGTHS = (5, 8, 4, 6)
 WIDTH = 6
-POSITIONS = PackedRow.from_lengths(LENGTHS).position_ids
+POSITIONS = Layout.of(LENGTHS).position_ids
 
 
 class Model(nn.Module):
@@ -38,8 +38,8 @@ def search(*inner, lengths=LENGTHS):
     """The plans of modules that have to run by segment, and errors of those that cannot, both by name."""
     model = Model(*inner).eval()
     ids = torch.randint(32, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    searched = Search(model, PackedRow.from_lengths(lengths))
-    with torch.no_grad(), use_row(searched.row):
+    searched = Search(model, Layout.of(lengths))
+    with torch.no_grad(), use_layout(searched.row):
         plans = searched.run(lambda **_: model(ids))
     assert not any(vars(module).get("forward") for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

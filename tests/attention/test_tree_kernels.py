@@ -23,8 +23,8 @@ from hf_packing.attention import choose_kernel, kernel_trials, path_keys, tree_a
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.path_keys import gather_keys, gather_plan, runs_of
-from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
 
@@ -71,7 +71,7 @@ def test_first_children_are_in_the_run_of_their_parent():
 
 @given(forests(), st.integers(1, 30))
 def test_calls_gather_few_keys(forest, most):
-    row = TreeRow.of(TreeSegments(*forest))
+    row = Layout.of(TreeSegments(*forest))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(path_keys, "MOST_KEYS", most)
         plan = gather_plan(row, None, None, torch.device("cpu"))
@@ -88,7 +88,7 @@ def test_calls_gather_few_keys(forest, most):
 
 def check(kernel, trees, **how):
     """Compare a kernel with exact attention, in outputs and gradients."""
-    inputs, row, how = tensors(tokens=trees.tokens), TreeRow.of(trees), {"scale": 0.3, **how}
+    inputs, row, how = tensors(tokens=trees.tokens), Layout.of(trees), {"scale": 0.3, **how}
     ours, expected = kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
     assert_equal_with_gradients(ours, expected, inputs)
 
@@ -114,7 +114,7 @@ def test_keys_of_several_calls_are_gathered_again(monkeypatch):
     assert sum(calls) == 2 * keys
     calls.clear()
     with torch.no_grad():
-        kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), TreeRow.of(CHAT), scale=0.3)
+        kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3)
     assert sum(calls) == keys
 
 
@@ -170,7 +170,7 @@ def test_dropout_runs_on_kernels_that_take_it():
     assert choose(in_trees=True, dropout=0.1) == "flash-attn 2"
     given = {}
     kernel = stand_in("flash-attn 2", NEWEST, lambda own: given.update(own) or own["q"])
-    kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), TreeRow.of(CHAT), scale=0.3, dropout=0.1)
+    kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3, dropout=0.1)
     assert given["dropout_p"] == 0.1
     assert "takes no dropout" in FlexKernel().refusal(half(in_trees=True, has_dropout=True))
 

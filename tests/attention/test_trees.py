@@ -15,7 +15,7 @@ from tiny_models import build
 from tree_faults import to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
-from hf_packing.attention import prove_on_batch, tree_attention, tree_row
+from hf_packing.attention import layout, prove_on_batch, tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
@@ -63,7 +63,7 @@ def test_modules_run_few_paths_at_once(monkeypatch):
         expected = model(**inputs_of(trees)).logits
     assert max(shape[0] for shape in calls) == 5
     calls.clear()
-    monkeypatch.setattr(tree_row, "MOST_TOKENS_OF_CALL", 32)
+    monkeypatch.setattr(layout, "MOST_TOKENS_OF_CALL", 32)
     check(stock, model, tree(trees), close=1e-5)
     assert max(shape[0] for shape in calls if shape[1] == 16) == 2
     with torch.no_grad():

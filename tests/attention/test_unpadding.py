@@ -14,7 +14,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import CACHES
+from hf_packing.attention.layout import CACHES
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import read_row
+from hf_packing.attention.layout import read_layout
 from hf_packing.errors import PackingError
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
@@ -58,7 +58,7 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     given, segments = batch["input_ids"].shape[1], len(batch["cu_seq_lens_q"]) - 1
     collator = hfp.PackingCollator(tokens=given + missing, max_segments=max(segments + (missing > 0) + more, 2))
     filled = collator(rows)
-    _, row = read_row(filled, training=True)
+    _, row = read_layout(filled, training=True)
     padding = [missing] if missing else []
     assert row.lengths == (*batch["cu_seq_lens_q"].diff().tolist(), *padding)
     assert row.padding == missing
@@ -68,7 +68,9 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     assert torch.equal(row.seq_idx[:, :given], batch["seq_idx"])
     assert row.max_length == row.tokens
     del filled["cu_seq_lens_q"], filled["cu_seq_lens_k"]
-    by_seq_idx = read_row({name: value for name, value in filled.items() if name != "position_ids"}, training=True)[1]
+    by_seq_idx = read_layout({name: value for name, value in filled.items() if name != "position_ids"}, training=True)[
+        1
+    ]
     assert by_seq_idx.lengths == row.lengths
 
 
@@ -107,16 +109,16 @@ FIRST = {"cu_seq_lens_q": [0, 3, 3, 5, 9], "cu_seq_lens_k": [0, 3, 3, 5, 9], "po
 def test_a_patched_model_refuses_other_borders(changes, message):
     """Empty segments may be at the end only, and what is called padding must be there, too."""
     batch = hfp.PackingCollator(tokens=9, max_segments=6)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    assert read_row(batch, training=True)[1].lengths == (3, 2, 4)
+    assert read_layout(batch, training=True)[1].lengths == (3, 2, 4)
     shorter = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
-    assert read_row(batch | {"cu_seq_lens_k": shorter}, training=True)[1].lengths == (3, 2, 4)
+    assert read_layout(batch | {"cu_seq_lens_k": shorter}, training=True)[1].lengths == (3, 2, 4)
     for name, values in changes.items():
         batch[name] = None if values is None else torch.tensor(values, dtype=batch[name].dtype)
     with pytest.raises(PackingError, match=message):
-        read_row(batch, training=True)
+        read_layout(batch, training=True)
 
 
 def test_a_max_length_that_is_too_small_is_not_passed_on():
     batch = hfp.PackingCollator(tokens=5, max_segments=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    assert read_row(batch, training=True)[1].max_length == 5
-    assert read_row(batch | {"max_length_q": 2}, training=True)[1].max_length == 3
+    assert read_layout(batch, training=True)[1].max_length == 5
+    assert read_layout(batch | {"max_length_q": 2}, training=True)[1].max_length == 3

@@ -5,9 +5,18 @@ import torch
 import transformers
 
 import hf_packing as hfp
-from hf_packing.attention.group_lengths import CALL_OVERHEAD, MAX_PADDING, group_equal_lengths, group_similar_lengths
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.packed_row import CACHES, PackedRow, borders_from_positions, current_row, read_row, use_row
+from hf_packing.attention.layout import (
+    CACHES,
+    CALL_OVERHEAD,
+    MAX_PADDING,
+    Layout,
+    borders_from_positions,
+    current_layout,
+    group_lengths,
+    read_layout,
+    use_layout,
+)
 from hf_packing.attention.route import InputFormat
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
@@ -16,7 +25,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
 
 class TestSharing:
     def test_equal(self):
-        assert group_equal_lengths([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
+        assert group_lengths([3, 5, 3, 3, 2], "equal") == [[0, 2, 3], [1], [4]]
 
     @pytest.mark.parametrize("seed", range(60))
     def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
@@ -35,16 +44,16 @@ class TestSharing:
             for end in range(1, len(rest)):
                 yield from ([rest[:end], *others] for others in cuts(rest[end:]))
 
-        found = [[lengths[segment] for segment in call] for call in group_similar_lengths(lengths)]
+        found = [[lengths[segment] for segment in call] for call in group_lengths(lengths, "ragged")]
         assert cost(found) == min(map(cost, cuts(sorted(lengths))))
 
     def test_a_row_is_what_runs_inside(self):
-        row = PackedRow.from_lengths([2, 3])
+        row = Layout.of([2, 3])
         assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
         assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with use_row(row):
-            assert current_row.get() is row
-        assert current_row.get() is None
+        with use_layout(row):
+            assert current_layout.get() is row
+        assert current_layout.get() is None
 
 
 class Anything(torch.nn.Module):
@@ -54,7 +63,7 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    return InputFormat().build(Signature(Anything()), *read_row(inputs))
+    return InputFormat().build(Signature(Anything()), *read_layout(inputs))
 
 
 def full_cache():
@@ -67,10 +76,10 @@ class TestBorders:
     @pytest.mark.parametrize("name", CACHES)
     def test_a_cache_with_tokens_is_refused(self, name):
         inputs = {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": POSITIONS}
-        assert read_row({**inputs, name: transformers.DynamicCache()})[1].lengths == (5, 3, 4)
+        assert read_layout({**inputs, name: transformers.DynamicCache()})[1].lengths == (5, 3, 4)
         for cache in (full_cache(), [torch.zeros(1, 4)]):
             with pytest.raises(hfp.PackingError, match=f"{name}: expected no earlier tokens on a patched model, got"):
-                read_row({**inputs, name: cache})
+                read_layout({**inputs, name: cache})
 
     def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
         assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
@@ -95,7 +104,7 @@ class TestBorders:
         assert borders_from_positions(inputs["seq_idx"], step=0).tolist() == BORDERS.tolist()
         assert inputs["use_cache"] is False
         rows = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "seq_lengths": torch.tensor([[5, 1], [2, 4]])}
-        assert read_row(rows)[1].lengths == (5, 1, 2, 4)
+        assert read_layout(rows)[1].lengths == (5, 1, 2, 4)
 
     def test_plain_rows_are_one_segment_each(self):
         inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
