@@ -40,7 +40,7 @@ HOME_OF = {
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
     "Layout": "attention.layout",
     "use_layout": "attention.layout",
-    "packed_varlen": "attention.varlen",
+    "packed_varlen": "attention.function",
     "block_mask": "attention.flex",
     "prove_on_batch": "attention",
 }

@@ -59,6 +59,7 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.label_check import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.patch import (
@@ -77,7 +78,6 @@ from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.unpatch import patched, unpatch_model
-from hf_packing.attention.varlen import kernel_of
 
 __all__ = [
     "BatchProof",

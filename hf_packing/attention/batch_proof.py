@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_runs import AloneRun, BatchRuns, Run
 from hf_packing.attention.inspect_model import has_local_weights, input_device
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import has_trees
 from hf_packing.attention.locate_leak import Compared, locate_leak
 from hf_packing.attention.proof import STOCK_ATTENTIONS
@@ -36,7 +37,6 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.attention.tree_batch_runs import TreeBatchRuns
-from hf_packing.attention.varlen import kernel_of
 
 _NOISE_FACTOR = 8
 """The outputs of a packed document and of the same document alone may differ by this number times the measured effect

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_packing.attention.function import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
@@ -43,7 +44,6 @@ from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import Attention, attention_of
 from hf_packing.attention.tolerance import NotCallableError
 from hf_packing.attention.unpadding_proof import prove_unpadding
-from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _ROWS = ((18,), (9, 9))

@@ -20,13 +20,13 @@ from hf_packing.attention.inspect_model import (
     refuse_meta_device,
     weights_location,
 )
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.probe import DocumentTokens, Probe
 from hf_packing.attention.proof import RANDOM, VARYING
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradient_leak, through, what_is_missing
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import RowProbe
-from hf_packing.attention.varlen import kernel_of
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError

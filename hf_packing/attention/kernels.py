@@ -1,25 +1,37 @@
-"""Call the kernels that compute attention within the segments of a packed row, or in trees, on CUDA.
+"""Choose and call the kernels that compute attention in packed rows and in rows of trees on CUDA.
 
-There are two kinds of kernels: functions that take cumulative segment lengths, such as those of flash-attn, of the
-hub's kernels and of torch, and torch's FlexAttention. What a function takes is read from its arguments, not from a
-version number. The table of kernels is in choose_kernel.
+`KERNELS` is the table of kernels, from the fastest to the most general. There are two kinds: functions that take
+cumulative segment lengths, such as those of flash-attn, of the hub's kernels and of torch, and torch's FlexAttention.
+What a function takes is read from its arguments, not from a version number. A call runs on the first kernel that is
+installed, takes all arguments of the call, and has failed in no proof. If there is none, exact attention runs, and a
+warning says why.
 """
 
 import inspect
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.flex import attend_with_flex, pad_head_dim
-from hf_packing.attention.flex_trees import attend_in_trees_with_flex
-from hf_packing.attention.layout import Layout
-from hf_packing.attention.path_keys import PathKeys, gather_keys, gather_plan
+from hf_packing.attention.exact import Run, gather_tokens, runs_of
+from hf_packing.attention.flex import attend_with_flex, block_mask, pad_head_dim
+from hf_packing.attention.layout import Layout, within
+
+DEVICES = {"cuda"}
+"""The types of devices that have kernels."""
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -31,6 +43,10 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8
 """Variable-length kernels require head dimensions that are multiples of this number, and not larger than
 `_MAX_HEAD_DIM`."""
+
+MOST_KEYS = 32768
+"""A call of a kernel gathers at most this many keys, unless a single path has more. With 8 heads of 128 numbers in
+bfloat16, these keys and their values take 128 MiB, while a call of this size is long enough to keep a GPU busy."""
 
 _NAMES = {
     "query": ("q", "query"),
@@ -73,6 +89,8 @@ class Call(NamedTuple):
     """Whether torch.use_deterministic_algorithms is on."""
     in_trees: bool = False
     """Whether the row has trees. A kernel then gets fewer queries than keys, or another mask."""
+    hub: str | None = None
+    """The name of the layer's kernel from the hub, or None."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -82,6 +100,22 @@ class Call(NamedTuple):
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+
+class TracedRow(NamedTuple):
+    """What compiled code knows of a packed row, in place of its Layout."""
+
+    cu_seq_lens: Tensor
+    max_length: int | None
+    """Number of tokens in the longest segment; None if it has to be read from the device."""
+
+    @property
+    def has_branches(self) -> bool:
+        return False
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,31 +183,60 @@ class VarlenKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cu_seq_lens: Tensor,
-        max_length: int | None,
+        row: Layout | TracedRow,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        """Compute the result of `attend_exactly`, whose arguments these are, on the query's device.
+
+        In trees, keys are gathered along paths. If this takes several calls of the kernel, each gathers its keys once
+        more in the backward pass, so that the gathered keys of only one call are in memory.
+        """
+        options |= {"window": window, "dropout": dropout}
+        if not row.has_branches:
+            borders, longest = row.cu_seq_lens.to(query.device, torch.int32), row.max_length
+            if chunk is not None:
+                borders, longest = cut_into_chunks(borders, chunk, query.shape[2]), chunk
+            longest = int(borders.diff().max()) if longest is None else longest
+            return self._call(query, key, value, (borders, longest), (borders, longest), **options)
+        assert isinstance(row, Layout)
+
+        def attend(group: PathKeys) -> Tensor:
+            q = query[:, :, group.begin : group.end]
+            k, v = (gather_tokens(tensor, group.places) for tensor in (key, value))
+            return self._call(q, k, v, group.queries, group.keys, **options)
+
+        groups = path_keys(row, window, chunk, query.device)
+        if len(groups) == 1:
+            return attend(groups[0])
+        if not torch.is_grad_enabled():
+            return torch.cat([attend(group) for group in groups], dim=2)
+        keeps = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
+        return torch.cat([checkpoint(attend, group, **keeps) for group in groups], dim=2)
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        queries: "Lengths",
+        keys: "Lengths",
         *,
         scale: float,
         is_causal: bool,
-        window: int | None = None,
+        window: int | None,
+        dropout: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        dropout: float = 0.0,
-        of_keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        """Compute the result of `attend_by_segment` with one call of the kernel.
-
-        Args:
-            cu_seq_lens: cumulative segment lengths, int32 [segments + 1], on the query's device.
-            max_length: number of tokens in the longest segment; None if it has to be read from the device.
-            of_keys: cu_seq_lens and max_length of the keys, if segments have more keys than queries. The queries of a
-                segment then belong to its last keys. All other arguments are explained in `attend_by_segment`.
+        """Call the kernel's function. The queries of each segment belong to its last keys.
 
         Returns:
             Attention output, [1, heads, tokens, value_dim].
         """
-        if max_length is None:
-            max_length = int(cu_seq_lens.diff().max())
-        cu_seq_lens_k, max_length_k = (cu_seq_lens, max_length) if of_keys is None else of_keys
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
@@ -188,10 +251,10 @@ class VarlenKernel:
             "query": q,
             "key": k,
             "value": v,
-            "cu_seq_lens_q": cu_seq_lens,
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "max_length_q": max_length,
-            "max_length_k": max_length_k,
+            "cu_seq_lens_q": queries[0],
+            "cu_seq_lens_k": keys[0],
+            "max_length_q": queries[1],
+            "max_length_k": keys[1],
             "scale": scale,
             "is_causal": is_causal,
             "window": sides if window is not None or "is_causal" not in takes else None,
@@ -208,39 +271,79 @@ class VarlenKernel:
         output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
         return output
 
-    def attend_in_trees(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        row: Layout,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        dropout: float = 0.0,
-        **options: Any,
-    ) -> Tensor:
-        """Compute the result of `attend_along_paths`, with keys gathered along paths.
 
-        If this takes several calls, each gathers its keys once more in the backward pass, so that the gathered keys of
-        only one call are in memory.
-        """
+Lengths = tuple[Tensor, int]
+"""Cumulative segment lengths, int32 [segments + 1], and the number of tokens in the longest segment."""
 
-        def attend(group: PathKeys) -> Tensor:
-            k, v = (gather_keys(tensor, group.places) for tensor in (key, value))
-            how = {"is_causal": True, "window": window, "dropout": dropout, **options}
-            of_keys = group.cu_seq_lens_k, group.longest_k
-            own = query[:, :, group.begin : group.end]
-            return self.attend(own, k, v, group.cu_seq_lens_q, group.longest_q, of_keys=of_keys, **how)
 
-        groups = gather_plan(row, window, chunk, query.device)
-        if len(groups) == 1:
-            return attend(groups[0])
-        if not torch.is_grad_enabled():
-            return torch.cat([attend(group) for group in groups], dim=2)
-        has_dropout = dropout > 0
-        parts = [checkpoint(attend, each, use_reentrant=False, preserve_rng_state=has_dropout) for each in groups]
-        return torch.cat(parts, dim=2)
+def cut_into_chunks(borders: Tensor, chunk: int, tokens: int) -> Tensor:
+    """Cut all segments into chunks of at most `chunk` tokens. The number of borders depends on shapes alone, so that
+    compiled code can run this function.
+
+    Args:
+        borders: borders of the segments, int32 [segments + 1].
+        chunk: number of tokens in a chunk.
+        tokens: number of tokens in all segments together.
+
+    Returns:
+        The borders of the chunks, int32 [segments + tokens // chunk + 1], with empty chunks at the end.
+    """
+    index = torch.arange(tokens, dtype=torch.int32, device=borders.device)
+    starts = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=tokens)
+    cuts = torch.where((index - starts) % chunk == 0, index, tokens).sort().values
+    return F.pad(cuts, (0, borders.shape[0]), value=tokens)[: borders.shape[0] + tokens // chunk]
+
+
+@dataclass(frozen=True, eq=False)
+class PathKeys:
+    """The runs that one call of a kernel computes, and the places of their keys."""
+
+    begin: int
+    """The first token of these runs, whose queries are next to each other in the row."""
+    end: int
+    """The last token, plus 1."""
+    places: Tensor
+    """int64 [keys]: for each key, the index of its token in the row."""
+    queries: Lengths
+    keys: Lengths
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], device: torch.device) -> "PathKeys":
+        tokens = [each for run in runs for each in (run.prefix, np.arange(run.begin, run.end))]
+        queries, keys = [run.end - run.begin for run in runs], [_keys_of(run) for run in runs]
+        of_queries, of_keys = (
+            (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths))
+            for lengths in (queries, keys)
+        )
+        places = torch.from_numpy(np.concatenate(tokens)).to(device)
+        return cls(runs[0].begin, runs[-1].end, places, of_queries, of_keys)
+
+
+def _keys_of(run: Run) -> int:
+    return len(run.prefix) + run.end - run.begin
+
+
+def path_keys(layout: Layout, window: int | None, chunk: int | None, device: torch.device) -> list[PathKeys]:
+    """Return the calls of a kernel that compute a row of trees, which the layers of a model share.
+
+    Args:
+        layout: the segments of the row.
+        window, chunk: arguments of `attend_exactly`.
+        device: where the calls run.
+    """
+    asked = ("keys along paths", window, chunk, device)
+    if asked not in layout.cache:
+        groups: list[list[Run]] = [[]]
+        keys = 0
+        for run in runs_of(layout.trees, window, chunk):
+            keys += _keys_of(run)
+            if groups[-1] and keys > MOST_KEYS:
+                groups.append([])
+                keys = _keys_of(run)
+            groups[-1].append(run)
+        layout.cache[asked] = [PathKeys.of(group, device) for group in groups]
+    calls: list[PathKeys] = layout.cache[asked]
+    return calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,13 +359,271 @@ class FlexKernel:
         return "takes no dropout" if call.has_dropout else ""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, max_length: int | None, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row: Layout | TracedRow,
+        *,
+        is_causal: bool,
+        window: int | None = None,
+        chunk: int | None = None,
+        dropout: float = 0.0,  # noqa: ARG002, refused unless 0
+        **options: Any,
     ) -> Tensor:
-        """Compute the result of `attend_by_segment`. The arguments are those of `VarlenKernel.attend`."""
-        del max_length, options["dropout"]
-        return attend_with_flex(query, key, value, cu_seq_lens, **options)
+        """Compute the result of `attend_exactly`, whose arguments these are, with a mask that layers share."""
+        cache, asked = row.cache, ("mask of FlexAttention", is_causal, window, chunk)
+        if asked not in cache:
+            trees = row.trees if isinstance(row, Layout) and row.has_branches else None
+            borders = row.cu_seq_lens.to(query.device, torch.int32)
+            cache[asked] = block_mask(borders, query.shape[2], is_causal, window, chunk, trees)
+        return attend_with_flex(query, key, value, cache[asked], **options)
 
-    def attend_in_trees(self, query: Tensor, key: Tensor, value: Tensor, row: Layout, **options: Any) -> Tensor:
-        """Compute the result of `attend_along_paths`, with a mask."""
-        del options["dropout"]
-        return attend_in_trees_with_flex(query, key, value, row, **options)
+
+Kernel = VarlenKernel | FlexKernel
+
+
+def _load_flash_attn_3() -> Callable[..., Any] | None:
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def _load_flash_attn_2() -> Callable[..., Any] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def _load_torch_varlen() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+KERNELS: list[Kernel] = [
+    VarlenKernel("flash-attn 3", _load_flash_attn_3, from_capability=HOPPER, below_capability=BLACKWELL),
+    VarlenKernel("flash-attn 2", _load_flash_attn_2),
+    VarlenKernel("torch varlen_attn", _load_torch_varlen, is_torch=True),
+    FlexKernel(),
+]
+"""The table of kernels. The kernel of a layer from the Hugging Face hub comes before them, see `use_hub_kernel`."""
+
+HUB_KERNEL = "_hub_kernel"
+"""The attribute of an attention layer that names its kernel from the hub. Compiled code can read an attribute."""
+
+_of_the_hub: dict[str, Kernel] = {}
+"""The kernels from the hub with which models were loaded, by name."""
+
+
+def use_hub_kernel(layer: nn.Module, name: str) -> None:
+    """Let the calls of a layer run on a kernel from the Hugging Face hub, if it takes them.
+
+    `patch_model` calls this with the attention function that the user has chosen for the model, if it is a kernel from
+    the hub. transformers has then loaded this kernel together with the model. No other kernel is ever downloaded.
+
+    Args:
+        layer: a module that computes attention.
+        name: the repository, as in `attn_implementation="kernels-community/flash-attn2"`.
+    """
+
+    def load() -> Callable[..., Any] | None:
+        try:
+            (_, function, *_), _ = lazy_import_flash_attention(name)
+        except (ImportError, OSError, ValueError):  # in a process in which transformers has not loaded it, and cannot
+            return None
+        return function  # type: ignore[no-any-return]
+
+    _of_the_hub.setdefault(name, VarlenKernel(name, load))
+    setattr(layer, HUB_KERNEL, name)
+
+
+def _kernels_for(hub: str | None) -> list[Kernel]:
+    """Return the kernels of a layer, the first choice first."""
+    return KERNELS if hub is None else [_of_the_hub[hub], *KERNELS]
+
+
+EXACT = {False: "exact attention, segment by segment", True: "exact attention, path by path"}
+"""What `kernel_of` returns for attention that runs without a kernel: in packed rows, and in rows of trees."""
+
+_latest: WeakKeyDictionary[nn.Module, tuple[str, Call | None]] = WeakKeyDictionary()
+"""The kernel on which the latest call of each attention layer ran, and the call, or None for exact attention. Compiled
+layers do not enter theirs here."""
+
+_chosen: dict[Call, str | None] = {}
+"""The names of the kernels that were chosen for calls; None for exact attention."""
+
+_struck: dict[tuple[str, Call], str] = {}
+"""Kernels that have failed in a proof, with the kind of call and the reason."""
+
+_warned: set[str] = set()
+"""The warnings that were already given in this process."""
+
+_is_off: ContextVar[bool] = ContextVar("_is_off", default=False)
+
+
+def kernel_of(model: nn.Module) -> str:
+    """Return the kernels on which the attention layers of a patched model ran in their latest calls.
+
+    Returns:
+        The names of the kernels, such as "flash-attn 2" or "torch varlen_attn", joined by " and "; or "exact attention,
+        segment by segment", or "path by path" in a row of trees. An empty string if no layer has called `packed_varlen`
+        yet.
+    """
+    return " and ".join(sorted({_latest[module][0] for module in model.modules() if module in _latest}))
+
+
+def switched_off() -> AbstractContextManager[None]:
+    """Return a context manager: within the block, attention is exact."""
+    return within(_is_off, True)
+
+
+def choose(
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    in_trees: bool = False,
+) -> Kernel | None:
+    """Return the kernel on which an attention call of a layer runs, or None for exact attention.
+
+    Args:
+        layer: the module that computes attention.
+        in_trees: whether documents in the row share prefixes. All other arguments are those of `attend_exactly`.
+    """
+    is_traced = torch.compiler.is_compiling()
+    kernel, call = None, None
+    if query.device.type in DEVICES and (is_traced or not _is_off.get()):
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        call = Call(
+            query.device,
+            query.dtype,
+            query.shape[1],
+            key.shape[1],
+            query.shape[-1],
+            value.shape[-1],
+            is_causal,
+            window is not None,
+            softcap is not None,
+            None if sinks is None else sinks.dtype,
+            sinks is not None and (trains or (torch.is_grad_enabled() and sinks.requires_grad)),
+            dropout > 0,
+            torch.are_deterministic_algorithms_enabled(),
+            in_trees,
+            getattr(layer, HUB_KERNEL, None),
+        )
+        name = _choose(*call)
+        kernel = next((kernel for kernel in _kernels_for(call.hub) if kernel.name == name), None)
+    if not is_traced:
+        ran = (EXACT[in_trees], None) if kernel is None else (kernel.name, call)
+        if _latest.get(layer) != ran:
+            _latest[layer] = ran
+    return kernel
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose(*fields: Any) -> str | None:
+    """Return the name of the kernel for a `Call`, or None for exact attention; torch.compile passes on plain values."""
+    call = Call(*fields)
+    if call not in _chosen:
+        _chosen[call], refusals = _first_that_takes(call)
+        if _chosen[call] is None and not any((name, call) in _struck for name in refusals):
+            _warn(call, None, refusals)
+    return _chosen[call]
+
+
+def _first_that_takes(call: Call) -> tuple[str | None, dict[str, str]]:
+    """Return the name of the first kernel that takes a call, or None, and why those before it do not."""
+    refusals: dict[str, str] = {}
+    for kernel in _kernels_for(call.hub):
+        reason = _struck.get((kernel.name, call)) or kernel.refusal(call)
+        if not reason:
+            return kernel.name, refusals
+        refusals[kernel.name] = reason
+    return None, refusals
+
+
+def _warn(call: Call, chosen: str | None, refusals: dict[str, str]) -> None:
+    """Warn that attention runs without a kernel, or that a kernel has failed; of each such case, once in a process.
+
+    float64 is left out, since only checks use it.
+    """
+    if call.dtype == torch.float64:
+        return
+    if chosen is not None:
+        advice = f"{chosen} runs instead"
+    elif call.dtype not in HALF_PRECISION:
+        advice = "Load the model in bfloat16, or train with bf16=True or fp16=True"
+    elif call.capability < AMPERE:
+        advice = "The kernels need a GPU of compute capability 8.0 or newer"
+    elif call.has_dropout:
+        advice = f"Set the attention dropout in the model's configuration to 0, or run `{_INSTALL}`"
+    else:
+        advice = f"Run `{_INSTALL}`, or `pip install --upgrade torch` for varlen_attn, which torch has since 2.10"
+    where, unit = (" in rows of trees", "path") if call.in_trees else ("", "segment")
+    if (advice + where) in _warned:
+        return
+    _warned.add(advice + where)
+    slow = f"attention{where} runs {unit} by {unit}, which is exact, but slow"
+    what = slow if chosen is None else f"an attention kernel failed{where}"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    warnings.warn(f"{what} ({reasons}). {advice}", stacklevel=2)
+
+
+_INSTALL = "pip install flash-attn --no-build-isolation"
+
+
+@contextmanager
+def fallbacks(model: nn.Module) -> Iterator[Callable[[str], bool]]:
+    """Context manager for a proof, which finds kernels that are wrong or raise errors.
+
+    Yields a function to call when the proof fails, with the reason. It strikes the kernels on which the model's
+    attention layers ran, each for this kind of call, and returns True if the proof should run again, on the kernels
+    that come next. If attention was exact, no kernel is to blame: the function returns False, and the kernels are
+    used again. So they are if an error leaves the block. Otherwise, a warning names the kernels that have failed.
+    """
+    struck: list[tuple[str, Call]] = []
+
+    def fall_back(reason: str) -> bool:
+        latest = {_latest[module] for module in model.modules() if module in _latest}
+        failed = [(name, call) for name, call in latest if call is not None and (name, call) not in _struck]
+        if not failed:
+            reinstate()
+            return False
+        struck.extend(failed)
+        _strike(dict.fromkeys(failed, reason.strip().partition("\n")[0]))
+        return True
+
+    def reinstate() -> None:
+        if struck:
+            _strike({}, reinstated=struck)
+            struck.clear()
+
+    try:
+        yield fall_back
+    except BaseException:
+        reinstate()
+        raise
+    for call in {call for _, call in struck}:
+        _warn(call, *_first_that_takes(call))
+
+
+def _strike(failed: dict[tuple[str, Call], str], reinstated: Sequence[tuple[str, Call]] = ()) -> None:
+    """Strike kernels for kinds of calls, or reinstate them. Compiled code, which has kept its kernels, is dropped."""
+    _struck.update(failed)
+    for each in reinstated:
+        del _struck[each]
+    _chosen.clear()
+    torch.compiler.reset()

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
-from hf_packing.attention.choose_kernel import HUB_KERNEL, use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
+from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.attention.inspect_model import (
     WeightsLocation,
     configurations,
@@ -22,6 +22,7 @@ from hf_packing.attention.inspect_model import (
     weights_location,
 )
 from hf_packing.attention.isolation import check_isolation
+from hf_packing.attention.kernels import HUB_KERNEL, use_hub_kernel
 from hf_packing.attention.patched_forward import install, refuse_weights, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
@@ -32,7 +33,6 @@ from hf_packing.attention.small_copy import (
 )
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
-from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 

@@ -17,6 +17,7 @@ from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
+from hf_packing.attention.function import register
 from hf_packing.attention.inspect_model import Signature, sees_media, tower_configurations
 from hf_packing.attention.keep_row import KeepRow, running
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
@@ -33,7 +34,6 @@ from hf_packing.attention.unpadding import (
     check_readers,
     install_unpadding,
 )
-from hf_packing.attention.varlen import register
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 

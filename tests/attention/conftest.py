@@ -1,10 +1,8 @@
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
 
-from hf_packing.attention import choose_kernel, kernels, tree_attention, varlen
+from hf_packing.attention import kernels
 from hf_packing.attention.find_route import known_routes
 
 
@@ -16,12 +14,13 @@ def no_known_routes():
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """A machine of compute capability 9.0 without kernels or choices."""
+    """A machine of compute capability 9.0 without kernels or choices, which takes its CPU for the GPU."""
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(choose_kernel, "KERNELS", [])
-    for name in ("_chosen", "_trials", "_of_the_hub"):
-        monkeypatch.setattr(choose_kernel, name, {})
-    monkeypatch.setattr(choose_kernel, "_warned", set())
+    monkeypatch.setattr(kernels, "KERNELS", [])
+    for name in ("_chosen", "_struck", "_of_the_hub"):
+        monkeypatch.setattr(kernels, name, {})
+    monkeypatch.setattr(kernels, "_warned", set())
 
 
 @pytest.fixture
@@ -34,10 +33,5 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def as_on_cuda(monkeypatch, on_hopper):  # noqa: ARG001
     """Models choose kernels as on CUDA, in any dtype."""
-
-    def kernel_for(q, k, v, scale, **options):  # noqa: ARG001
-        return choose_kernel.choose_kernel(q, k, v, **options)
-
-    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32, torch.float64))
-    monkeypatch.setattr(varlen, "_kernel_for", kernel_for)
-    monkeypatch.setattr(tree_attention, "_kernel_for", partial(kernel_for, is_causal=True, in_trees=True))
+    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.bfloat16, torch.float32, torch.float64))
+    monkeypatch.setattr(kernels, "_chosen", {})

@@ -15,9 +15,8 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, patched_forward, varlen
-from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
-from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention import function, kernels, patched_forward
+from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout, roots, use_layout
 from hf_packing.attention.tiny_model import tiny_model
@@ -113,12 +112,15 @@ def test_the_longest_document_is_no_guard(monkeypatch):
         assert longest >= borders.diff().max()
         lengths.append(longest)
         each = [length for length in borders.diff().tolist() if length]
-        return attend_by_segment(query, key, value, each, scale=scale, is_causal=True).contiguous()
+        return attend_exactly(query, key, value, Layout.of(each), scale=scale, is_causal=True).contiguous()
 
     kernel.register_fake(lambda query, key, value, *_: torch.empty_like(query))  # noqa: ARG005
     model = patched_tiny("llama", "causal")
-    used = SimpleNamespace(name="of the test", attend=lambda *args, scale, **_: kernel(*args, scale))
-    monkeypatch.setattr(varlen, "_kernel_for", lambda *_, **__: used)
+
+    def attend(query, key, value, row, *, scale, **_):
+        return kernel(query, key, value, row.cu_seq_lens, row.max_length, scale)
+
+    monkeypatch.setattr(function, "choose", lambda *_, **__: SimpleNamespace(attend=attend))
     assert max(compilations(model, 30)[0].values()) <= 4
     assert len(set(lengths)) > 8
     lengths.clear()
@@ -224,35 +226,32 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
         assert (window_size, enable_gqa) == ((-1, 0), True)
         tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        how = {"is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
-        return attend_by_segment_compiled(*tensors, cu_seq_q, None, scale=scale, **how)[0].transpose(0, 1)
+        return attend_exactly_compiled(*tensors, cu_seq_q, scale=scale, is_causal=True)[0].transpose(0, 1)
 
     used = VarlenKernel(kernel, lambda: varlen_attn, is_torch=True) if kernel != "FlexAttention" else FlexKernel()
-    choose_kernel.KERNELS[:] = [used]
-    for other in ("attend_by_segment", "attend_by_segment_compiled"):
-        monkeypatch.setattr(varlen, other, lambda *_, **__: pytest.fail("not on the kernel"))
-    assert_compiled_in_one_graph(hfp.patch_model(tiny_model("llama", "causal")))
-    assert list(choose_kernel._trials.values()) == [""]
+    kernels.KERNELS[:] = [used]
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    for other in ("attend_exactly", "attend_exactly_compiled"):
+        monkeypatch.setattr(function, other, lambda *_, **__: pytest.fail("not on the kernel"))
+    assert_compiled_in_one_graph(model)
 
 
 def test_lengths_come_from_the_packed_row(monkeypatch):
     """Reading them from a GPU would make the processor wait, in every layer. Empty segments are left out."""
     row = Layout(torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32), roots((3, 2)))
     q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    how = {"scale": 1.0, "is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
-    expected = attend_by_segment(q, k, v, [3, 2], **how)
+    how = {"scale": 1.0, "is_causal": True}
+    expected = attend_exactly(q, k, v, row, **how)
     with use_layout(row), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
-        found = attend_by_segment_compiled(q, k, v, row.cu_seq_lens, None, **how)
+        found = attend_exactly_compiled(q, k, v, row.cu_seq_lens, **how)
     assert_equal_with_gradients(found, expected, (q, k, v))
 
 
 def test_dropout_is_refused():
     tensors = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     with pytest.raises(hfp.PackingError, match="dropout: expected 0 in compiled attention on cpu, got 0.1"):
-        attend_by_segment_compiled(
-            *tensors, torch.tensor([0, 4]), None, scale=1.0, is_causal=True, window=None, softcap=None, dropout=0.1
-        )
+        attend_exactly_compiled(*tensors, torch.tensor([0, 4]), scale=1.0, is_causal=True, dropout=0.1)
 
 
 def export(model, strict=False, **inputs):

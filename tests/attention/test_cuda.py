@@ -1,4 +1,4 @@
-"""Kernels on a CUDA device against exact attention by segment and along paths; skipped where there is none."""
+"""Kernels on a CUDA device against exact attention; skipped where there is none."""
 
 import pytest
 import torch
@@ -6,13 +6,10 @@ from compare_trees import CHAT, inputs_of
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import path_keys
-from hf_packing.attention.choose_kernel import KERNELS
-from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.exact_tree_attention import attend_along_paths
+from hf_packing.attention import kernels
+from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.flex import block_mask
-from hf_packing.attention.kernel_trials import fails_trial
-from hf_packing.attention.kernels import Call
+from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.trees.segments import TreeSegments
@@ -31,9 +28,9 @@ def kernel_named(name, **how):
     asked |= {"sinks": sinks if sinks is None else sinks.dtype, "trains_sinks": sinks is not None}
     asked |= {"is_causal": how["is_causal"], "has_dropout": how.get("dropout", 0.0) > 0, "is_deterministic": False}
     asked |= {"in_trees": how.get("in_trees", False)}
-    if reason := kernel.refusal(call := Call(**shapes, head_dim=how["dim"], value_dim=how["value_dim"], **asked)):
+    if reason := kernel.refusal(Call(**shapes, head_dim=how["dim"], value_dim=how["value_dim"], **asked)):
         pytest.skip(f"{name}: {reason}")
-    return kernel, call
+    return kernel
 
 
 def exact_and_half(tokens, dim, value_dim, sinks):
@@ -44,10 +41,16 @@ def exact_and_half(tokens, dim, value_dim, sinks):
     return [tensor.detach().float().requires_grad_() for tensor in half], half
 
 
-def assert_close(exactly, by_kernel, exact, half):
+def assert_close(kernel, layout, how, tensors):
     """Compare outputs and gradients. A kernel in bfloat16 may differ from float32 no more than plain attention in
     bfloat16 does, and a little."""
-    outputs = [(exactly(*exact), exact), (exactly(*half), half), (by_kernel(*half), half)]
+
+    def attended(function, q, k, v, sinks=None):
+        return function(q, k, v, layout, scale=0.2, sinks=sinks, **how)
+
+    exact, half = tensors
+    cases = (attend_exactly, exact), (attend_exactly, half), (kernel.attend, half)
+    outputs = [(attended(function, *inputs), inputs) for function, inputs in cases]
     weight = torch.randn_like(outputs[0][0])
     grads = [torch.autograd.grad((output.float() * weight).sum(), inputs) for output, inputs in outputs]
     for wanted, naive, got in [[output for output, _ in outputs], *zip(*grads, strict=True)]:
@@ -65,35 +68,26 @@ def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_si
     torch.manual_seed(0)
     sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
     how = {"is_causal": is_causal, "window": window, "softcap": softcap}
-    kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, **how)
-    assert fails_trial(kernel, call) == ""
-    tensors = exact_and_half(sum(LENGTHS), dim, value_dim, sinks)
-    borders = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32)
-
-    def by_segment(q, k, v, sinks=None):
-        return attend_by_segment(q, k, v, LENGTHS, scale=0.2, sinks=sinks, **how)
-
-    def by_kernel(q, k, v, sinks=None):
-        return kernel.attend(q, k, v, borders, max(LENGTHS), scale=0.2, sinks=sinks, dropout=0.0, **how)
-
-    assert_close(by_segment, by_kernel, *tensors)
+    kernel = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, **how)
+    assert_close(
+        kernel, Layout.of(LENGTHS, torch.device("cuda")), how, exact_and_half(sum(LENGTHS), dim, value_dim, sinks)
+    )
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_flex_attention_in_rows_of_many_sizes(is_causal):
     """The first two sizes are compiled, and the results stay right where blocks are cut or missing."""
     how = {"is_causal": is_causal, "window": None, "softcap": None}
-    kernel, _ = kernel_named("FlexAttention", dim=64, value_dim=64, **how)
+    kernel = kernel_named("FlexAttention", dim=64, value_dim=64, **how)
     for seed, lengths in enumerate(([64], [128, 128], [1000, 24], [7] * 300, [4096, 5], [513, 511, 3000])):
         for window in (None, 100, 700):
             torch.manual_seed(seed)
             q, k, v = (torch.randn(1, heads, sum(lengths), 64, device="cuda").bfloat16() for heads in (8, 2, 2))
-            borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
-            options = {"scale": 0.1, **how, "window": window}
+            layout, options = Layout.of(lengths, torch.device("cuda")), {"scale": 0.1, **how, "window": window}
             with torch.no_grad():
-                found = kernel.attend(q, k, v, borders, None, dropout=0.0, **options).float()
-                naive = attend_by_segment(q, k, v, lengths, **options).float()
-                wanted = attend_by_segment(q.float(), k.float(), v.float(), lengths, **options)
+                found = kernel.attend(q, k, v, layout, **options).float()
+                naive = attend_exactly(q, k, v, layout, **options).float()
+                wanted = attend_exactly(q.float(), k.float(), v.float(), layout, **options)
             assert (found - wanted).abs().max() <= 2 * (naive - wanted).abs().max() + 1e-2
 
 
@@ -166,28 +160,51 @@ TREES = TreeSegments((300, 64, 1, 130, 17, 200, 500, 40), (-1, 0, 1, 1, 0, 4, -1
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
-@pytest.mark.parametrize("most_keys", [path_keys.MOST_KEYS, 700])
+@pytest.mark.parametrize("most_keys", [kernels.MOST_KEYS, 700])
 def test_kernel_is_attention_along_paths(
     monkeypatch, name, window, chunk, softcap, has_sinks, dim, value_dim, most_keys
 ):
     """Queries are fewer than keys; with 700 keys a call, keys are gathered again in the backward pass."""
-    monkeypatch.setattr(path_keys, "MOST_KEYS", most_keys)
+    monkeypatch.setattr(kernels, "MOST_KEYS", most_keys)
     torch.manual_seed(0)
     sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
-    how = {"window": window, "softcap": softcap}
-    kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, is_causal=True, in_trees=True, **how)
-    assert fails_trial(kernel, call) == ""
-    tensors = exact_and_half(TREES.tokens, dim, value_dim, sinks)
-    row = Layout.of(TREES, torch.device("cuda"))
-    how |= {"scale": 0.2, "chunk": chunk, "dropout": 0.0}
+    how = {"is_causal": True, "window": window, "softcap": softcap}
+    kernel = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, in_trees=True, **how)
+    how["chunk"] = chunk
+    assert_close(
+        kernel, Layout.of(TREES, torch.device("cuda")), how, exact_and_half(TREES.tokens, dim, value_dim, sinks)
+    )
 
-    def along_paths(q, k, v, sinks=None):
-        return attend_along_paths(q, k, v, row, sinks=sinks, **how)
 
-    def by_kernel(q, k, v, sinks=None):
-        return kernel.attend_in_trees(q, k, v, row, sinks=sinks, **how)
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
+def test_chunks_in_packed_rows(name):
+    """FlexAttention gets them in its mask, other kernels as borders."""
+    torch.manual_seed(0)
+    how = {"is_causal": True, "window": None, "softcap": None}
+    kernel = kernel_named(name, dim=64, value_dim=64, **how)
+    layout, tensors = Layout.of(LENGTHS, torch.device("cuda")), exact_and_half(sum(LENGTHS), 64, 64, None)
+    assert_close(kernel, layout, how | {"chunk": 50}, tensors)
 
-    assert_close(along_paths, by_kernel, *tensors)
+
+class Failing(VarlenKernel):
+    def attend(self, query, *args, **options):
+        return super().attend(query * 2, *args, **options)
+
+
+class Raising(VarlenKernel):
+    def attend(self, *_, **__):
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("kind", [Failing, Raising])
+def test_a_kernel_that_fails_is_replaced(monkeypatch, kind):
+    of_torch = next(each for each in KERNELS if each.name == "torch varlen_attn")
+    monkeypatch.setattr(kernels, "KERNELS", [kind("failing", of_torch.load, is_torch=True), *KERNELS])
+    for name in ("_chosen", "_struck"):
+        monkeypatch.setattr(kernels, name, {})
+    with pytest.warns(UserWarning, match="an attention kernel failed .failing: "):
+        model = hfp.patch_model(build("Llama", torch.bfloat16).cuda())
+    assert hfp.check_isolation(model).kernel in [each.name for each in KERNELS]
 
 
 @pytest.mark.filterwarnings("ignore:attention")  # in float32

@@ -13,9 +13,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
+from hf_packing.attention.kernels import cut_into_chunks
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.patched_forward import PatchedForward
-from hf_packing.attention.varlen import _cut_into_chunks
 from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 
@@ -121,7 +121,7 @@ def test_chunks(lengths, empty, chunk):
     tokens = sum(lengths)
     row = Layout.of(lengths)
     borders = torch.cat([row.cu_seq_lens, row.cu_seq_lens[-1:].repeat(empty)])
-    cut = _cut_into_chunks(borders, chunk, tokens)
+    cut = cut_into_chunks(borders, chunk, tokens)
     expected = sorted({place for start, end in row.slices for place in range(start, end, chunk)})
     assert cut.dtype == torch.int32
     assert len(cut) == len(borders) + tokens // chunk

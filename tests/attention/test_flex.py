@@ -4,7 +4,6 @@ The kernels of FlexAttention need CUDA. On a CPU, torch computes it without kern
 attention and blocks are tested separately; and in one slow test together, where torch compiles it for the CPU.
 """
 
-import gc
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,15 +13,12 @@ import torch.nn.attention.flex_attention as of_torch
 from forests import forests
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_stand_ins import assert_equal_with_gradients, half
+from kernel_stand_ins import assert_equal_with_gradients
 from torch._dynamo.utils import counters
 
-from hf_packing.attention import flex
-from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.exact_tree_attention import attend_along_paths
-from hf_packing.attention.flex import BLOCK, attend_with_flex, block_mask
-from hf_packing.attention.flex_trees import attend_in_trees_with_flex, tree_block_mask
-from hf_packing.attention.kernel_trials import fails_trial
+from hf_packing.attention import flex, kernels
+from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.flex import BLOCK, block_mask
 from hf_packing.attention.kernels import FlexKernel
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
@@ -42,20 +38,15 @@ class Row(NamedTuple):
     def trees(self):
         return TreeSegments(self.lengths, self.parents or (-1,) * len(self.lengths))
 
-    def mask(self, is_causal, window, chunk):
-        if self.parents:
-            return tree_block_mask(self.trees, window, chunk, torch.device("cpu"))
-        return block_mask(borders_of(self.lengths), sum(self.lengths), is_causal, window)
+    def mask(self, *how):
+        trees = self.trees if self.trees.has_branches else None
+        return block_mask(borders_of(self.lengths), sum(self.lengths), *how, trees)
 
     def with_flex(self, *tensors, **how):
-        if self.parents:
-            return attend_in_trees_with_flex(*tensors, Layout.of(self.trees), **how)
-        return attend_with_flex(*tensors, borders_of(self.lengths), **how)
+        return FlexKernel().attend(*tensors, Layout.of(self.trees), **how)
 
     def exactly(self, *tensors, **how):
-        if self.parents:
-            return attend_along_paths(*tensors, Layout.of(self.trees), **how)
-        return attend_by_segment(*tensors, list(self.lengths), **how)
+        return attend_exactly(*tensors, Layout.of(self.trees), **how)
 
 
 def literal_mask(row, is_causal, window, chunk):
@@ -78,9 +69,10 @@ def rows(draw, *factors):
     window = draw(st.sampled_from([None, 1, 3, 40, BLOCK, BLOCK + 1, 300]))
     lengths, parents = draw(forests(most=6))
     lengths = tuple(length * draw(st.sampled_from([1, *factors])) for length in lengths)
+    chunk = draw(st.sampled_from([None, 7, 100, 256]))
     if draw(st.booleans()):
-        return Row(lengths), (draw(st.booleans()), window, None)
-    return Row(lengths, parents), (True, window, draw(st.sampled_from([None, 7, 100, 256])))
+        return Row(lengths), (draw(st.booleans()), window, chunk)
+    return Row(lengths, parents), (True, window, chunk)
 
 
 WIDE = Row((300, 40, 200, 1, 129, 256), (-1, 0, 0, 2, 0, -1))
@@ -135,7 +127,7 @@ def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
     assert not (partial & full).any()
     assert not (full & ~expected_full).any()
     assert not ((expected | expected_full) & ~(partial | full)).any()
-    if not row.parents or how == (True, None, None):
+    if not row.trees.has_branches or how == (True, None, None):
         assert torch.equal(partial, expected)
         assert torch.equal(full, expected_full)
 
@@ -179,48 +171,21 @@ def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
     inputs = [torch.randn(1, each, row.trees.tokens, dim, dtype=torch.float64) for each, dim in shapes]
     inputs = [each.requires_grad_() for each in [*inputs, *([torch.randn(heads[0]).double()] if has_sinks else [])]]
-    how = {"scale": 0.3, "window": window, "softcap": softcap}
-    how |= {"chunk": chunk} if row.parents else {"is_causal": is_causal}
+    how = {"scale": 0.3, "is_causal": is_causal, "window": window, "chunk": chunk, "softcap": softcap}
     how |= {"sinks": inputs[3]} if has_sinks else {}
     assert_equal_with_gradients(row.with_flex(*inputs[:3], **how), row.exactly(*inputs[:3], **how), inputs)
 
 
-@pytest.mark.usefixtures("on_cpu", "on_hopper")
-def test_it_passes_its_trial_in_trees():
-    for case in ({"has_window": True}, {"sinks": torch.bfloat16, "trains_sinks": True}):
-        assert fails_trial(FlexKernel(), half(**case, in_trees=True)) == ""
-
-
-def test_a_mask_is_made_once_for_the_layers_of_a_model():
-    borders = borders_of([5, 7])
-    mask = flex._block_mask_of(borders, 12, True, None)
-    assert flex._block_mask_of(borders, 12, True, None) is mask
-    assert flex._block_mask_of(borders, 12, True, 3) is not mask
-    assert flex._block_mask_of(borders.clone(), 12, True, None) is not mask
-    borders[1] = 6
-    changed = flex._block_mask_of(borders, 12, True, None)
-    assert bool(mask.mask_mod(0, 0, torch.tensor(5), torch.tensor(4))) is False
-    assert bool(changed.mask_mod(0, 0, torch.tensor(5), torch.tensor(4))) is True
-    with torch.inference_mode():
-        flex._block_mask_of(borders_of([5, 7]), 12, True, None)
-    gc.collect()
-    stored = len(flex._masks)
-    del borders
-    gc.collect()
-    assert len(flex._masks) == stored - 1
-
-
 @pytest.mark.usefixtures("on_cpu")
-def test_a_mask_of_trees_is_made_once_for_the_layers_of_a_model():
-    row = Layout.of(WIDE.trees)
-    tensors = [torch.randn(1, 1, row.tokens, 16) for _ in range(3)]
+@pytest.mark.parametrize("row", [WIDE, Row((5, 7))])
+def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row):
+    layout, made = Layout.of(row.trees), []
+    monkeypatch.setattr(kernels, "block_mask", lambda *how: made.append(how) or block_mask(*how))
+    tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
-        attend_in_trees_with_flex(*tensors, row, scale=0.3)
-        kept = dict(row.cache)
-        attend_in_trees_with_flex(*tensors, row, scale=0.3)
-        assert row.cache == kept
-        attend_in_trees_with_flex(*tensors, row, scale=0.3, window=3)
-    assert len(row.cache) == len(kept) + 1 == 2
+        for window in (None, None, 3, None):
+            FlexKernel().attend(*tensors, layout, scale=0.3, is_causal=True, window=window)
+    assert len(made) == 2
 
 
 COMPILED = {
@@ -235,7 +200,10 @@ COMPILED = {
             Row((400, 300, 20, 1000), (-1, 0, 1, 0)),
             Row((131, 2, 700), (-1, 0, -1)),
         ],
-        [{"window": window, "chunk": chunk} for window, chunk in ((None, None), (64, None), (None, 256), (300, 100))],
+        [
+            {"is_causal": True, "window": window, "chunk": chunk}
+            for window, chunk in ((None, None), (64, None), (None, 256), (300, 100))
+        ],
     ),
 }
 

@@ -1,12 +1,12 @@
-"""The table of kernels: calls with the signatures of all versions, trials, the choice, and what is said of it.
+"""The table of kernels: calls with the signatures of all versions, the choice, failures, and what is said of them.
 
 The kernels need CUDA. The functions of kernel_stand_ins stand in their place.
 """
 
+import copy
 import re
 import sys
 import warnings
-from itertools import accumulate
 from types import ModuleType
 
 import pytest
@@ -19,26 +19,21 @@ from kernel_stand_ins import (
     VARLEN,
     assert_equal_with_gradients,
     choose,
-    half,
     of_flash_attn,
     stand_in,
     tensors,
 )
 from patched_models import patched, patched_tiny
-from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, patch
-from hf_packing.attention.choose_kernel import use_hub_kernel
-from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.exact_tree_attention import attend_along_paths
-from hf_packing.attention.kernel_trials import fails_trial
-from hf_packing.attention.kernels import FlexKernel, VarlenKernel
+from hf_packing.attention import kernels, patch
+from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.function import packed_varlen
+from hf_packing.attention.kernels import FlexKernel, TracedRow, VarlenKernel, fallbacks, kernel_of, use_hub_kernel
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.varlen import kernel_of, packed_varlen
 from hf_packing.trees.segments import TreeSegments
-from tools.kernel_signatures import CASES, PAGE, call, newest_of_each_minor, with_tables
+from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
@@ -57,21 +52,17 @@ ASKED = [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)]
 
 
 def attended(kernel, inputs, in_trees, **how):
-    """By the kernel, with and without the longest length, and exactly."""
-    how["scale"] = 0.3
-    if in_trees:
-        row = Layout.of(TREES)
-        return kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
-    borders, how = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32), {"is_causal": True} | how
-    ours = [kernel.attend(*inputs, borders, longest, **how) for longest in (max(LENGTHS), None)]
-    return *ours, attend_by_segment(*inputs, LENGTHS, **how)
+    """By the kernel, in compiled code with and without the longest length, too, and exactly."""
+    row, how = Layout.of(TREES if in_trees else LENGTHS), {"scale": 0.3, "is_causal": True} | how
+    traced = [] if in_trees else [TracedRow(row.cu_seq_lens, longest) for longest in (max(LENGTHS), None)]
+    return [kernel.attend(*inputs, each, **how) for each in (row, *traced)], attend_exactly(*inputs, row, **how)
 
 
 @pytest.mark.parametrize(("name", "signature"), VARLEN)
 @pytest.mark.parametrize(
     ("in_trees", "asked"),
     [*((False, each) for each in ASKED), *((False, ("is_causal", *each)) for each in ASKED)]
-    + [*((True, each) for each in ASKED), (True, ("chunk",))],
+    + [*((True, each) for each in ASKED), (False, ("chunk",)), (True, ("chunk",))],
 )
 def test_a_call_is_right_or_refused(name, signature, in_trees, asked):
     kernel = stand_in(name, signature)
@@ -83,7 +74,7 @@ def test_a_call_is_right_or_refused(name, signature, in_trees, asked):
         return
     for dims in ((16, 16), (12, 6)):
         inputs = tensors(*dims, tokens=TREES.tokens if in_trees else sum(LENGTHS))
-        *ours, expected = attended(kernel, inputs, in_trees, **how)
+        ours, expected = attended(kernel, inputs, in_trees, **how)
         for each in ours:
             assert_equal_with_gradients(each, expected, inputs)
 
@@ -128,7 +119,7 @@ def test_deterministic_kernels():
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: seen.append(given) or given["q"])
     torch.use_deterministic_algorithms(True)
     try:
-        kernel.attend(*tensors(), torch.tensor([0, 12], dtype=torch.int32), 12, scale=1.0, is_causal=True, dropout=0.1)
+        kernel.attend(*tensors(), Layout.of([12]), scale=1.0, is_causal=True, dropout=0.1)
     finally:
         torch.use_deterministic_algorithms(False)
     assert (seen[0]["deterministic"], seen[0]["dropout_p"]) == (True, 0.1)
@@ -158,56 +149,8 @@ def test_the_newest_release_of_each_minor_version():
     assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
 
 
-NEWEST_OF_EACH = {each.values[0]: each.values for each in reversed([*VARLEN])}
-
-
-@pytest.mark.parametrize(("name", "signature"), fast_only(NEWEST_OF_EACH.values(), NEWEST_OF_EACH["flash-attn 2"]))
-@pytest.mark.parametrize("in_trees", [False, True])
-def test_right_kernels_pass_their_trials(name, signature, in_trees):
-    kernel = stand_in(name, signature)
-    random = torch.get_rng_state()
-    for case in (*CASES.values(), {"sinks": torch.bfloat16}, {"is_causal": in_trees}):
-        kind = half(**case, in_trees=in_trees)
-        assert kernel.refusal(kind) or fails_trial(kernel, kind) == ""
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def changed(**changes):
-    return lambda given: of_flash_attn(given | {name: make(given) for name, make in changes.items()})
-
-
-WRONG = {
-    "forgets the scale": (changed(softmax_scale=lambda _: None), {}),
-    "forgets to be causal": (changed(causal=lambda _: False), {}),
-    "has a window that is too small": (
-        changed(window_size=lambda given: tuple(max(side - 1, 0) for side in given["window_size"])),
-        {"has_window": True, "is_causal": False},
-    ),
-    "forgets the soft cap": (changed(softcap=lambda _: 0.0), {"has_softcap": True}),
-    "has no gradient for keys": (changed(k=lambda given: given["k"].detach() * given["k"].mean() ** 0), {}),
-    "has no gradient for keys in trees": (changed(k=lambda given: given["k"].detach()), {"in_trees": True}),
-    "forgets a border": (lambda given: of_flash_attn(given | joined(given)), {}),
-    "returns nan": (lambda given: of_flash_attn(given) * torch.nan, {}),
-    "raises": (lambda _: of_flash_attn({}), {}),
-}
-
-
-def joined(given):
-    borders = given["cu_seqlens_q"][[0, -1]]
-    return {f"cu_seqlens_{side}": borders for side in "qk"} | {f"max_seqlen_{side}": int(borders[1]) for side in "qk"}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_wrong_kernels_fail_their_trials(fault):
-    body, case = WRONG[fault]
-    assert fails_trial(stand_in("flash-attn 2", NEWEST), half(**case)) == ""
-    reason = fails_trial(stand_in("flash-attn 2", NEWEST, body), half(**case))
-    words = {"raises": "with KeyError", "has no gradient for keys in trees": "with RuntimeError"}
-    assert reason.startswith(f"fails {words.get(fault, 'a trial with an error of ')}")
-
-
 def test_the_first_kernel_that_takes_a_call_runs_it():
-    choose_kernel.KERNELS[:] = [
+    kernels.KERNELS[:] = [
         VarlenKernel("flash-attn 3", lambda: None),
         stand_in("flash-attn 2", KNOWN["flash-attn 2"]["2.5.9.post1"]),
         stand_in("torch varlen_attn", TORCH["2.13.0"]),
@@ -215,29 +158,17 @@ def test_the_first_kernel_that_takes_a_call_runs_it():
     ]
     assert choose() == choose(window=3) == "flash-attn 2"
     assert choose(softcap=2.0) == choose(sinks=torch.zeros(4)) == "FlexAttention"
-    choose_kernel.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
-    choose_kernel._chosen.clear()
+    kernels.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
+    kernels._chosen.clear()
     assert choose() == "torch varlen_attn"
     with pytest.warns(UserWarning, match="attention runs segment by segment"):
         assert choose(dropout=0.1) is None
 
 
 class FlexOnCpu(FlexKernel):
-    """FlexAttention in place of exact attention, so that the trial is quick and gives gradients on a CPU."""
+    """FlexAttention in place of exact attention, so that it is quick and gives gradients on a CPU."""
 
-    def attend(self, query, key, value, cu_seq_lens, _, **options):
-        return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
-
-
-def test_a_trial_is_made_once(monkeypatch):
-    tried = []
-    monkeypatch.setattr(choose_kernel, "fails_trial", lambda kernel, _: tried.append(kernel.name) or "")
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    for _ in range(3):
-        assert choose() == "torch varlen_attn"
-    assert tried == ["torch varlen_attn"]
-    choose(window=3)
-    assert tried == ["torch varlen_attn"] * 2
+    attend = staticmethod(attend_exactly)
 
 
 ADVICE = [
@@ -258,7 +189,7 @@ def test_one_warning_says_why_there_is_no_kernel(monkeypatch, change, advice):
     change = dict(change)
     capability = change.pop("capability", (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
     slowly = "in rows of trees runs path by path" if "in_trees" in change else "runs segment by segment"
     with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
         assert choose(**change) is None
@@ -269,35 +200,96 @@ def test_one_warning_says_why_there_is_no_kernel(monkeypatch, change, advice):
         assert choose() == "torch varlen_attn"
 
 
-def test_a_kernel_that_fails_is_passed_over_with_a_warning():
-    broken = stand_in("flash-attn 2", NEWEST, lambda _: 1 / 0)
-    choose_kernel.KERNELS[:] = [broken, stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    message = (
-        r"an attention kernel failed \(flash-attn 2: fails with ZeroDivisionError: .*torch varlen_attn runs instead"
-    )
+def forgets_the_scale(given):
+    return of_flash_attn(given | {"softmax_scale": None})
+
+
+def prove(model, stock, batch):
+    """A small proof, which runs on the kernels that are left."""
+    with fallbacks(model) as fall_back:
+        while True:
+            try:
+                assert torch.allclose(model(**batch).logits, stock(**batch).logits, atol=1e-4), "other logits"
+            except Exception as error:
+                if not fall_back(str(error)):
+                    raise
+            else:
+                return
+
+
+def model_and_stock(**options):
+    """A patched Llama whose attention has another scale than kernels have by default, and the same one unpatched."""
+    stock = tiny_model("llama", "causal")
+    for layer in stock.model.layers:
+        layer.self_attn.scaling *= 2
+    with kernels.switched_off():
+        return hfp.patch_model(copy.deepcopy(stock), **options), stock
+
+
+ONE = {"input_ids": torch.arange(5, 30)[None], "position_ids": torch.arange(25)[None]}
+"""A document alone, whose logits the unpatched model knows."""
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(("body", "reason"), [(forgets_the_scale, "other logits"), (lambda _: 1 / 0, "division by")])
+def test_a_kernel_that_is_wrong_or_raises_is_passed_over_with_a_warning(body, reason):
+    model, stock = model_and_stock()
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    message = rf"^an attention kernel failed \(flash-attn 2: {reason}.*\). torch varlen_attn runs instead"
     with pytest.warns(UserWarning, match=message):
-        assert choose() == "torch varlen_attn"
+        prove(model, stock, ONE)
+    assert kernel_of(model) == "torch varlen_attn"
+    other, stock = model_and_stock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prove(other, stock, ONE)  # another model does not try it again
 
 
-def test_while_torch_compile_traces_nothing_is_tried(monkeypatch):
-    choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", KNOWN["flash-attn 2"]["2.5.9.post1"]), FlexOnCpu()]
-    monkeypatch.setattr(choose_kernel, "fails_trial", lambda *_: pytest.fail("a trial"))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose() == "flash-attn 2"
-    with pytest.warns(UserWarning, match="FlexAttention: has had no trial"):
-        assert choose(softcap=2.0) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(choose_kernel, "KERNELS", [FlexOnCpu()])
-    assert choose(softcap=2.0) == "FlexAttention"
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose(softcap=2.0) == "FlexAttention"
+@pytest.mark.usefixtures("as_on_cuda")
+def test_where_all_kernels_fail_attention_is_exact():
+    model, stock = model_and_stock()
+    kernels.KERNELS[:] = [stand_in(name, NEWEST, forgets_the_scale) for name in ("flash-attn 3", "flash-attn 2")]
+    message = r"^attention runs segment by segment.*\(flash-attn 3: other logits.*; flash-attn 2: other logits"
+    with pytest.warns(UserWarning, match=message):
+        prove(model, stock, ONE)
+    assert kernel_of(model) == "exact attention, segment by segment"
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_kernels_are_not_to_blame_where_exact_attention_fails_too():
+    model, stock = model_and_stock()
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    stock.lm_head.weight.data += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(AssertionError, match="other logits"):
+            prove(model, stock, ONE)
+    assert kernel_of(model) == "exact attention, segment by segment"
+    model(**ONE)
+    assert kernel_of(model) == "flash-attn 2"
+    with pytest.raises(KeyboardInterrupt), fallbacks(model) as fall_back:
+        assert fall_back("a reason")
+        raise KeyboardInterrupt
+    model(**ONE)
+    assert kernel_of(model) == "flash-attn 2"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, while it traces
+@pytest.mark.usefixtures("as_on_cuda")
+def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
+    model, stock = model_and_stock()
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, forgets_the_scale)]
+    compiled = torch.compile(model, backend="eager")
+    assert not torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
+    prove(model, stock, ONE)
+    assert torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
 
 
 def test_packages_are_loaded_if_they_are_installed(monkeypatch):
     for module, load in {
-        "flash_attn_interface": choose_kernel._load_flash_attn_3,
-        "flash_attn": choose_kernel._load_flash_attn_2,
-        "torch.nn.attention.varlen": choose_kernel._load_torch_varlen,
+        "flash_attn_interface": kernels._load_flash_attn_3,
+        "flash_attn": kernels._load_flash_attn_2,
+        "torch.nn.attention.varlen": kernels._load_torch_varlen,
     }.items():
         installed = ModuleType(module)
         installed.flash_attn_varlen_func = installed.varlen_attn = print
@@ -316,11 +308,11 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
     kernel = stand_in(HUB, KNOWN[HUB][next(iter(KNOWN[HUB]))])
     asked = []
     monkeypatch.setattr(
-        choose_kernel,
+        kernels,
         "lazy_import_flash_attention",
         lambda name: asked.append(name) or ((None, kernel.function, None, None, None), None),
     )
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
     assert choose(layer=layer) == "torch varlen_attn"
     assert asked == []
     for _ in range(2):
@@ -343,7 +335,7 @@ def test_patch_model_asks_for_the_kernel_of_the_model(monkeypatch, attention, as
     hfp.patch_model(model)
     layers = [module for module in model.modules() if type(module).__name__ == "LlamaAttention"]
     assert len(layers) > 1
-    assert all(getattr(layer, choose_kernel.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
+    assert all(getattr(layer, kernels.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
 
 
 def test_the_report_names_the_kernel(request):
@@ -352,7 +344,7 @@ def test_the_report_names_the_kernel(request):
     assert report.kernel == kernel_of(model) == "exact attention, segment by segment"
     assert str(report).endswith("\nkernel: exact attention, segment by segment")
     request.getfixturevalue("as_on_cuda")
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
     report = hfp.check_isolation(model)
     assert report.isolated
     assert report.kernel == kernel_of(model) == "torch varlen_attn"
@@ -364,9 +356,9 @@ def test_the_report_names_the_kernel(request):
 
 
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
-    monkeypatch.setattr("hf_packing.attention.varlen.choose_kernel", lambda *_, **__: pytest.fail("looked for"))
+    monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
+    monkeypatch.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
     packed_varlen(torch.nn.Identity(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 8, 12]))
-    monkeypatch.setattr("hf_packing.attention.tree_attention.choose_kernel", lambda *_, **__: pytest.fail("looked for"))
     model = patched("Llama", trees=True)
     model(**inputs_of(TREES))
     assert kernel_of(model) == "exact attention, path by path"

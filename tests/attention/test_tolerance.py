@@ -8,7 +8,7 @@ from tiers import fast_only, slow
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import probe, varlen
+from hf_packing.attention import function, probe
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.route import InputFormat
 from hf_packing.attention.tolerance import ALWAYS_ALLOWED, NEVER_ALLOWED, ROUNDING_FACTOR, Tolerance, measure_rounding
@@ -40,13 +40,13 @@ def test_rounding_is_measured_on_the_model():
 def test_other_roundings_are_no_fault(monkeypatch, measured):
     """As on another processor: scores off by one rounding, and nothing allowed but what is measured. Where nothing is,
     kernels of some processors leave no route at all."""
-    exact = varlen.attend_by_segment
+    exact = function.attend_exactly
 
     def rounded(query, *args, **options):
         ups = torch.randint(2, query.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         return exact(query * (1 + ups * torch.finfo(query.dtype).eps), *args, **options)
 
-    monkeypatch.setattr(varlen, "attend_by_segment", rounded)
+    monkeypatch.setattr(function, "attend_exactly", rounded)
     monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
     if not measured:
         monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
@@ -57,20 +57,20 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
 
 
 def sees_the_end_of_the_previous_document(exact):
-    def attend(query, key, value, lengths, **options):
+    def attend(query, key, value, layout, **options):
         key, value = key.clone(), value.clone()
-        for start in torch.tensor(lengths).cumsum(0)[:-1]:
+        for start, _ in layout.slices[1:]:
             key[:, :, start], value[:, :, start] = key[:, :, start - 1], value[:, :, start - 1]
-        return exact(query, key, value, lengths, **options)
+        return exact(query, key, value, layout, **options)
 
     return attend
 
 
 def has_another_first_key(exact):
-    def attend(query, key, value, lengths, **options):
+    def attend(query, key, value, layout, **options):
         key = key.clone()
-        key[:, :, torch.tensor([0, *lengths[:-1]]).cumsum(0)] *= 0.9
-        return exact(query, key, value, lengths, **options)
+        key[:, :, [start for start, _ in layout.slices]] *= 0.9
+        return exact(query, key, value, layout, **options)
 
     return attend
 
@@ -117,7 +117,7 @@ COARSE = [(*case, torch.bfloat16) for case in FAULTS if "with_options" in case[1
 )
 def test_wrong_attention_is_found(monkeypatch, name, fault, dtype):
     """Attention that computes something else than the model's own is not taken: its modules run by segment."""
-    monkeypatch.setattr(varlen, "attend_by_segment", fault(varlen.attend_by_segment))
+    monkeypatch.setattr(function, "attend_exactly", fault(function.attend_exactly))
     model = hfp.patch_model(model_of(name, dtype))
     route = hfp.check_isolation(model).route
     assert list(route.modules.values()) == [model.config.num_hidden_layers]

@@ -16,7 +16,8 @@ from transformers.masking_utils import flash_attention_mask
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
 
 import hf_packing as hfp
-from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.layout import Layout
 
 
 def stacked(rows, names=("input_ids", "position_ids")):
@@ -92,10 +93,9 @@ def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
 
     def varlen(q, k, v, cu_seqlens_q, *_, softmax_scale=None, causal=True, **__):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        lengths = cu_seqlens_q.diff().tolist()
-        return attend_by_segment(q, k, v, lengths, scale=softmax_scale or q.shape[-1] ** -0.5, is_causal=causal)[
-            0
-        ].transpose(0, 1)
+        layout = Layout.of(cu_seqlens_q.diff().tolist())
+        attended = attend_exactly(q, k, v, layout, scale=softmax_scale or q.shape[-1] ** -0.5, is_causal=causal)
+        return attended[0].transpose(0, 1)
 
     kernels = plain, varlen, None, flash_utils._pad_input, flash_utils._unpad_input
     monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: kernels)

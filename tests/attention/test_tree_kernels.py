@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compare_trees import CHAT, inputs_of
+from compare_trees import CHAT
 from forests import forests
 from forms import check as check_documents
 from forms import tree
@@ -19,13 +19,10 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, kernel_trials, path_keys, tree_attention
-from hf_packing.attention.exact_tree_attention import attend_along_paths
-from hf_packing.attention.kernel_trials import fails_trial
-from hf_packing.attention.kernels import FlexKernel
+from hf_packing.attention import function, kernels
+from hf_packing.attention.exact import attend_exactly, gather_tokens, runs_of
+from hf_packing.attention.kernels import FlexKernel, path_keys
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.path_keys import gather_keys, gather_plan, runs_of
-from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
@@ -54,42 +51,45 @@ def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
     for run in runs:
         queries = run.end - run.begin
         for number, token in enumerate(range(run.begin, run.end)):
-            last = len(run.keys) - queries + number
-            seen = run.keys[max(last - window + 1, 0) if window else 0 : last + 1].tolist()
+            keys = [*run.prefix, *range(run.begin, run.end)]
+            last = len(keys) - queries + number
+            seen = keys[max(last - window + 1, 0) if window else 0 : last + 1]
             assert seen == seen_by(trees, segment_of[token], int(trees.position_ids[token]), window, chunk)
-        of_first_query = len(run.keys) - queries + 1
+        of_first_query = len(run.prefix) + 1
         assert window is None or of_first_query <= window, "no key is gathered in vain"
 
 
 def test_first_children_are_in_the_run_of_their_parent():
     """Without this, a chat of n turns would gather about n / 2 times its tokens."""
     chain = TreeSegments((4, 3, 2, 5), (-1, 0, 1, 2))
-    assert [(run.begin, run.end, len(run.keys)) for run in runs_of(chain, None, None)] == [(0, 14, 14)]
-    runs = [(run.begin, run.end, len(run.keys)) for run in runs_of(CHAT, None, None)]
-    assert runs == [(0, 23, 23), (23, 46, 32), (46, 63, 32)]
+    assert [(run.begin, run.end, len(run.prefix)) for run in runs_of(chain, None, None)] == [(0, 14, 0)]
+    runs = [(run.begin, run.end, len(run.prefix)) for run in runs_of(CHAT, None, None)]
+    assert runs == [(0, 23, 0), (23, 46, 9), (46, 63, 15)]
 
 
 @given(forests(), st.integers(1, 30))
 def test_calls_gather_few_keys(forest, most):
     row = Layout.of(TreeSegments(*forest))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(path_keys, "MOST_KEYS", most)
-        plan = gather_plan(row, None, None, torch.device("cpu"))
+        patch.setattr(kernels, "MOST_KEYS", most)
+        plan = path_keys(row, None, None, torch.device("cpu"))
     assert [token for each in plan for token in range(each.begin, each.end)] == list(range(row.tokens))
     for each in plan:
-        assert each.cu_seq_lens_q.dtype == each.cu_seq_lens_k.dtype == torch.int32
-        assert len(each.places) <= most or len(each.cu_seq_lens_k) == 2
-        assert int(each.cu_seq_lens_k[-1]) == len(each.places)
-        assert int(each.cu_seq_lens_q[-1]) == each.end - each.begin
+        (queries, longest_q), (keys, longest_k) = each.queries, each.keys
+        assert queries.dtype == keys.dtype == torch.int32
+        assert (longest_q, longest_k) == (int(queries.diff().max()), int(keys.diff().max()))
+        assert len(each.places) <= most or len(keys) == 2
+        assert int(keys[-1]) == len(each.places)
+        assert int(queries[-1]) == each.end - each.begin
     for one, other in pairwise(plan):
-        assert len(one.places) + int(other.cu_seq_lens_k[1]) > most, "no call is smaller than it has to be"
-    assert gather_plan(row, None, None, torch.device("cpu")) is plan
+        assert len(one.places) + int(other.keys[0][1]) > most, "no call is smaller than it has to be"
+    assert path_keys(row, None, None, torch.device("cpu")) is plan
 
 
 def check(kernel, trees, **how):
     """Compare a kernel with exact attention, in outputs and gradients."""
-    inputs, row, how = tensors(tokens=trees.tokens), Layout.of(trees), {"scale": 0.3, **how}
-    ours, expected = kernel.attend_in_trees(*inputs, row, dropout=0.0, **how), attend_along_paths(*inputs, row, **how)
+    inputs, row, how = tensors(tokens=trees.tokens), Layout.of(trees), {"scale": 0.3, "is_causal": True, **how}
+    ours, expected = kernel.attend(*inputs, row, **how), attend_exactly(*inputs, row, **how)
     assert_equal_with_gradients(ours, expected, inputs)
 
 
@@ -97,7 +97,7 @@ def check(kernel, trees, **how):
 @given(forests(), limits, limits, st.sampled_from([3, 20, 1000]))
 def test_random_trees(forest, window, chunk, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(path_keys, "MOST_KEYS", most)
+        patch.setattr(kernels, "MOST_KEYS", most)
         check(FLASH, TreeSegments(*forest), window=window, chunk=chunk)
 
 
@@ -107,21 +107,21 @@ def test_keys_of_several_calls_are_gathered_again(monkeypatch):
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: calls.append(len(given["k"])) or of_flash_attn(given))
     check(kernel, CHAT)
     (keys,) = calls
-    monkeypatch.setattr(path_keys, "MOST_KEYS", 40)
+    monkeypatch.setattr(kernels, "MOST_KEYS", 40)
     calls.clear()
     check(kernel, CHAT)
     assert sorted(calls) == [23, 23, 32, 32, 32, 32]
     assert sum(calls) == 2 * keys
     calls.clear()
     with torch.no_grad():
-        kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3)
+        kernel.attend(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3, is_causal=True)
     assert sum(calls) == keys
 
 
 def test_gradients_of_shared_keys_are_summed_in_float32():
     """In bfloat16, 256 + 1 is 256."""
     key = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
-    gathered = gather_keys(key, torch.tensor([0] * 600 + [1]))
+    gathered = gather_tokens(key, torch.tensor([0] * 600 + [1]))
     gathered.backward(torch.ones_like(gathered))
     assert key.grad.flatten().tolist() == [600, 1]
     assert key.grad.dtype == torch.bfloat16
@@ -137,40 +137,12 @@ def with_first_keys(given):
     return of_flash_attn(given | own | {each: given[each][places] for each in "kv"})
 
 
-def with_window_from_first_keys(given):
-    """A kernel that is right but for windows, which it measures as if queries belonged to the first keys."""
-    return of_flash_attn(given) if given["window_size"][0] < 0 else with_first_keys(given)
-
-
-@pytest.mark.parametrize(
-    ("body", "case"),
-    [(with_first_keys, {}), (with_window_from_first_keys, {"has_window": True})],
-)
-def test_kernels_that_are_right_only_where_queries_are_keys(body, case):
-    kernel = stand_in("flash-attn 2", NEWEST, body)
-    assert fails_trial(kernel, half(**case)) == ""
-    assert fails_trial(kernel, half(**case, in_trees=True)).startswith("fails a trial with an error of ")
-    for rows in kernel_trials._TREE_TRIALS:
-        runs = list(runs_of(rows[0], None, None))
-        assert any(run.end - run.begin < len(run.keys) for run in runs), "each row has fewer queries than keys"
-
-
-def test_rows_and_trees_are_tried_apart():
-    older = stand_in("flash-attn 2", NEWEST, with_first_keys)
-    choose_kernel.KERNELS[:] = [older, stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    assert choose() == "flash-attn 2"
-    message = r"an attention kernel failed in rows of trees \(flash-attn 2: fails a trial .*torch varlen_attn runs inst"
-    with pytest.warns(UserWarning, match=message):
-        assert choose(in_trees=True) == "torch varlen_attn"
-    assert choose() == "flash-attn 2"
-
-
 def test_dropout_runs_on_kernels_that_take_it():
-    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"]), FLASH]
+    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"]), FLASH]
     assert choose(in_trees=True, dropout=0.1) == "flash-attn 2"
     given = {}
     kernel = stand_in("flash-attn 2", NEWEST, lambda own: given.update(own) or own["q"])
-    kernel.attend_in_trees(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3, dropout=0.1)
+    kernel.attend(*tensors(tokens=CHAT.tokens), Layout.of(CHAT), scale=0.3, is_causal=True, dropout=0.1)
     assert given["dropout_p"] == 0.1
     assert "takes no dropout" in FlexKernel().refusal(half(in_trees=True, has_dropout=True))
 
@@ -178,27 +150,13 @@ def test_dropout_runs_on_kernels_that_take_it():
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
 def test_models_run_on_kernels(monkeypatch, name):
-    choose_kernel.KERNELS[:] = [FLASH]
+    kernels.KERNELS[:] = [FLASH]
     stock, model = build(name, torch.float64), patched(name, torch.float64)
-    monkeypatch.setattr(tree_attention, "attend_along_paths", lambda *_, **__: pytest.fail("not on the kernel"))
+    monkeypatch.setattr(function, "attend_exactly", lambda *_, **__: pytest.fail("not on the kernel"))
     hfp.patch_model(model, trees=True)
     for most in (1000, 40):  # 40 keys at a time need several calls
-        monkeypatch.setattr(path_keys, "MOST_KEYS", most)
+        monkeypatch.setattr(kernels, "MOST_KEYS", most)
         check_documents(stock, model, tree(), close=1e-5)
     report = hfp.check_isolation(model, trees=True)
     assert report.isolated
     assert str(report).endswith("\nkernel: flash-attn 2")
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_models_fall_back_to_exact_attention(monkeypatch):
-    choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys)]
-    model, again = patched("Llama"), patched("Llama")
-    with pytest.warns(UserWarning, match="attention in rows of trees runs path by path"):
-        model(**inputs_of(CHAT))
-    assert kernel_of(model) == "exact attention, path by path"
-    monkeypatch.setattr(choose_kernel, "fails_trial", lambda *_: "")
-    for each in (choose_kernel._chosen, choose_kernel._trials):
-        each.clear()
-    with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
-        hfp.patch_model(again, trees=True)  # the proof would notice what the trial has caught

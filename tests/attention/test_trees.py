@@ -12,15 +12,15 @@ from forms import check, tree
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
-from tree_faults import to_the_whole_row, with_far_gradients
+from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
-from hf_packing.attention import layout, prove_on_batch, tree_attention
-from hf_packing.attention.exact_tree_attention import attend_along_paths
+from hf_packing.attention import layout, prove_on_batch
+from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
-from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
 
 
@@ -71,7 +71,7 @@ def test_modules_run_few_paths_at_once(monkeypatch):
 
 
 def without_window(*arguments, **options):
-    return attend_along_paths(*arguments, **options | {"window": None})
+    return attend_exactly(*arguments, **options | {"window": None})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def without_window(*arguments, **options):
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
     assert route_of(patched(name, trees=True)).takes_trees, "without the fault"
     model = patched(name)
-    monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
+    break_trees(monkeypatch, fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
     assert not route_of(model).takes_trees
@@ -92,7 +92,7 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
 
 def test_a_model_refuses_trees_until_they_are_proven(monkeypatch):
     model = patched("Llama")
-    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
+    break_trees(monkeypatch, to_the_whole_row)
     for _ in range(2):
         with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
             model(**inputs_of(CHAT))
@@ -106,7 +106,7 @@ def test_only_descendants_notice(monkeypatch):
     from hf_packing.attention import tree_proof
 
     monkeypatch.setattr(tree_proof, "_prove_equal", lambda *_: None)
-    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
+    break_trees(monkeypatch, to_the_whole_row)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changes the logits of tokens"):
         prove_trees(patched("Llama"))
 
@@ -162,7 +162,7 @@ def llama_of_trees():
 
 def with_far_outputs(query, key, value, row, **options):
     first = value.repeat_interleave(query.shape[1] // value.shape[1], 1)[:, :, 35:36]
-    return attend_along_paths(query, key, value, row, **options) + first * 1e-2
+    return attend_exactly(query, key, value, row, **options) + first * 1e-2
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ def with_far_outputs(query, key, value, row, **options):
         (to_the_whole_row, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (with_far_gradients, "gradients of a document reach another document.*LlamaAttention"),
         (
-            lambda *args, **options: attend_along_paths(*args, **options | {"window": 3}),
+            lambda *args, **options: attend_exactly(*args, **options | {"window": 3}),
             "outputs differ.*LlamaAttention",
         ),
     ],
 )
 def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
     model = copy.deepcopy(llama_of_trees())
-    monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
+    break_trees(monkeypatch, fault)
     assert re.search(message, prove_on_batch(model, tree_batch()).problem)
 
 
@@ -194,7 +194,7 @@ def test_reports_of_trees(monkeypatch):
     assert (report.max_leak, report.max_gradient_leak) == (0, 0)
     assert "trees: shared prefixes are computed once" in str(report)
     assert hfp.check_isolation(model, batch=tree_batch()).isolated
-    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
+    break_trees(monkeypatch, to_the_whole_row)
     report = hfp.check_isolation(model, trees=True)
     assert not report.isolated
     assert "between a tree and the document alone" in report.reason

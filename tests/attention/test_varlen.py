@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
-from hf_packing.attention import varlen
-from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.local_masks import LocalMask
-from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
+from hf_packing.attention import kernels
+from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.function import LocalMask, packed_varlen, packed_varlen_mask
+from hf_packing.attention.kernels import kernel_of
 
 
 class Attention(torch.nn.Module):
@@ -75,29 +75,24 @@ def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind
     assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
-def test_what_a_kernel_is_given(monkeypatch, mask):
-    class Kernel:
-        name = "a kernel"
-
-        def attend(self, query, key, value, cu_seq_lens, max_length, **options):
-            assert cu_seq_lens.dtype == torch.int32
-            assert max_length in (None, cu_seq_lens.diff().max())
-            return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
+def test_what_a_kernel_is_given(mask):
+    class Kernel(kernels.FlexKernel):
+        attend = staticmethod(attend_exactly)
 
     sinks = torch.arange(4) / 4
     for borders in (BORDERS, BORDERS.long()):
         arguments = *tensors(), mask
         for more in ({}, {"s_aux": sinks}, {"softcap": 2.0, "sliding_window": 3}):
             layer = Attention()
-            loop, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, **more)
-            assert varlen.kernel_of(layer) == "exact attention, segment by segment"
-            with monkeypatch.context() as patch:
-                patch.setattr(varlen, "_kernel_for", lambda *_, **__: Kernel())
-                for longest in ({}, {"max_length_q": 5}):
-                    attended, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, **longest, **more)
-                    assert torch.equal(attended, loop)
-                    assert varlen.kernel_of(layer) == "a kernel"
+            with kernels.switched_off():
+                loop, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, **more)
+            assert kernel_of(layer) == "exact attention, segment by segment"
+            kernels.KERNELS[:] = [Kernel("a kernel")]
+            attended, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, max_length_q=5, **more)
+            assert torch.equal(attended, loop)
+            assert kernel_of(layer) == "a kernel"
 
 
 def test_masks_of_custom_functions_are_refused():

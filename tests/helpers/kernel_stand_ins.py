@@ -9,9 +9,10 @@ import json
 import pytest
 import torch
 
-from hf_packing.attention import choose_kernel
-from hf_packing.attention.exact_attention import attend_by_segment, attend_with_scores
+from hf_packing.attention import kernels
+from hf_packing.attention.exact import attend_exactly, attend_with_scores
 from hf_packing.attention.kernels import VarlenKernel
+from hf_packing.attention.layout import Layout
 from tools.kernel_signatures import SIGNATURES, call, function_with
 
 KNOWN = json.loads(SIGNATURES.read_text())
@@ -54,7 +55,7 @@ def of_flash_attn(given):
 def exact(query, key, value, given, borders, longest, scale, left, right, **options):
     borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
     assert [each.dtype for each in borders] == [torch.int32] * 2
-    assert longest == [int(each.diff().max()) for each in borders]
+    assert all(length >= each.diff().max() for length, each in zip(longest, borders, strict=True))
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.shape[-1] % 8 == 0
     assert right in (0, left), "only windows to both sides, or to the left"
@@ -63,7 +64,8 @@ def exact(query, key, value, given, borders, longest, scale, left, right, **opti
     window = None if left < 0 else left + 1
     if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
         return at_last_keys(*tensors, borders, window=window, **options)[0].transpose(0, 1)
-    return attend_by_segment(*tensors, borders[0].diff().tolist(), window=window, **options)[0].transpose(0, 1)
+    layout = Layout.of([length for length in borders[0].diff().tolist() if length])
+    return attend_exactly(*tensors, layout, window=window, **options)[0].transpose(0, 1)
 
 
 def at_last_keys(query, key, value, borders, *, scale, is_causal, window, softcap=None, sinks=None):
@@ -100,8 +102,7 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
 def choose(dtype=torch.bfloat16, layer=None, **changes):
     """The name of the kernel that is chosen for a call, or None."""
     options = {"is_causal": True, "window": None, "softcap": None, "sinks": None, "dropout": 0.0} | changes
-    hub = getattr(layer, choose_kernel.HUB_KERNEL, None)
-    kernel = choose_kernel.choose_kernel(*tensors(dtype=dtype), hub=hub, **options)
+    kernel = kernels.choose(layer or torch.nn.Identity(), *tensors(dtype=dtype), **options)
     return None if kernel is None else kernel.name
 
 

@@ -1,8 +1,9 @@
-"""Attention in rows of trees that is wrong, in place of `attend_along_paths`."""
+"""Attention that is wrong in rows of trees, and right in packed rows."""
 
 import torch
 
-from hf_packing.attention.exact_tree_attention import attend_along_paths
+from hf_packing.attention import function
+from hf_packing.attention.exact import attend_exactly
 
 
 def to_the_whole_row(query, key, value, *_, scale, **__):
@@ -10,6 +11,16 @@ def to_the_whole_row(query, key, value, *_, scale, **__):
     return plain(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def with_far_gradients(query, key, value, row, **options):
-    attended = attend_along_paths(query, key, value, row, **options)
+def with_far_gradients(query, key, value, layout, **options):
+    attended = attend_exactly(query, key, value, layout, **options)
     return attended + (value.sum() - value.sum().detach()) * 1e-3
+
+
+def break_trees(monkeypatch, fault):
+    """Let models compute attention in rows of trees with a fault."""
+
+    def attend(query, key, value, layout, **options):
+        computes = fault if layout.has_branches else attend_exactly
+        return computes(query, key, value, layout, **options)
+
+    monkeypatch.setattr(function, "attend_exactly", attend)

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 from survey_page import IS_CURRENT, PAGE, disagreements
 from tiers import fast_only, slow
-from tree_faults import to_the_whole_row, with_far_gradients
+from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
-from hf_packing.attention import tree_attention
-from hf_packing.attention.exact_tree_attention import attend_along_paths
+from hf_packing.attention import function
+from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from hf_packing.attention.tree_proof import TREES as PROVEN
@@ -151,7 +151,7 @@ def break_after_the_proof(monkeypatch, owner, name, fault):
 
 
 def with_far_logits(query, key, value, row, **options):
-    return attend_along_paths(query, key, value, row, **options) + value[:, :, -1:] * 1e-4
+    return attend_exactly(query, key, value, row, **options) + value[:, :, -1:] * 1e-4
 
 
 path_of = TreeSegments.path_of
@@ -162,7 +162,7 @@ def without_a_token(self, segment):
     return path[path != 2] if len(path) > 20 else path
 
 
-ATTENTION, PATHS = (tree_attention, "attend_along_paths"), (TreeSegments, "path_of")
+ATTENTION, PATHS = (function, "attend_exactly"), (TreeSegments, "path_of")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_gradients_of_trees_in_float64():
 
 
 def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
+    break_trees(monkeypatch, to_the_whole_row)
     measured = measure_trees("gpt2")
     assert measured.status == "refused"
     assert "between a tree and the document alone" in measured.reason

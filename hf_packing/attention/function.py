@@ -1,8 +1,8 @@
 """The attention function `packed_varlen`, which transformers calls in the attention layers of a patched model, and its
 mask functions.
 
-The function computes attention within each segment of a packed row. A segment is a document, or a part of a document.
-Borders between segments replace the mask, so the mask functions return None, or describe a window or chunks.
+The function computes attention within the documents of a row, on a kernel where one can, or else exactly. The layout of
+the row replaces the mask, so the mask functions return None, or describe a window or chunks.
 """
 
 from collections.abc import Iterator
@@ -11,20 +11,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from hf_packing.attention.choose_kernel import HUB_KERNEL, Kernel, choose_kernel
-from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
-from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.layout import CACHES, borders_from_positions, check_borders, current_layout
-from hf_packing.attention.local_masks import LocalMask, describe_local_mask
-from hf_packing.attention.tree_attention import attend_in_trees
+from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
+from hf_packing.attention.kernels import TracedRow, choose
+from hf_packing.attention.layout import CACHES, Layout, borders_from_positions, check_borders, current_layout, within
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
@@ -40,23 +35,18 @@ _HARMLESS = frozenset(
 )
 """Names of arguments that some models pass to their attention function, although attention does not depend on them."""
 
-EXACT_ATTENTION = "exact attention, segment by segment"
-"""What `kernel_of` returns for attention that runs without a kernel."""
 
-_latest_kernels: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
-"""The kernel on which the latest call of each attention layer ran. Compiled layers do not enter their kernels here."""
+@dataclass(frozen=True)
+class LocalMask:
+    """A description of an attention mask in which every token attends only to tokens in a window or in a chunk."""
 
+    window: int | None = None
+    """Size of the window: a token attends only to tokens at a distance of less than this number."""
+    chunk: int | None = None
+    """Number of tokens in each chunk of a document. A token attends only to tokens in the same chunk."""
 
-def kernel_of(model: torch.nn.Module) -> str:
-    """Return the kernels on which the attention layers of a patched model ran in their latest calls.
-
-    Returns:
-        The names of the kernels, such as "flash-attn 2" or "torch varlen_attn", joined by " and "; or "exact attention,
-        segment by segment", or "path by path" in a row of trees. An empty string if no layer has called `packed_varlen`
-        yet.
-    """
-    names = {_latest_kernels[module] for module in model.modules() if module in _latest_kernels}
-    return " and ".join(sorted(names))
+    def __str__(self) -> str:
+        return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
 
 
 @dataclass
@@ -76,12 +66,10 @@ _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
 @contextmanager
 def observe() -> Iterator[Observed]:
     """Context manager: yield an `Observed`, which records the calls of `packed_varlen` within the block."""
-    observed = Observed()
-    token = _observed.set(observed)
-    try:
+    with within(_observed, Observed()):
+        observed = _observed.get()
+        assert observed is not None
         yield observed
-    finally:
-        _observed.reset(token)
 
 
 def _observer() -> Observed | None:
@@ -111,14 +99,14 @@ def packed_varlen(
     max_length_k: int | None = None,  # noqa: ARG001
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each segment, with the signature that transformers' AttentionInterface requires.
+    """Compute attention within documents, with the signature that transformers' AttentionInterface requires.
 
     Args:
         module: the attention layer. If `is_causal` is None, the layer's attribute `is_causal` is used.
         query: [rows, heads, tokens, head_dim].
         key: [rows, kv_heads, tokens, head_dim].
         value: [rows, kv_heads, tokens, value_dim].
-        attention_mask: None, since the borders of segments replace a mask; or a `LocalMask`.
+        attention_mask: None, since the layout of the row replaces a mask; or a `LocalMask`.
         sliding_window: size of the window: a token attends only to tokens at a distance of less than this number.
         s_aux: [heads], attention sinks.
         position_ids: integers [rows, tokens], which restart in every segment. The borders of the segments are read from
@@ -142,38 +130,34 @@ def packed_varlen(
     chunk = None
     if isinstance(attention_mask, LocalMask):
         sliding_window, chunk = attention_mask.window, attention_mask.chunk
-    query, key, value = _to_one_dtype(query, key, value)
+    row: Layout | TracedRow
+    if torch.compiler.is_compiling():
+        if cu_seq_lens_q is None:  # the graph breaks here, since the number of segments is not known in compiled code
+            cu_seq_lens_q = _uncompiled_borders(module, rows, tokens, position_ids)
+        row = TracedRow(cu_seq_lens_q, max_length_q)
+    else:
+        row = _layout_of(module, rows, tokens, cu_seq_lens_q, position_ids)
+    if row.has_branches and not is_causal:
+        raise PackingError(
+            f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
+            "so a shared prefix would depend on the documents that continue it"
+        )
+    q, k, v = (_merge_rows(tensor) for tensor in _to_one_dtype(query, key, value))
     options: dict[str, Any] = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "is_causal": is_causal,
         "window": sliding_window,
         "softcap": softcap,
+        "sinks": s_aux,
         "dropout": dropout,
     }
-    hub = getattr(module, HUB_KERNEL, None)
-    row = None if torch.compiler.is_compiling() else current_layout.get()
-    if row is not None and row.has_branches:
-        where = type(module).__name__
-        attended, name = attend_in_trees(query, key, value, row, where, chunk=chunk, hub=hub, sinks=s_aux, **options)
+    kernel = choose(module, q, k, v, in_trees=row.has_branches, **options)
+    options |= {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "chunk": chunk}
+    if kernel is not None:
+        attended = kernel.attend(q, k, v, row, **options)
+    elif isinstance(row, TracedRow):
+        attended = attend_exactly_compiled(q, k, v, row.cu_seq_lens, **options)
     else:
-        borders, lengths = _borders_and_lengths(module, rows, tokens, cu_seq_lens_q, position_ids)
-        if chunk is not None:
-            borders, lengths, max_length_q = _cut_into_chunks(borders, chunk, rows * tokens), None, chunk
-        q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
-        kernel = _kernel_for(q, k, v, hub=hub, sinks=s_aux, **options)
-        name = EXACT_ATTENTION if kernel is None else kernel.name
-        if kernel is not None:
-            known = max(lengths) if lengths and max_length_q is None else max_length_q
-            longest = None if known is None else int(known)
-            attended = kernel.attend(q, k, v, borders.to(q.device, torch.int32), longest, sinks=s_aux, **options)
-        elif torch.compiler.is_compiling():
-            attended = attend_by_segment_compiled(q, k, v, borders, s_aux, **options)
-        else:
-            if not lengths:
-                lengths = [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
-            attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **options)
-    if not torch.compiler.is_compiling() and _latest_kernels.get(module) is not name:
-        _latest_kernels[module] = name
+        attended = attend_exactly(q, k, v, row, **options)
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
 
@@ -212,67 +196,39 @@ def _cause() -> str:
     )
 
 
-def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **options: Any) -> Kernel | None:  # noqa: ARG001
-    """Return the CUDA kernel on which a call runs, or None. `options` are those of `choose_kernel`."""
-    return choose_kernel(query, key, value, **options) if query.is_cuda else None
-
-
-def _borders_and_lengths(
+def _layout_of(
     module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
-) -> tuple[Tensor, list[int] | None]:
-    """Return the borders of the segments, int32 [segments + 1], and the lengths of the segments.
+) -> Layout:
+    """Return the layout that the patched model currently processes. If there is none, or if cu_seq_lens_q is given, but
+    is not the tensor of this layout, read one from cu_seq_lens_q or else from position_ids."""
+    layout = current_layout.get()
+    if layout is not None and (cu_seq_lens_q is None or cu_seq_lens_q is layout.cu_seq_lens):
+        if layout.rows * layout.tokens != rows * tokens:
+            raise PackingError(
+                f"{type(module).__name__}: expected the {layout.rows * layout.tokens} tokens of the row that the model "
+                f"currently processes, got {rows * tokens} tokens"
+            )
+        return layout
+    if cu_seq_lens_q is None:
+        if position_ids is None or position_ids.ndim != 2:
+            raise PackingError(
+                f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids of shape [rows, tokens], so "
+                f"the borders between segments are unknown; pass one of these arguments to the model{_cause()}"
+            )
+        cu_seq_lens_q = borders_from_positions(position_ids.expand(rows, -1))
+    return Layout.of([end - start for start, end in pairwise(check_borders(cu_seq_lens_q, rows, tokens))])
 
-    The borders are those of the packed row that the patched model currently processes. If cu_seq_lens_q is given, but
-    is not the tensor of this row, cu_seq_lens_q is returned. If there is neither such a row nor cu_seq_lens_q, the
-    borders are read from position_ids. If the borders are not those of the row, the lengths are None, since computing
-    them requires reading the values of a tensor.
-    """
-    if torch.compiler.is_compiling():
-        if cu_seq_lens_q is None:  # the graph breaks here, since the number of segments is not known in compiled code
-            cu_seq_lens_q, _ = _uncompiled_borders_and_lengths(module, rows, tokens, None, position_ids)
-        return cu_seq_lens_q, None
-    row = current_layout.get()
-    if row is not None and row.has_branches:
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_borders(module: torch.nn.Module, rows: int, tokens: int, position_ids: Tensor | None) -> Tensor:
+    """Return the borders of the segments, int32 [segments + 1], in uncompiled code."""
+    layout = _layout_of(module, rows, tokens, None, position_ids)
+    if layout.has_branches:
         raise PackingError(
             f"{type(module).__name__}: expected a row of trees in uncompiled code, but torch.compile has compiled this "
             "module by itself; compile the whole model, which then runs uncompiled on rows of trees"
         )
-    if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
-        if row.rows * row.tokens != rows * tokens:
-            raise PackingError(
-                f"{type(module).__name__}: expected the {row.rows * row.tokens} tokens of the packed row that the "
-                f"model currently processes, got {rows * tokens} tokens"
-            )
-        return row.cu_seq_lens, list(row.lengths)
-    if cu_seq_lens_q is not None:
-        return cu_seq_lens_q, None
-    if position_ids is None or position_ids.ndim != 2:
-        raise PackingError(
-            f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids of shape [rows, tokens], so the "
-            f"borders between segments are unknown; pass one of these arguments to the model{_cause()}"
-        )
-    return borders_from_positions(position_ids.expand(rows, -1)), None
-
-
-_uncompiled_borders_and_lengths = torch.compiler.disable(_borders_and_lengths)  # type: ignore[no-untyped-call]
-
-
-def _cut_into_chunks(borders: Tensor, chunk: int, tokens: int) -> Tensor:
-    """Cut all segments into chunks of at most `chunk` tokens. The number of borders depends on shapes alone, so that
-    compiled code can run this function.
-
-    Args:
-        borders: borders of the segments, int32 [segments + 1].
-        chunk: number of tokens in a chunk.
-        tokens: number of tokens in all segments together.
-
-    Returns:
-        The borders of the chunks, int32 [segments + tokens // chunk + 1], with empty chunks at the end.
-    """
-    index = torch.arange(tokens, dtype=torch.int32, device=borders.device)
-    starts = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=tokens)
-    cuts = torch.where((index - starts) % chunk == 0, index, tokens).sort().values
-    return F.pad(cuts, (0, borders.shape[0]), value=tokens)[: borders.shape[0] + tokens // chunk]
+    return layout.cu_seq_lens
 
 
 def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,12 +279,36 @@ def packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs
 
 
 def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
-    if (local_mask := describe_local_mask(mask_function, local_size)) is None:
-        raise PackingError(
-            f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size "
-            f"of {local_size} tokens"
-        )
-    return local_mask
+    """Return the window or the chunks of one of transformers' mask functions, or of several ones combined.
+
+    Args:
+        mask_function: a function of transformers.masking_utils.
+        local_size: the size that transformers reports for the window or the chunks, in tokens.
+    """
+    overlays = set(_overlay_names(mask_function))
+    if "chunked_overlay" in overlays:
+        return LocalMask(chunk=local_size)
+    if "sliding_window_bidirectional_overlay" in overlays:
+        return LocalMask(window=local_size + 1)
+    if "sliding_window_overlay" in overlays:
+        return LocalMask(window=local_size)
+    raise PackingError(
+        f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size of "
+        f"{local_size} tokens"
+    )
+
+
+def _overlay_names(mask_function: Any) -> Iterator[str]:
+    """Yield the names of the functions that built a mask function and its parts.
+
+    These functions, such as `sliding_window_overlay`, are in transformers.masking_utils.
+    """
+    yield mask_function.__qualname__.split(".")[0]
+    for cell in mask_function.__closure__ or ():
+        inside = cell.cell_contents
+        for function in inside if isinstance(inside, tuple) else (inside,):
+            if callable(function) and hasattr(function, "__qualname__"):
+                yield from _overlay_names(function)
 
 
 def register() -> None:

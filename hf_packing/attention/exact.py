@@ -1,0 +1,364 @@
+"""Exact attention over segments and their prefixes, in plain torch, on any device.
+
+The tokens of a segment attend to the tokens above them, which are the segment's prefix, and to each other. A packed row
+consists of segments without prefixes. torch's attention is called once for all segments of equal lengths, so a row of n
+different lengths costs n calls. Compiled code calls the same function as one opaque operator.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_packing.attention.layout import Layout, current_layout
+from hf_packing.errors import PackingError
+from hf_packing.trees.segments import Places, TreeSegments
+
+
+def attend_exactly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute attention within the documents of a single row. Windows and chunks are measured along documents.
+
+    Args:
+        query: tensor [1, heads, tokens, head_dim].
+        key: tensor [1, kv_heads, tokens, head_dim]; kv_heads divides heads.
+        value: tensor [1, kv_heads, tokens, value_dim].
+        layout: the segments of the row.
+        scale: factor by which attention scores are multiplied.
+        is_causal: whether a token attends only to itself and to earlier tokens of its document, as trees require.
+        window: a token attends only to tokens at a distance of less than this number; None for no limit.
+        chunk: number of tokens in each chunk of a document. A token attends only to tokens in the same chunk; None for
+            no chunks.
+        softcap: limit of the scores, which become softcap * tanh(scores / softcap); None for unchanged scores.
+        sinks: tensor [heads] with one extra score for each head. The score takes part in the softmax, but belongs to no
+            token. None for no extra scores.
+        dropout: probability of dropping an attention weight. Documents share what is dropped in a shared prefix.
+
+    Returns:
+        Attention output, [1, heads, tokens, value_dim].
+    """
+    plan = _plan_for(layout, is_causal, window, chunk, query.device)
+    queries = torch.split(query, plan.lengths, dim=2)
+    keys, values = plan.with_prefixes(key), plan.with_prefixes(value)
+    outputs: list[Tensor] = [query] * len(queries)
+    for runs, mask in plan.calls:
+        q, k, v = (_cat([parts[run] for run in runs], 0) for parts in (queries, keys, values))
+        if softcap is None and sinks is None:
+            causal, gqa = is_causal and mask is None, q.shape[1] != k.shape[1]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+            )
+        else:
+            attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
+        for run, output in zip(runs, torch.split(attended, 1), strict=True):
+            outputs[run] = output
+    return _cat(outputs, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Tokens that are next to each other both in the row and in a document. They attend to their prefix and to each
+    other."""
+
+    begin: int
+    end: int
+    """The last token, plus 1."""
+    prefix: Places
+    """int64 [tokens]: the tokens above the run that it attends to. In packed rows there are none."""
+
+
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[Run]:
+    """Yield the runs of a row, in the order of its tokens.
+
+    A segment, its first child, the first child of that one and so on are a single run. A run ends where a chunk ends,
+    so that all its tokens are in the same chunk.
+
+    Args:
+        trees: the segments of the row.
+        window, chunk: arguments of `attend_exactly`.
+    """
+    heads = [segment for segment, parent in enumerate(trees.parents) if parent < 0 or parent != segment - 1]
+    begins, depths = trees.begins.tolist(), trees.depths.tolist()
+    for head, next_head in pairwise([*heads, len(trees.parents)]):
+        begin, depth = begins[head], depths[head]
+        above = trees.path_of(trees.parents[head]) if depth else _NOTHING
+        bottom = depth + begins[next_head] - begin
+        cuts = [] if chunk is None else range((depth // chunk + 1) * chunk, bottom, chunk)
+        for first, last in pairwise([depth, *cuts, bottom]):
+            seen = 0 if window is None else max(first - window + 1, 0)
+            seen = seen if chunk is None else max(seen, first // chunk * chunk)
+            yield Run(begin + first - depth, begin + last - depth, above[seen:])
+
+
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The calls of torch's attention that compute a row."""
+
+    lengths: list[int]
+    """The number of tokens in each run."""
+    prefixes: list[int]
+    """The number of tokens in the prefix of each run."""
+    places: Tensor | None
+    """int64 [tokens of all prefixes]: where they are in the row; None if no run has a prefix."""
+    calls: list[tuple[list[int], Tensor | None]]
+    """The runs in each call, which have equal lengths and equally long prefixes, and their mask, bool [queries, keys].
+    The mask is None if tokens attend to all tokens of the run, or to all before them."""
+
+    def with_prefixes(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the keys or values of each run, [1, heads, prefix + run, dim]."""
+        own = torch.split(tensor, self.lengths, dim=2)
+        if self.places is None:
+            return own
+        above = torch.split(gather_tokens(tensor, self.places), self.prefixes, dim=2)
+        return [torch.cat(parts, dim=2) if parts[0].shape[2] else parts[1] for parts in zip(above, own, strict=True)]
+
+
+def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
+    """Return the calls for a row, which the layers of a model share."""
+    asked = ("exact attention", is_causal, window, chunk, device)
+    if asked not in layout.cache:
+        runs = list(runs_of(layout.trees, window, chunk))
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, run in enumerate(runs):
+            calls[run.end - run.begin, len(run.prefix)].append(number)
+        places = np.concatenate([run.prefix for run in runs])
+        layout.cache[asked] = _Plan(
+            [run.end - run.begin for run in runs],
+            [len(run.prefix) for run in runs],
+            torch.from_numpy(places).to(device) if len(places) else None,
+            [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()],
+        )
+    plan: _Plan = layout.cache[asked]
+    return plan
+
+
+def _mask(length: int, prefix: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which keys each token of a run attends to; None if the rule is that of torch's attention."""
+    is_limited = window is not None and window < prefix + length
+    return visible(length, prefix, is_causal, window, device) if prefix or is_limited else None
+
+
+def visible(length: int, prefix: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """Return a boolean mask [length, prefix + length], which is True where a token of a run attends to the key."""
+    keys = torch.arange(prefix + length, device=device)
+    back, window = keys[prefix:, None] - keys, window or len(keys)
+    return (back < window) & (back >= 0 if is_causal else back > -window)
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def attend_with_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Compute attention of runs of equal lengths from explicit scores.
+
+    Explicit scores are needed since torch's fused attention supports neither soft caps nor sinks.
+
+    Returns:
+        Attention output, [runs, heads, length, value_dim].
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and is_causal:
+        mask = visible(query.shape[2], 0, True, None, query.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value
+
+
+def gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return the keys or values at some places of a row, [1, heads, places, dim].
+
+    In the backward pass, a shared token gets the sum of the gradients of all runs that attend to it. This sum is
+    computed in float32.
+    """
+    gathered: Tensor = _Gather.apply(tensor, places)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = tensor.shape
+        return tensor.index_select(2, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        summed = torch.zeros(ctx.shape, dtype=dtype, device=gradient.device)
+        return summed.index_add_(2, places, gradient.to(dtype)).to(gradient.dtype), None
+
+
+def attend_exactly_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the result of `attend_exactly` for a packed row, as one operator in code that torch.compile compiles.
+
+    Args:
+        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the layout, which compiled code does
+            not know. The last one may be repeated. All other arguments are explained in `attend_exactly`.
+
+    Raises:
+        PackingError: dropout is not 0. The backward pass computes attention again, and cannot repeat the dropout of
+            the forward pass.
+    """
+    if dropout:
+        raise PackingError(
+            f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
+            "dropout in the model's configuration to 0, or do not compile the model"
+        )
+    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, chunk, softcap)[0]
+    return output
+
+
+@torch.library.custom_op("hf_packing::attend_exactly", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output, and the lengths of all segments, int64 [segments], on the CPU.
+
+    The lengths come from the layout that the model currently processes, without waiting for a GPU to copy them.
+    """
+    layout = current_layout.get()
+    if layout is None or not _is_same_memory(layout.cu_seq_lens, cu_seq_lens):
+        layout = _layout_of(cu_seq_lens.diff())
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "chunk": chunk}
+    attended = attend_exactly(query, key, value, layout, sinks=sinks, softcap=softcap, **options)
+    lengths = torch.zeros(len(cu_seq_lens) - 1, dtype=torch.int64)
+    lengths[: len(layout.lengths)] = torch.tensor(layout.lengths)
+    return attended.contiguous(), lengths
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _layout_of(lengths: Tensor) -> Layout:
+    """Return the layout of segments, without those that are empty."""
+    return Layout.of([length for length in lengths.tolist() if length])
+
+
+@torch.library.custom_op("hf_packing::attend_exactly_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> list[Tensor]:
+    """Return the gradients with respect to query, key, value and, if there are any, sinks.
+
+    Attention is computed again, with autograd.
+    """
+    layout = _layout_of(lengths)
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "chunk": chunk}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attend_exactly(q, k, v, layout, sinks=sinks, softcap=softcap, **options)
+
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    _, gradients_of = torch.func.vjp(attend, *given)  # operators run below autograd; this puts it on again
+    return [each.contiguous() for each in gradients_of(gradient)]
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    lengths = torch.empty(cu_seq_lens.shape[0] - 1, dtype=torch.int64, device="cpu")
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), lengths
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,  # noqa: ARG001
+    sinks: Tensor | None,
+    *_: Any,
+) -> list[Tensor]:
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return [each.new_empty(each.shape) for each in given]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, _, sinks = inputs[:5]
+    ctx.save_for_backward(query, key, value, output[1], sinks)
+    ctx.options = inputs[5:]
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    of_query, of_key, of_value, *of_sinks = _backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return of_query, of_key, of_value, None, *(of_sinks or [None]), None, None, None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
