@@ -8,6 +8,7 @@ different lengths costs n calls. Compiled code calls the same function as one op
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -166,7 +167,7 @@ def visible(length: int, prefix: int, is_causal: bool, window: int | None, devic
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
 
-def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -261,104 +262,95 @@ def attend_exactly_compiled(
             f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
             "dropout in the model's configuration to 0, or do not compile the model"
         )
-    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, chunk, softcap)[0]
+    options = (scale, is_causal, window, chunk, softcap)
+    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, *options)[0]
     return output
 
 
-@torch.library.custom_op("hf_packing::attend_exactly", mutates_args=())
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_lens, Tensor? sinks, float scale, bool is_causal, "
+    "SymInt? window, SymInt? chunk, float? softcap"
+)
+"""The arguments of both operators, of which the last five are `options`."""
+
+
+@torch.library.custom_op("hf_packing::attend_exactly", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output, and a copy of cu_seq_lens on the CPU, int64 [segments + 1].
+
+    If these are the borders of the layout that the model currently processes, they need not be copied from a GPU.
+    """
+    layout = current_layout.get()
+    if layout is None or not _is_same_memory(layout.cu_seq_lens, cu_seq_lens):
+        layout = _layout_between(cu_seq_lens)
+    attended = _attend_within(layout, options, query, key, value, sinks)
+    borders = layout.trees.begins
+    borders = np.pad(borders, (0, len(cu_seq_lens) - len(borders)), mode="edge")
+    return attended.contiguous(), torch.from_numpy(borders)
+
+
+@torch.library.custom_op(
+    "hf_packing::attend_exactly_backward", mutates_args=(), schema=f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]"
+)
+def _backward(
+    gradient: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seq_lens: Tensor,
     sinks: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output, and the lengths of all segments, int64 [segments], on the CPU.
+    *options: Any,
+) -> list[Tensor]:
+    """Return the gradients with respect to query, key, value and, if there are any, sinks.
 
-    The lengths come from the layout that the model currently processes, without waiting for a GPU to copy them.
+    Attention is computed again, with autograd, which `vjp` switches on within an operator.
     """
-    layout = current_layout.get()
-    if layout is None or not _is_same_memory(layout.cu_seq_lens, cu_seq_lens):
-        layout = _layout_of(cu_seq_lens.diff())
-    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "chunk": chunk}
-    attended = attend_exactly(query, key, value, layout, sinks=sinks, softcap=softcap, **options)
-    lengths = torch.zeros(len(cu_seq_lens) - 1, dtype=torch.int64)
-    lengths[: len(layout.lengths)] = torch.tensor(layout.lengths)
-    return attended.contiguous(), lengths
+    attend = partial(_attend_within, _layout_between(cu_seq_lens), options)
+    _, gradients_of = torch.func.vjp(attend, query, key, value, *([] if sinks is None else [sinks]))
+    return [each.contiguous() for each in gradients_of(gradient)]
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _layout_of(lengths: Tensor) -> Layout:
-    """Return the layout of segments, without those that are empty."""
-    return Layout.of([length for length in lengths.tolist() if length])
+def _layout_between(cu_seq_lens: Tensor) -> Layout:
+    """Return the layout of the segments between borders, without those that are empty."""
+    return Layout.of([length for length in cu_seq_lens.diff().tolist() if length])
 
 
-@torch.library.custom_op("hf_packing::attend_exactly_backward", mutates_args=())
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-) -> list[Tensor]:
-    """Return the gradients with respect to query, key, value and, if there are any, sinks.
-
-    Attention is computed again, with autograd.
-    """
-    layout = _layout_of(lengths)
-    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "chunk": chunk}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attend_exactly(q, k, v, layout, sinks=sinks, softcap=softcap, **options)
-
-    given = (query, key, value) if sinks is None else (query, key, value, sinks)
-    _, gradients_of = torch.func.vjp(attend, *given)  # operators run below autograd; this puts it on again
-    return [each.contiguous() for each in gradients_of(gradient)]
+def _attend_within(
+    layout: Layout, options: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    scale, is_causal, window, chunk, softcap = options
+    how: dict[str, Any] = {"is_causal": is_causal, "window": window, "chunk": chunk, "softcap": softcap}
+    return attend_exactly(query, key, value, layout, scale=scale, sinks=sinks, **how)
 
 
 @_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    lengths = torch.empty(cu_seq_lens.shape[0] - 1, dtype=torch.int64, device="cpu")
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), lengths
+    borders = torch.empty_like(cu_seq_lens, dtype=torch.int64, device="cpu")
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), borders
 
 
 @_backward.register_fake
 def _(
-    gradient: Tensor,  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,  # noqa: ARG001
-    sinks: Tensor | None,
-    *_: Any,
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, __: Tensor, sinks: Tensor | None, *___: Any
 ) -> list[Tensor]:
-    given = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return [each.new_empty(each.shape) for each in given]
+    return [each.new_empty(each.shape) for each in (query, key, value, sinks) if each is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _, sinks = inputs[:5]
+    query, key, value, _, sinks, *options = inputs
     ctx.save_for_backward(query, key, value, output[1], sinks)
-    ctx.options = inputs[5:]
+    ctx.options = options
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
     of_query, of_key, of_value, *of_sinks = _backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return of_query, of_key, of_value, None, *(of_sinks or [None]), None, None, None, None, None
+    return of_query, of_key, of_value, None, *(of_sinks or [None]), *[None] * len(ctx.options)
 
 
 _attend.register_autograd(_gradients, setup_context=_save)

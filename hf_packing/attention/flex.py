@@ -167,9 +167,9 @@ def block_mask(
     if chunk is not None:
         in_chunk = depth % chunk
         least, stop = torch.maximum(least, depth - in_chunk), torch.minimum(stop, place - in_chunk + chunk)
-    first = place - depth + least if trees is None else _first_seen(trees, least)
+    first = place - depth + least if trees is None else torch.zeros_like(place)
     values = torch.stack([stop, end, depth, least, first]).to(cu_seq_lens.device)
-    stop, end, depth, least, _ = values
+    stop, end, depth, least, _ = values.unbind()
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
         return (key < stop[query]) & (query < end[key]) & (depth[key] >= least[query])
@@ -207,19 +207,6 @@ def _in_trees(trees: TreeSegments, places: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(depth), torch.from_numpy(end.astype(np.int32))
 
 
-def _first_seen(trees: TreeSegments, least: Tensor) -> Tensor:
-    """Return the index of the token at the depth `least` on the path to each token, int32 [places]."""
-    if not least.any():
-        return least  # the first token of the row, since ends alone leave blocks out
-    own = least[: trees.tokens].numpy()
-    segment = np.repeat(np.arange(len(trees.lengths)), trees.lengths)
-    parents = np.array(trees.parents)
-    while (is_above := own < trees.depths[segment]).any():
-        segment[is_above] = parents[segment[is_above]]
-    first = (trees.begins[segment] + own - trees.depths[segment]).astype(np.int32)
-    return torch.from_numpy(np.pad(first, (0, len(least) - trees.tokens), mode="edge"))
-
-
 def _visible_blocks(values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Return for each block of queries which blocks of keys are visible in part, and which are visible in full.
 
@@ -229,8 +216,8 @@ def _visible_blocks(values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
     Args:
         values: int32 [5, places]: for each token as a query, the token after the last one that it attends to; as a
-            key, the token after the last one that may attend to it; its depth; as a query, the least depth and the
-            first token that it attends to.
+            key, the token after the last one that may attend to it; its depth; as a query, the least depth and, in
+            packed rows, the first token that it attends to.
         tokens: number of tokens in the row. A block that the row's end cuts is never full.
 
     Returns:
@@ -239,9 +226,10 @@ def _visible_blocks(values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     number = torch.arange(-(-tokens // BLOCK), device=values.device)
     begin, end, is_whole = number * BLOCK, (number + 1) * BLOCK, (number + 1) * BLOCK <= tokens
     blocks = values[:, : len(number) * BLOCK].view(len(values), -1, BLOCK)
-    (stop, ending, depth, _, first), (last_stop, last_ending, _, least, _) = blocks.amin(2), blocks.amax(2)
-    seen = (begin < last_stop[:, None]) & (end > first[:, None]) & (last_ending > begin[:, None])
-    full = (end <= stop[:, None]) & (ending >= end[:, None]) & (depth >= least[:, None])
+    (stop, ending, depth, least, first), (last_stop, last_ending, deepest, most, _) = blocks.amin(2), blocks.amax(2)
+    seen = (begin < last_stop[:, None]) & (last_ending > begin[:, None])
+    seen &= (end > first[:, None]) & (deepest >= least[:, None])
+    full = (end <= stop[:, None]) & (ending >= end[:, None]) & (depth >= most[:, None])
     full &= is_whole & is_whole[:, None]
     return seen & ~full, full
 

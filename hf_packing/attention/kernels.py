@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -214,7 +215,7 @@ class VarlenKernel:
             return attend(groups[0])
         if not torch.is_grad_enabled():
             return torch.cat([attend(group) for group in groups], dim=2)
-        keeps = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
+        keeps: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
         return torch.cat([checkpoint(attend, group, **keeps) for group in groups], dim=2)
 
     def _call(
@@ -383,34 +384,20 @@ class FlexKernel:
 Kernel = VarlenKernel | FlexKernel
 
 
-def _load_flash_attn_3() -> Callable[..., Any] | None:
+def _find(module: str, name: str = "flash_attn_varlen_func") -> Callable[..., Any] | None:
+    """Return a kernel's function, or None if it is not installed."""
     try:
-        from flash_attn_interface import flash_attn_varlen_func
-    except ImportError:
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):
         return None
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
 
 
-def _load_flash_attn_2() -> Callable[..., Any] | None:
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
-
-
-def _load_torch_varlen() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
+_FLASH_3, _FLASH_2 = partial(_find, "flash_attn_interface"), partial(_find, "flash_attn")
 
 KERNELS: list[Kernel] = [
-    VarlenKernel("flash-attn 3", _load_flash_attn_3, from_capability=HOPPER, below_capability=BLACKWELL),
-    VarlenKernel("flash-attn 2", _load_flash_attn_2),
-    VarlenKernel("torch varlen_attn", _load_torch_varlen, is_torch=True),
+    VarlenKernel("flash-attn 3", _FLASH_3, from_capability=HOPPER, below_capability=BLACKWELL),
+    VarlenKernel("flash-attn 2", _FLASH_2),
+    VarlenKernel("torch varlen_attn", partial(_find, "torch.nn.attention.varlen", "varlen_attn"), is_torch=True),
     FlexKernel(),
 ]
 """The table of kernels. The kernel of a layer from the Hugging Face hub comes before them, see `use_hub_kernel`."""

@@ -69,9 +69,8 @@ def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_si
     sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
     how = {"is_causal": is_causal, "window": window, "softcap": softcap}
     kernel = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, **how)
-    assert_close(
-        kernel, Layout.of(LENGTHS, torch.device("cuda")), how, exact_and_half(sum(LENGTHS), dim, value_dim, sinks)
-    )
+    tensors = exact_and_half(sum(LENGTHS), dim, value_dim, sinks)
+    assert_close(kernel, Layout.of(LENGTHS, torch.device("cuda")), how, tensors)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
