@@ -86,17 +86,17 @@ class Run:
     """int64 [tokens]: the tokens above the run that it attends to. In packed rows there are none."""
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[Run]:
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None, joins: bool) -> Iterator[Run]:
     """Yield the runs of a row, in the order of its tokens.
 
-    A segment, its first child, the first child of that one and so on are a single run. A run ends where a chunk ends,
-    so that all its tokens are in the same chunk.
+    A run ends where a chunk ends, so that all its tokens are in the same chunk.
 
     Args:
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
+        joins: whether a segment, its first child, the first child of that one and so on are a single run.
     """
-    heads = [segment for segment, parent in enumerate(trees.parents) if parent < 0 or parent != segment - 1]
+    heads = [each for each, parent in enumerate(trees.parents) if not joins or parent < 0 or parent != each - 1]
     begins, depths = trees.begins.tolist(), trees.depths.tolist()
     for head, next_head in pairwise([*heads, len(trees.parents)]):
         begin, depth = begins[head], depths[head]
@@ -139,7 +139,7 @@ def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | 
     """Return the calls for a row, which the layers of a model share."""
     asked = ("exact attention", is_causal, window, chunk, device)
     if asked not in layout.cache:
-        runs = list(runs_of(layout.trees, window, chunk))
+        runs = list(runs_of(layout.trees, window, chunk, joins=window is None))  # a window's mask is dense
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, run in enumerate(runs):
             calls[run.end - run.begin, len(run.prefix)].append(number)
@@ -308,7 +308,7 @@ def _backward(
     Attention is computed again, with autograd, which `vjp` switches on within an operator.
     """
     attend = partial(_attend_within, _layout_between(cu_seq_lens), options)
-    _, gradients_of = torch.func.vjp(attend, query, key, value, *([] if sinks is None else [sinks]))
+    gradients_of = torch.func.vjp(attend, query, key, value, *([] if sinks is None else [sinks]))[1]
     return [each.contiguous() for each in gradients_of(gradient)]
 
 

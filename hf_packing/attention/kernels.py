@@ -336,7 +336,7 @@ def path_keys(layout: Layout, window: int | None, chunk: int | None, device: tor
     if asked not in layout.cache:
         groups: list[list[Run]] = [[]]
         keys = 0
-        for run in runs_of(layout.trees, window, chunk):
+        for run in runs_of(layout.trees, window, chunk, joins=True):
             keys += _keys_of(run)
             if groups[-1] and keys > MOST_KEYS:
                 groups.append([])

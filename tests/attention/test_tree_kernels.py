@@ -42,10 +42,10 @@ def seen_by(trees, segment, depth, window, chunk):
     ]
 
 
-@given(forests(), limits, limits)
-def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
+@given(forests(), limits, limits, st.booleans())
+def test_every_query_has_the_keys_of_its_path(forest, window, chunk, joins):
     trees = TreeSegments(*forest)
-    runs = list(runs_of(trees, window, chunk))
+    runs = list(runs_of(trees, window, chunk, joins))
     assert [place for run in runs for place in range(run.begin, run.end)] == list(range(trees.tokens))
     segment_of = [segment for segment, length in enumerate(trees.lengths) for _ in range(length)]
     for run in runs:
@@ -62,8 +62,8 @@ def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
 def test_first_children_are_in_the_run_of_their_parent():
     """Without this, a chat of n turns would gather about n / 2 times its tokens."""
     chain = TreeSegments((4, 3, 2, 5), (-1, 0, 1, 2))
-    assert [(run.begin, run.end, len(run.prefix)) for run in runs_of(chain, None, None)] == [(0, 14, 0)]
-    runs = [(run.begin, run.end, len(run.prefix)) for run in runs_of(CHAT, None, None)]
+    assert [(run.begin, run.end, len(run.prefix)) for run in runs_of(chain, None, None, joins=True)] == [(0, 14, 0)]
+    runs = [(run.begin, run.end, len(run.prefix)) for run in runs_of(CHAT, None, None, joins=True)]
     assert runs == [(0, 23, 0), (23, 46, 9), (46, 63, 15)]
 
 
