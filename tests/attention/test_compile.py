@@ -120,7 +120,8 @@ def test_the_longest_document_is_no_guard(monkeypatch):
     def attend(query, key, value, row, *, scale, **_):
         return kernel(query, key, value, row.cu_seq_lens, row.max_length, scale)
 
-    monkeypatch.setattr(function, "choose", lambda *_, **__: SimpleNamespace(attend=attend))
+    used = SimpleNamespace(attend=attend)
+    monkeypatch.setattr(function, "choose", lambda *_, **__: used)
     assert max(compilations(model, 30)[0].values()) <= 4
     assert len(set(lengths)) > 8
     lengths.clear()
