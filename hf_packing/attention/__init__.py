@@ -59,7 +59,7 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
-from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.patch import (
     ProveInTraining,

@@ -300,7 +300,7 @@ def test_generate_compiled_as_one_graph(architecture):
 
 
 def test_the_function_that_lets_dynamo_pass_over_a_frame_exists():
-    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.patched_forward alone."""
+    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.forward alone."""
 
     def outer(value):
         return inner(value) + 1

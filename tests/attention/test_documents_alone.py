@@ -22,10 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import hf_packing as hfp
-from hf_packing.attention.patched_forward import KeepRow
+from hf_packing.attention.forward import KeepRow, install_unpadding
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.unpadding import install_unpadding
 from hf_packing.trees.segments import TreeSegments
 from tools.survey.measure import VARIANTS
 

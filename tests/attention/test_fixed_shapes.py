@@ -13,8 +13,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
+from hf_packing.attention.forward import PatchedForward
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.patched_forward import PatchedForward
 from hf_packing.attention.varlen import _cut_into_chunks
 from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss

@@ -152,7 +152,7 @@ def test_names_weights_and_methods_are_the_users(tmp_path):
 
 def test_padded_batches_of_a_language_model_are_proven_once(monkeypatch):
     from hf_packing.attention import unpadding_proof
-    from hf_packing.attention.patched_forward import Patch
+    from hf_packing.attention.forward import Patch
 
     model, calls = patched("Llama"), []
     own = unpadding_proof.prove_unpadding
