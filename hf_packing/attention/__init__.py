@@ -21,7 +21,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route). Some models get several rows laid end to end.
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
-   (patched_forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
+   (forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
 7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
    snapshot). Two results count as equal if rounding can explain their difference (tolerance).
