@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import unwrapped
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
-from hf_packing.attention.padded_rows import current_rows
+from hf_packing.attention.padded import current_rows
 from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (

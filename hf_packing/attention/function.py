@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import TracedRow, choose
-from hf_packing.attention.layout import CACHES, Layout, borders_from_positions, check_borders, current_layout, within
+from hf_packing.attention.layout import CACHES, Layout, borders_from_positions, current_layout, layout_of, within
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
@@ -216,7 +215,7 @@ def _layout_of(
                 f"the borders between segments are unknown; pass one of these arguments to the model{_cause()}"
             )
         cu_seq_lens_q = borders_from_positions(position_ids.expand(rows, -1))
-    return Layout.of([end - start for start, end in pairwise(check_borders(cu_seq_lens_q, rows, tokens))])
+    return layout_of(cu_seq_lens_q, rows, tokens)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -201,7 +201,7 @@ class VarlenKernel:
             borders, longest = row.cu_seq_lens.to(query.device, torch.int32), row.max_length
             if chunk is not None:
                 borders, longest = cut_into_chunks(borders, chunk, query.shape[2]), chunk
-            longest = int(borders.diff().max()) if longest is None else longest
+            longest = int(borders.diff().max() if longest is None else longest)
             return self._call(query, key, value, (borders, longest), (borders, longest), **options)
         assert isinstance(row, Layout)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.layout import Layout, Sharing, current_layout
-from hf_packing.attention.padded_rows import PaddedRows, current_rows
+from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.token_axes import map_leaves, tensors_in
 
 
@@ -38,7 +38,7 @@ class RowReader(ReplacedForward):
         row, rows = current_layout.get(), current_rows.get()
         inputs = args, kwargs
         if row is None and rows is not None:
-            row, inputs = rows.row, rows.lay_end_to_end(inputs)
+            row, inputs = rows.layout, rows.lay_end_to_end(inputs)
         if row is None or not row.is_unpadded or not _has_tokens(inputs, (1, row.tokens)):
             return self.forward(*args, **kwargs)
         output = self._run(row, inputs)

@@ -14,7 +14,7 @@ from training_by_hand import largest_difference
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, share_prefixes
-from hf_packing.attention.shared_rows import SharedRows
+from hf_packing.attention.padded import SharedRows
 from hf_packing.trees.find import find_in_batch
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -107,7 +107,7 @@ def test_what_shares_nothing():
     ]:
         with pytest.warns(UserWarning, match=message):
             assert SharedRows.find({"input_ids": ids, name: value}, (1, 1), 1) is None
-    assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).row.tokens == 1
+    assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).layout.tokens == 1
 
 
 def long_prompts():
