@@ -86,7 +86,7 @@ class Run:
     """int64 [tokens]: the tokens above the run that it attends to. In packed rows there are none."""
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None, joins: bool) -> Iterator[Run]:
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None, joins: bool = False) -> Iterator[Run]:
     """Yield the runs of a row, in the order of its tokens.
 
     A run ends where a chunk ends, so that all its tokens are in the same chunk.
@@ -94,7 +94,8 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None, joins: b
     Args:
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
-        joins: whether a segment, its first child, the first child of that one and so on are a single run.
+        joins: whether a segment, its first child, the first child of that one and so on are a single run, so that
+            fewer prefixes have to be gathered.
     """
     heads = [each for each, parent in enumerate(trees.parents) if not joins or parent < 0 or parent != each - 1]
     begins, depths = trees.begins.tolist(), trees.depths.tolist()
@@ -139,7 +140,7 @@ def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | 
     """Return the calls for a row, which the layers of a model share."""
     asked = ("exact attention", is_causal, window, chunk, device)
     if asked not in layout.cache:
-        runs = list(runs_of(layout.trees, window, chunk, joins=window is None))  # a window's mask is dense
+        runs = list(runs_of(layout.trees, window, chunk))
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, run in enumerate(runs):
             calls[run.end - run.begin, len(run.prefix)].append(number)
