@@ -14,7 +14,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   projections, token_axes, token_pairs). A sharded model in which processes would then wait for each
+   token_axes). A sharded model in which processes would then wait for each
    other is refused (uneven_gathers).
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).

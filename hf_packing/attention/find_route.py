@@ -5,7 +5,6 @@ A route consists of an attention function, a format for the model's inputs, and 
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -32,7 +31,6 @@ from hf_packing.attention.route import (
     LocalMaskError,
     Method,
     Route,
-    have_equal_plans,
     is_patched,
     known_routes,
     methods_for,
@@ -237,7 +235,7 @@ def _search_and_prove(
         search = Search(model, exams[0].probe.row, thorough=thorough)
         try:
             found = _route_found_by(search, method, before, exams[0].probe, tried)
-            if route is None or not have_equal_plans(found, route):
+            if route is None or found.by_segment != route.by_segment:
                 route = found
                 return _prove_for_several_rows(model, route, before, exams)
         except LocalMaskError:
@@ -269,8 +267,8 @@ def _route_found_by(search: Search, method: Method, before: Attention, probe: Pr
     install(model, Route(method, (), 1.0), before)
     try:
         with probe.undisturbed(), observe() as observed:
-            check = partial(method.check, observed)
-            plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options), check))
+            plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
+            method.check(observed)
     except ModelNotSupportedError:
         raise
     except Exception as error:

@@ -268,15 +268,6 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
     return 1 - sum(by_segment.values()) / max(sum(everything.values()), 1)
 
 
-def have_equal_plans(one: Route, other: Route) -> bool:
-    """Return whether two routes run the same modules segment by segment, in the same way."""
-    plans = (
-        [vars(plan) | {axes: vars(vars(plan)[axes]) for axes in ("inputs", "outputs", "between")} for plan in each]
-        for each in (one.by_segment, other.by_segment)
-    )
-    return next(plans) == next(plans)
-
-
 def is_patched(model: PreTrainedModel) -> bool:
     """Return whether a model is patched by `patch_model`. The model must be passed without wrappers, such as PEFT's."""
     return hasattr(model, PATCH)
