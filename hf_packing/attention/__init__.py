@@ -15,7 +15,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
    token_axes). A sharded model in which processes would then wait for each
-   other is refused (uneven_gathers).
+   other is refused.
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import unwrapped
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.snapshot import restored
@@ -29,6 +29,10 @@ from hf_packing.attention.token_axes import (
 )
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
 from hf_packing.errors import PackingError
+
+_GATHERED_AT_ONCE = "_z3_leaf"
+"""Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
+including the parameters of inner modules, at once."""
 
 _results_lock = threading.RLock()
 """Lock that a thread holds while inner modules of a model return stored outputs instead of running. Other threads that
@@ -295,3 +299,44 @@ def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
     borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
     borders |= {name: row.longest for name in MAX_LENGTHS if name in given}
     return {**kwargs, **borders}
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Return whether the module named `name` is the module named `outer`, or is inside that module."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
+    """Raise PackingError if processes of a distributed training run would wait for each other forever.
+
+    The inner modules of a module that runs segment by segment are called more often for some packed rows than for
+    others, so the number of calls may differ between processes. But if FSDP or DeepSpeed gathers the weights of an
+    inner module at every call, all processes have to make the same number of calls.
+
+    Args:
+        model: the patched model, sharded or not.
+        plans: a `ModulePlan` for each module that runs segment by segment.
+    """
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_running or torch.distributed.get_world_size() < 2:
+        return
+    for plan in plans:
+        outer = [module for name, module in model.named_modules() if not name or is_inside(plan.name, name)]
+        at_once = any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer)
+        for name, inner in model.get_submodule(plan.name).named_modules():
+            if not name or any(is_inside(name, each) for each in plan.packed_modules()):
+                continue
+            where = f"{type(inner).__name__} ({plan.name}.{name})"
+            if is_fsdp(inner):
+                raise PackingError(
+                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
+                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
+                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
+                )
+            if not at_once and any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False)):
+                raise PackingError(
+                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
+                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
+                    "make a different number of calls, and wait for each other forever. Call "
+                    f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
+                )

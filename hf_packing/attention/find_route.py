@@ -27,7 +27,7 @@ from hf_packing.attention.proof import (
     run_alone_in_training,
 )
 from hf_packing.attention.route import (
-    InputFormat,
+    Facts,
     LocalMaskError,
     Method,
     Route,
@@ -94,8 +94,8 @@ def _prove_around_backbone(model: PreTrainedModel, before: Attention, only: Rout
             _prove_on_packed_rows(model, model.base_model, before, only)
             return
     with unpatched_on_error(model, before):
-        inputs = InputFormat(positions=False, borders=False)
-        install(model, Route(Method(None, inputs), (), 0.0, takes_packed_rows=False), before)
+        facts = Facts(takes_packed_rows=False)
+        install(model, Route(Method(None, positions=False, borders=False), (), 0.0, facts=facts), before)
         prove_unpadding(model, by_length=True)
 
 
@@ -108,10 +108,8 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Att
     route = _install_proven_route(model, before, exams, only)
     refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
     refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
-    if sees_labels or refused is not None or module is not model:
-        remove(model)
-        route = replace(route, refused_token=refused, sees_labels=sees_labels, takes_packed_rows=module is model)
-        install(model, route, before)
+    facts = route.facts
+    facts.refused_token, facts.sees_labels, facts.takes_packed_rows = refused, sees_labels, module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
             prove_unpadding(model)
@@ -279,7 +277,7 @@ def _route_found_by(search: Search, method: Method, before: Attention, probe: Pr
         tried = (*tried, f"with varlen attention: {_NeverCalledError()}")
         method = next(each for each in methods_for(model, probe.module) if not each.attention)
     if plans:
-        method = replace(method, inputs=replace(method.inputs, one_row=True))
+        method = replace(method, one_row=True)
     return Route(method, plans, packed_share(model, plans), tried)
 
 
@@ -289,9 +287,9 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Attent
     try:
         return _prove(model, route, before, exams)
     except _SeveralRowsError:
-        if route.method.inputs.one_row:
+        if route.method.one_row:
             raise
-        method = replace(route.method, inputs=replace(route.method.inputs, one_row=True))
+        method = replace(route.method, one_row=True)
         return _prove(model, replace(route, method=method), before, exams)
 
 
@@ -301,12 +299,11 @@ def _prove(model: PreTrainedModel, route: Route, before: Attention, exams: list[
     If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
     proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
     """
-    unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
-    route = route if route.unproven == unproven else replace(route, unproven=unproven)
+    route = replace(route, facts=Facts(unproven="; ".join(exam.unproven for exam in exams if exam.unproven)))
     install(model, route, before)
     try:
         for number, exam in enumerate(exams):
-            is_known = exam.rows > 1 and route.method.inputs.one_row  # rows run as one row, which another exam has
+            is_known = exam.rows > 1 and route.method.one_row  # rows run as one row, which another exam has
             exams[number] = _pass(replace(exam, only_equality=is_known), route, before)
     except BaseException as error:
         if is_patched(model):

@@ -7,8 +7,7 @@ embedding, the place where the weights are stored, and modules that are built al
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -249,28 +248,22 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
 
 
-class WeightsLocation(Enum):
-    """The place where a model's weights are stored."""
-
-    MEMORY = "in memory"
-    """All weights are in memory. Weights that accelerate has offloaded also count as being in memory, since accelerate
-    loads them when they are needed."""
-    META = "on the meta device"
-    SHARDED = "sharded over processes"
-    """The weights are sharded by FSDP or DeepSpeed ZeRO-3."""
+WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
+"""The place where a model's weights are stored. Weights that accelerate has offloaded count as being in memory, since
+accelerate loads them when they are needed. FSDP and DeepSpeed ZeRO-3 shard weights over processes."""
 
 
 def weights_location(model: nn.Module) -> WeightsLocation:
     """Return the place where a model's weights are stored."""
     for module in model.modules():
         if is_fsdp(module):
-            return WeightsLocation.SHARDED
+            return "sharded over processes"
         for parameter in module.parameters(recurse=False):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
-                return WeightsLocation.SHARDED
+                return "sharded over processes"
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
-                return WeightsLocation.META
-    return WeightsLocation.MEMORY
+                return "on the meta device"
+    return "in memory"
 
 
 def refuse_meta_device() -> None:
@@ -285,7 +278,7 @@ def refuse_meta_device() -> None:
 def has_local_weights(model: nn.Module) -> bool:
     """Return whether this process has all weights of a model. The result is False if a weight is on the meta device, or
     sharded over processes."""
-    return weights_location(model) is WeightsLocation.MEMORY
+    return weights_location(model) == "in memory"
 
 
 def is_fsdp(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from transformers.integrations.hub_kernels import is_kernel
 from hf_packing.attention.choose_kernel import HUB_KERNEL, use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import (
-    WeightsLocation,
     configurations,
     has_local_weights,
     inner_model,
@@ -115,7 +114,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     check_choice("prove", prove, Prove)
     refuse_meta_device()
     inner = inner_model(model)
-    if trees and not ((route := route_of(inner)) and route.takes_trees):
+    if trees and not ((route := route_of(inner)) and route.facts.takes_trees):
         with unpatched_on_error(model):
             patch_model(model, prove=prove)
             with random_where_zero(inner):
@@ -132,9 +131,9 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
             stacklevel=2,
         )
         return model
-    if (location := weights_location(model)) is not WeightsLocation.MEMORY:
+    if (location := weights_location(model)) != "in memory":
         raise PackingError(
-            f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location.value}; call "
+            f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"
         )
     with random_where_zero(inner):

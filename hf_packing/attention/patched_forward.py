@@ -16,16 +16,15 @@ from torch import nn
 from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
 from hf_packing.attention.inspect_model import Signature, sees_media, tower_configurations
 from hf_packing.attention.keep_row import KeepRow, running
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
 from hf_packing.attention.layout import Layout, current_layout, fold_into_rows, has_trees, read_layout
 from hf_packing.attention.loader_check import check_loader
 from hf_packing.attention.padded_rows import current_rows, media_of
-from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, is_patched, mark_changing_sizes
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Facts, Route, is_patched, mark_changing_sizes
 from hf_packing.attention.snapshot import Attention, attention_now, restore_attention, use_attention
-from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
 from hf_packing.attention.unpadding import (
     PADDING_OR_CACHE,
     StockGenerate,
@@ -169,21 +168,21 @@ class PatchedForward(UnpaddedForward):
             return True
         if has_trees(inputs):
             return False
-        takes_packed_rows = self.route.takes_packed_rows or self.module is not self.model
+        takes_packed_rows = self.patch.facts.takes_packed_rows or self.module is not self.model
         given = (inputs.get(name) for name in PADDING_OR_CACHE)
         return not takes_packed_rows or any(each is not None and each is not False for each in given)
 
     def run_inside(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the forward of an inner model, which does not get the mask that `_read` makes for routers."""
         if self.masks_routers and (mask := kwargs.get("attention_mask")) is not None:
-            ones = torch.ones_like(mask) if self.route.method.inputs.mask_of_ones else None
+            ones = torch.ones_like(mask) if self.route.method.mask_of_ones else None
             kwargs = {**kwargs, "attention_mask": ones}
         return self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _keep_rows(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that they keep what the forward runs under."""
-        gives_borders = self.route.method.inputs.borders and not self.route.by_segment
+        gives_borders = self.route.method.borders and not self.route.by_segment
         for module, name, checkpoint in _checkpointing_functions(self.model):
             if not isinstance(checkpoint, KeepRow):
                 setattr(module, name, KeepRow(checkpoint, self.patch, gives_borders))
@@ -199,26 +198,26 @@ class PatchedForward(UnpaddedForward):
             inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_layout(inputs, training)
             check_loader(self.model, row, inputs.get("labels"))
         ids = inputs.get("input_ids")
-        self.route.check_tokens(ids)
-        if training and self.route.sees_labels and not is_unpadded:
+        self.patch.facts.check_tokens(ids)
+        if training and self.patch.facts.sees_labels and not is_unpadded:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
-        inputs = self.route.method.inputs.build(self.signature, inputs, row)
-        if is_unpadded and self.route.takes_packed_rows:  # the route was proven with the arguments that the model takes
+        inputs = self.route.method.build(self.signature, inputs, row)
+        if is_unpadded and self.patch.facts.takes_packed_rows:  # proven with the arguments that the model takes
             takes = self.patch.signature.takes
             inputs = {name: each for name, each in inputs.items() if name not in _PLACES or takes(name)}
         if row.has_fixed_shape and self.masks_routers and self.module is self.model:
             inputs["attention_mask"] = row.mask  # the loss of routers leaves out tokens whose mask is 0
         if not row.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: row.cu_seq_lens}, row.rows * row.tokens)
-        lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_path_per_row
+        lay_end_to_end = self.route.method.one_row and not row.is_one_path_per_row
         return inputs, row, replace(row, rows=1) if lay_end_to_end else row
 
     def _read_trees(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
         """Read a row of trees, as `read_layout` does. Prove before that the model supports trees."""
-        if not self.route.takes_packed_rows and self.module is self.model:
+        if not self.patch.facts.takes_packed_rows and self.module is self.model:
             raise PackingError(f"model: {type(self.model).__name__} returns outputs for whole rows, and takes no trees")
         inputs, row = read_layout(inputs)
-        if row.has_branches and not self.route.takes_trees:
+        if row.has_branches and not self.patch.facts.takes_trees:
             type(self.patch).prove_trees(self.model)
         return inputs, row
 
@@ -250,8 +249,8 @@ class PatchedForward(UnpaddedForward):
             forward.check_module(self.model)
         if self.route.by_segment:
             refuse_uneven_gathers(self.model, self.route.by_segment)
-        if self.route.unpadding is not None:
-            check_readers(self.model, self.route.unpadding)
+        if self.patch.facts.unpadding is not None:
+            check_readers(self.model, self.patch.facts.unpadding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
@@ -294,9 +293,10 @@ class Patch:
         self.replaced.insert(0, forward)
         forward.install()
 
-    def take_trees(self, takes_trees: bool) -> None:
-        """Note in the route whether it is proven that the model runs rows of trees."""
-        self.route = replace(self.route, takes_trees=takes_trees)
+    @property
+    def facts(self) -> Facts:
+        """What is known about the patched model."""
+        return self.route.facts
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -341,8 +341,8 @@ def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
             patch.replace(PatchedForward(module, model, segmented))
         if model.can_generate():
             model.generate = StockGenerate(model, vars(model).get("generate"))
-        if route.unpadding is not None:
-            install_unpadding(model, route.unpadding)
+        if route.facts.unpadding is not None:
+            install_unpadding(model, route.facts.unpadding)
     except BaseException:
         remove(model)
         raise

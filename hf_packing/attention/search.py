@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, SegmentedForward
+from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
 from hf_packing.attention.inspect_model import configurations
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import (
@@ -303,11 +303,6 @@ def _renamed(plan: ModulePlan, name: str) -> ModulePlan:
         for each in (plan.inputs, plan.outputs, plan.between)
     )
     return replace(plan, name=name, inputs=inputs, outputs=outputs, between=between)
-
-
-def is_inside(name: str, outer: str) -> bool:
-    """Return whether the module named `name` is the module named `outer`, or is inside that module."""
-    return name == outer or name.startswith(f"{outer}.")
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")

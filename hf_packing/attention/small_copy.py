@@ -162,13 +162,8 @@ def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -
     outside = [plan for plan in route.by_segment if not any(_is_inside(plan.name, each.name) for each in found)]
     new = [plan for plan in found if not any(_is_inside(plan.name, each.name) for each in outside)]
     plans = (*outside, *new)
-    inputs = replace(route.method.inputs, one_row=True)
-    return replace(
-        route,
-        method=replace(route.method, inputs=inputs),
-        by_segment=plans,
-        packed_share=packed_share(model, plans),
-    )
+    method = replace(route.method, one_row=True)
+    return replace(route, method=method, by_segment=plans, packed_share=packed_share(model, plans))
 
 
 def _is_inside(name: str, outer: str) -> bool:
@@ -202,8 +197,9 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
                 f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
                 f"{own.get(plan.name, ['no such module'])[0]}"
             )
-    refused = None if route.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
-    return replace(route, packed_share=packed_share(model, route.by_segment), refused_token=refused)
+    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
+    facts = replace(route.facts, refused_token=refused)
+    return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
 
 
 def _only_in_model(model: PreTrainedModel, copy: PreTrainedModel) -> list[str]:

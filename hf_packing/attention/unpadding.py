@@ -6,7 +6,7 @@ All other modules of the model, such as its head, run on the padded batch, and s
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ class UnpaddedForward(ReplacedForward, ABC):
             with self.running(), use_attention(self.patch.attention_before), use_layout(None), use_rows(rows):
                 return self.forward(**self._taken(_with_pad_tokens(self.model, inputs, rows)))
         inputs = inputs_of_backbone(self.module, inputs, rows)
-        assert self.route.unpadding is not None
-        if self.route.unpadding.by_length:
+        assert self.patch.facts.unpadding is not None
+        if self.patch.facts.unpadding.by_length:
             _refuse_sharded(self.model)
             with self.patch.suspended(), use_rows(None):
                 return run_by_length(self.forward, self._taken(inputs), rows)
@@ -93,7 +93,7 @@ class UnpaddedForward(ReplacedForward, ABC):
     def _run_laid_end_to_end(self, inputs: dict[str, Any], row: Layout) -> Any:
         """Run the backbone on the rows of a padded batch, laid end to end. If the rows may share prefixes, these are
         computed once."""
-        fewest = self.route.fewest_shared
+        fewest = self.patch.facts.fewest_shared
         shared = None if fewest is None else SharedRows.find(inputs, row.lengths, fewest)
         if shared is None:
             return self.run_packed(inputs, row)
@@ -124,7 +124,7 @@ class UnpaddedForward(ReplacedForward, ABC):
         if media := self.sees_media and media_of(inputs):
             self._check_rows_with_media(inputs, media[0])
         if (rows := read_padded_rows(inputs)) is None:
-            if not media and (self.route.takes_packed_rows or self.module is not self.model):
+            if not media and (self.patch.facts.takes_packed_rows or self.module is not self.model):
                 return None
             borders = (*BORDER_ARGUMENTS, *(["position_ids"] if inputs.get("attention_mask") is None else []))
             if not media and any(inputs.get(name) is not None for name in borders):
@@ -135,7 +135,7 @@ class UnpaddedForward(ReplacedForward, ABC):
                 )
             rows = rows_without_padding(inputs)
         check_loader(self.model, rows.row, inputs.get("labels"))
-        if self.route.unpadding is None:
+        if self.patch.facts.unpadding is None:
             self.patch.prove_unpadding(self.model)
         _check_rows(self.model, rows, inputs, self.route)
         return rows
@@ -163,25 +163,25 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
         ModelNotSupportedError: it was not proven that the model ignores padding in these places.
         PackingError: the model is trained to copy its input (see `refuse_copied_labels`).
     """
-    assert route.unpadding is not None
+    assert route.facts.unpadding is not None
     decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
     if decoder or (model.config.is_encoder_decoder and has_vocabulary(model)):
         raise PackingError(
             f"{decoder or 'model'}: expected a padded batch of one text for each row, but {type(model).__name__} takes "
             "two texts, an encoder's and a decoder's; call unpatch_model"
         )
-    takes_embeddings = route.takes_packed_rows or route.unpadding.takes_embeddings
+    takes_embeddings = route.facts.takes_packed_rows or route.facts.unpadding.takes_embeddings
     if inputs.get("input_ids") is None and not takes_embeddings and min(rows.lengths) < rows.kept.shape[1]:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {type(model).__name__} may find the padding "
             "by its token, got inputs_embeds"
         )
-    if reason := dict(route.unpadding.refused).get(rows.side):
+    if reason := dict(route.facts.unpadding.refused).get(rows.side):
         raise ModelNotSupportedError(
             f"{type(model).__name__}: padding {_WHERE[rows.side]} the tokens is not supported, since {reason}"
         )
     ids, labels = inputs.get("input_ids"), inputs.get("labels")
-    if not route.sees_labels or not model.training or ids is None or not isinstance(labels, Tensor):
+    if not route.facts.sees_labels or not model.training or ids is None or not isinstance(labels, Tensor):
         return
     if labels.shape == ids.shape == rows.kept.shape:
         ids, labels = rows.lay_end_to_end([ids, labels])
@@ -316,7 +316,7 @@ def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> No
     for forward in [each for each in patch.replaced if isinstance(each, (RowReader, RowsInBackbone))]:
         patch.replaced.remove(forward)
         forward.remove()
-    patch.route = replace(patch.route, unpadding=unpadding)
+    patch.facts.unpadding = unpadding
     for forward in patch.replaced:
         if isinstance(forward, UnpaddedForward):
             forward.is_backbone = unpadding is not None and forward.module is model.get_submodule(unpadding.backbone)

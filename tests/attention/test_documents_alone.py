@@ -140,7 +140,7 @@ def kind_of(name):
 @pytest.mark.parametrize(("name", "form"), fast_only(CASES, *FAST))
 def test_documents_are_as_alone(name, form):
     stock, model = stock_and_patched(name, trees=form == "a tree")
-    refused = getattr(route_of(model).unpadding, "refused", {})
+    refused = getattr(route_of(model).facts.unpadding, "refused", {})
     if form in refused:
         with pytest.raises(hfp.ModelNotSupportedError, match="padding .* the tokens is not supported"):
             model(**FORMS[form]().inputs)
@@ -210,7 +210,7 @@ def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     if form == RIGHT_BY_LENGTH:
         model(**batch.inputs)  # proves padded batches
         assert route_of(model).by_segment
-        install_unpadding(model, replace(route_of(model).unpadding, by_length=True))
+        install_unpadding(model, replace(route_of(model).facts.unpadding, by_length=True))
     WAYS[way](model)
     model.enable_input_require_grads()
     found = outputs_of(model, batch, kind)

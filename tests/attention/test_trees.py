@@ -32,22 +32,22 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
     del packed["labels"]
     assert torch.equal(model(**batch).logits, model(**packed).logits)
-    assert not route_of(model).takes_trees, "a row without branches needs no proof of trees"
+    assert not route_of(model).facts.takes_trees, "a row without branches needs no proof of trees"
 
 
 def test_the_first_tree_is_proven_when_it_comes():
     model = patched("Llama")
     model.train()
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
     logits = model(**inputs_of(CHAT)).logits
-    assert route_of(model).takes_trees
+    assert route_of(model).facts.takes_trees
     assert model.training
     assert kernel_of(model) == "exact attention, path by path"
     again = model(**inputs_of(CHAT)).logits
     assert torch.equal(logits, again)
     with hfp.unpatch_model(model):
         pass
-    assert route_of(model).takes_trees, "the route is installed again as it was"
+    assert route_of(model).facts.takes_trees, "the route is installed again as it was"
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
@@ -82,12 +82,12 @@ def without_window(*arguments, **options):
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
-    assert route_of(patched(name, trees=True)).takes_trees, "without the fault"
+    assert route_of(patched(name, trees=True)).facts.takes_trees, "without the fault"
     model = patched(name)
     monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
 
 
 def test_a_model_refuses_trees_until_they_are_proven(monkeypatch):
@@ -98,7 +98,7 @@ def test_a_model_refuses_trees_until_they_are_proven(monkeypatch):
             model(**inputs_of(CHAT))
     monkeypatch.undo()
     model(**inputs_of(CHAT))
-    assert route_of(model).takes_trees
+    assert route_of(model).facts.takes_trees
 
 
 def test_only_descendants_notice(monkeypatch):

@@ -50,8 +50,8 @@ def with_embeddings(size, dtype, factor):
 
 def test_large_gradients_are_not_taken_for_wrong_ones():
     model = hfp.patch_model(with_embeddings(1e-3, torch.float32, 1 + 2e-5))
-    assert not route_of(model).unpadding.refused
-    assert not route_of(model).unpadding.by_length
+    assert not route_of(model).facts.unpadding.refused
+    assert not route_of(model).facts.unpadding.by_length
 
 
 def test_small_gradients_are_not_taken_for_right_ones():

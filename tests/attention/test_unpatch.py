@@ -123,7 +123,7 @@ def test_a_forward_that_takes_no_borders():
     torch.manual_seed(0)
     model = hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
     assert hfp.check_isolation(model).isolated
-    assert not hfp.check_isolation(model).route.method.inputs.borders
+    assert not hfp.check_isolation(model).route.method.borders
 
 
 def test_a_model_that_fails_without_a_mask():
