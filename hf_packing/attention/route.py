@@ -286,7 +286,7 @@ def sees_labels(model: PreTrainedModel) -> bool:
     Return False for a model that is not patched.
     """
     route = route_of(model)
-    return route is not None and route.sees_labels
+    return route is not None and route.facts.sees_labels
 
 
 known_routes: dict[Any, Route] = {}
