@@ -23,8 +23,8 @@ from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.padded import SharedRows
 from hf_packing.attention.row_readers import into_rows
-from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows

@@ -6,7 +6,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
    and its modules can look up the borders while the model's forward runs (layout). An attention mask must not hide
-   tokens, and the data loader must not take packed rows for documents (loader_check).
+   tokens, and the data loader must not take packed rows for documents (labels).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
    kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernel_trials, kernels, flex,
@@ -21,7 +21,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route). Some models get several rows laid end to end.
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
-   (patched_forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
+   (forward). Checkpointed layers run again in the backward pass, on the same layout. torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
 7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
    snapshot). Two results count as equal if rounding can explain their difference (tolerance).
@@ -36,17 +36,17 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    tiny sizes from tiny_model).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
-    its outputs are put back where the tokens were (padded_rows, unpadding). Modules that compute one output from all
+    its outputs are put back where the tokens were (padded). Modules that compute one output from all
     tokens of a document, such as poolers, get every document in a row of its own (row_readers). A proof runs the whole
     model, with padding on each side (unpadding_proof).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
-    to copy them (label_check).
+    to copy them (labels).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
     tree_attention, exact_tree_attention). Kernels get keys that are gathered along paths, or a mask (path_keys,
     flex_trees). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
-    padded batch can share their prefixes in the same way (shared_rows).
+    padded batch can share their prefixes in the same way (padded).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
@@ -59,7 +59,7 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
-from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.patch import (
     ProveInTraining,

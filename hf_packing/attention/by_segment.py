@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
-from hf_packing.attention.padded_rows import current_rows
+from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
@@ -276,7 +276,7 @@ class SegmentedForward(ReplacedForward):
         if self.plan.after is not None:
             forwards[self.plan.after[0]] = lambda value: value
         modules = {name: self.module.get_submodule(name) for name in forwards}
-        before = {name: vars(module).get("forward") for name, module in modules.items()}
+        before: dict[str, Any] = {name: vars(module).get("forward") for name, module in modules.items()}
         try:
             for name, module in modules.items():
                 module.forward = forwards[name]

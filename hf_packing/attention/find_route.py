@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
-from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
     BeyondRoundingError,

@@ -8,7 +8,7 @@ paths; in a packed row, each path is one segment. A batch costs one read of its 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
@@ -20,14 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.token_axes import Place, length_of, map_leaves
+from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
     ENDS,
     IGNORED_LABEL,
+    INPUT_IDS,
     LABELS,
     MAX_LENGTHS,
     PADDING_SEGMENT,
     PARENTS,
+    POSITION_IDS,
     SEGMENT_LENGTHS,
     SEQ_IDX,
     SEQ_LENGTHS,
@@ -144,12 +147,6 @@ class Layout:
     def seq_idx(self) -> Tensor:
         """The index of the segment that contains each token, int32 [rows, tokens]."""
         return self._on_device(np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths))
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """1 for tokens of documents and 0 for padding, int64 [rows, tokens]."""
-        tokens = self.trees.tokens
-        return self._on_device((np.arange(tokens) < tokens - self.padding).astype(np.int64))
 
     def _on_device(self, values: npt.NDArray[Any]) -> Tensor:
         """Return a value for each token as a tensor [rows, tokens]."""
@@ -323,7 +320,9 @@ def _may_have_tokens(cache: Any) -> bool:
         return True
 
 
-def read_layout(inputs: Mapping[str, Any], training: bool = False) -> tuple[dict[str, Any], Layout]:
+def read_layout(
+    inputs: Mapping[str, Any], training: bool = False, trusts_collator: bool = False
+) -> tuple[dict[str, Any], Layout]:
     """Read the segments of packed rows, or of a row of trees, from a model's inputs.
 
     The borders of packed rows are read from cu_seq_lens_q, position_ids, seq_idx or seq_lengths, and those of trees
@@ -333,6 +332,8 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> tuple[dict
         inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
         training: whether the model is in training mode. In training mode, and within `borders_required`, borders are
             required. Otherwise, a row without borders counts as a single document.
+        trusts_collator: whether the lengths that come with a batch of PackingCollator are taken as they are. Otherwise,
+            and for batches from elsewhere, the borders are read from the tensors, which waits for the device.
 
     Returns:
         The arguments for the model itself, without attention_mask, and the layout.
@@ -342,11 +343,15 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> tuple[dict
             empty; encoder_hidden_states are given; borders are missing where they are required, contradict each
             other, or do not fit the tokens; or an argument is not supported with trees.
     """
-    tokens = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor):
-        raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
-    return _read_trees(inputs, tokens) if has_trees(inputs) else _read_rows(inputs, tokens, training)
+    return _read_trees(inputs) if has_trees(inputs) else _read_rows(inputs, training, trusts_collator)
+
+
+def _tokens_of(inputs: Mapping[str, Any]) -> Tensor:
+    """Return input_ids or inputs_embeds."""
+    for name in (INPUT_IDS, "inputs_embeds"):
+        if isinstance(tokens := inputs.get(name), Tensor):
+            return tokens
+    raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
 
 
 _NOT_IN_TREES = {
@@ -358,7 +363,7 @@ _NOT_IN_TREES = {
 }
 
 
-def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> tuple[dict[str, Any], Layout]:
+def _read_trees(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Layout]:
     for name in (SEGMENT_LENGTHS, PARENTS):
         if not isinstance(inputs.get(name), Tensor):
             raise PackingError(
@@ -368,6 +373,7 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> tuple[dict[str, An
     for name, reason in refused.items():
         if inputs.get(name) is not None:
             raise PackingError(f"{name}: expected None with a row of trees, since {reason}")
+    tokens = _tokens_of(inputs)
     trees = TreeSegments.from_arrays(inputs[SEGMENT_LENGTHS].cpu(), inputs[PARENTS].cpu())
     if tokens.shape[:2] != (1, trees.tokens):
         raise PackingError(
@@ -385,13 +391,15 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> tuple[dict[str, An
     return {name: value for name, value in inputs.items() if name not in left_out}, layout
 
 
-def _read_rows(inputs: Mapping[str, Any], tokens: Tensor, training: bool) -> tuple[dict[str, Any], Layout]:
+def _read_rows(inputs: Mapping[str, Any], training: bool, trusts_collator: bool) -> tuple[dict[str, Any], Layout]:
+    tokens = _tokens_of(inputs)
+    shape = tokens.shape[:2]
     if name := filled_cache(inputs):
         raise PackingError(
             f"{name}: expected no earlier tokens on a patched model, got {type(inputs[name]).__name__}. To generate "
             "text, use model.generate, or pass the cache without borders between documents"
         )
-    mask, shape = inputs.get("attention_mask"), tokens.shape[:2]
+    mask = inputs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape and bool((mask == 1).all())):
         shown = f"a mask of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise PackingError(
@@ -403,7 +411,9 @@ def _read_rows(inputs: Mapping[str, Any], tokens: Tensor, training: bool) -> tup
             "encoder_hidden_states: expected None on a patched model, got encoder states; all documents in a packed "
             "row would attend to the same encoder states"
         )
-    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    if trusts_collator and (known := layout_of_collator(inputs)) is not None:
+        return given, known
     borders = find_borders(shape, inputs)
     if borders is None:
         if training or _needs_borders.get():
@@ -413,43 +423,60 @@ def _read_rows(inputs: Mapping[str, Any], tokens: Tensor, training: bool) -> tup
                 "borders between packed documents are not known. PackingCollator and SFTConfig(padding_free=True) add "
                 "position_ids to every batch; pass them to all models that get the batch, such as a teacher"
             )
-        return inputs, Layout.of([shape[1]] * shape[0], tokens.device, shape[0])
-    lengths = [end - start for start, end in pairwise(check_borders(borders, *shape))]
-    bound = inputs.get(MAX_LENGTHS[0])
-    bound = bound if isinstance(bound, int) and bound > max(lengths) else None
-    padding = _padding(shape, inputs)
-    if padding not in (0, *lengths[1:][-1:]):
+        return given, Layout.of([shape[1]] * shape[0], tokens.device, shape[0])
+    layout, padding = layout_of(borders, shape[0], shape[1], tokens.device), _padding(shape, inputs)
+    if padding not in (0, *layout.lengths[1:][-1:]):
         raise PackingError(f"seq_idx: expected {PADDING_SEGMENT} only in the last segment, got {padding} such tokens")
-    return inputs, Layout(borders.to(tokens.device), roots(lengths), shape[0], bound, padding)
+    bound = inputs.get(MAX_LENGTHS[0])
+    bound = int(bound) if isinstance(bound, int) and bound > layout.longest else None
+    return given, replace(layout, bound=bound, padding=padding)
 
 
-def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
-    """Check the segment borders of a batch, and return them as a list of integers, without empty segments at the end.
+def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
+    """Return the layout of a batch of PackingCollator without reading its tensors; None for other batches."""
+    longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), _tokens_of(inputs)
+    if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
+        return None
+    if tokens.shape[:2] != (1, sum(longest.lengths)) or borders.device != tokens.device:
+        return None
+    bound = int(longest) if longest > max(longest.lengths) else None
+    return Layout(borders, roots(longest.lengths), 1, bound, longest.padding)
+
+
+def layout_of(borders: Tensor | list[int], rows: int, tokens: int, device: torch.device | None = None) -> Layout:
+    """Check the segment borders of a batch, and return its layout.
 
     Args:
-        borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row.
-            The last border may be repeated, as PackingCollator does for fixed shapes.
+        borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row. The last
+            border may be repeated, as PackingCollator does for fixed shapes.
         rows: number of rows in the batch.
         tokens: number of tokens in each row.
+        device: where the layout's borders are needed; None for where they are.
 
     Raises:
         PackingError: the borders do not rise from 0 to `rows * tokens`, or the end of a row is not a border.
     """
-    known: list[int] = borders.tolist()
-    while borders.ndim == 1 and len(known) > 2 and known[-1] == known[-2]:
-        known.pop()
-    rising = borders.ndim == 1 and all(a < b for a, b in pairwise(known))
-    if not rising or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens:
+    given = borders.tolist() if isinstance(borders, Tensor) else borders
+    known = without_empty(given)
+    if known[:1] != [0] or known[-1] != rows * tokens or any(a >= b for a, b in pairwise(known)):
         raise PackingError(
-            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got "
-            f"{borders.tolist()}"
+            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got {given}"
         )
     if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
         raise PackingError(
             f"cu_seq_lens_q: expected a segment border at the end of every row of {tokens} tokens, got no border at "
             f"{sorted(crossed)}"
         )
-    return known
+    lengths = [end - start for start, end in pairwise(known)]
+    return Layout(torch.as_tensor(borders, dtype=torch.int32, device=device), roots(lengths), rows)
+
+
+def without_empty(borders: list[int]) -> list[int]:
+    """Return borders without the empty segments at the end."""
+    segments = len(borders)
+    while segments > 2 and borders[segments - 1] == borders[segments - 2]:
+        segments -= 1
+    return borders[:segments]
 
 
 def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
@@ -464,11 +491,10 @@ def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + step
-    end = torch.tensor([starts.numel()], device=starts.device)
-    return torch.cat([starts.flatten().nonzero()[:, 0], end]).to(torch.int32)
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
-def find_borders(shape: torch.Size, inputs: Mapping[str, Any]) -> Tensor | None:
+def find_borders(shape: torch.Size, inputs: Mapping[str, Any]) -> list[int] | None:
     """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, position_ids, seq_idx and seq_lengths.
 
     Args:
@@ -476,45 +502,41 @@ def find_borders(shape: torch.Size, inputs: Mapping[str, Any]) -> Tensor | None:
         inputs: keyword arguments of a model's forward, or a batch.
 
     Returns:
-        Cumulative segment lengths, int32 [segments + 1]; None if `inputs` contains none of these arguments.
+        Cumulative segment lengths, [segments + 1]; None if `inputs` contains none of these arguments.
 
     Raises:
         PackingError: an argument has a wrong type or shape, or two arguments have different borders.
     """
-    rows = shape[0]
-    given: dict[str, Tensor] = {}
+    rows, tokens = shape
+    given: dict[str, list[int]] = {}
+    for name in (*CU_SEQ_LENS, SEQ_LENGTHS):
+        if not isinstance(inputs.get(name), Tensor | None):
+            raise PackingError(f"{name}: expected an int32 tensor, got {type(inputs[name]).__name__}")
     for name in CU_SEQ_LENS:
-        if (borders := inputs.get(name)) is not None:
-            if not isinstance(borders, Tensor):
-                raise PackingError(f"{name}: expected an int32 tensor, got {type(borders).__name__}")
-            given[name] = borders.to(torch.int32, copy=True)
-    position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
-    if position_ids is not None and position_ids.ndim == 2:
-        given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
+        if inputs.get(name) is not None:
+            given[name] = inputs[name].tolist() if inputs[name].ndim == 1 else [inputs[name].tolist()]
+    positions, seq_idx, lengths = (inputs.get(name) for name in (POSITION_IDS, SEQ_IDX, SEQ_LENGTHS))
+    if positions is not None and positions.ndim == 2:
+        given[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1)).tolist()
         if padding := _padding(shape, inputs):
-            of_documents = borders_from_positions(position_ids[:, : shape[1] - padding])
-            given["position_ids"] = F.pad(of_documents, (0, 1), value=shape[1])
-    elif position_ids is not None and not given:
+            given[POSITION_IDS] = [*borders_from_positions(positions[:, : tokens - padding]).tolist(), tokens]
+    elif positions is not None and not given:
         raise PackingError(
-            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if the model needs "
+            f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
             "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
     if seq_idx is not None:
-        given["seq_idx"] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
-    if (lengths := inputs.get(SEQ_LENGTHS)) is not None:
-        if not isinstance(lengths, Tensor):
-            raise PackingError(
-                f"seq_lengths: expected a tensor, got {type(lengths).__name__}; pass cu_seq_lens_q instead"
-            )
-        given[SEQ_LENGTHS] = F.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
+        given[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0).tolist()
+    if lengths is not None:
+        given[SEQ_LENGTHS] = [0, *accumulate(lengths.flatten().tolist())]
     if not given:
         return None
     first, *others = given
     for other in others:
-        if not _same_segments(given[first], given[other].to(given[first].device)):
+        if without_empty(given[first]) != without_empty(given[other]):
             raise PackingError(
-                f"{other}: expected the same segment borders as in {first}, {given[first].tolist()}, got "
-                f"{given[other].tolist()}; position_ids, if given, must restart in every segment"
+                f"{other}: expected the same segment borders as in {first}, {given[first]}, got {given[other]}; "
+                "position_ids, if given, must restart in every segment"
             )
     return given[first]
 
@@ -524,19 +546,10 @@ def _padding(shape: torch.Size, inputs: Mapping[str, Any]) -> int:
 
     A batch of fixed shapes has a single row, and a max_length_q that is not less than its number of tokens.
     """
-    seq_idx, max_length = inputs.get("seq_idx"), inputs.get("max_length_q")
-    if shape[0] > 1 or not isinstance(seq_idx, Tensor) or (isinstance(max_length, int) and max_length < shape[1]):
+    seq_idx, longest = inputs.get(SEQ_IDX), inputs.get(MAX_LENGTHS[0])
+    if shape[0] > 1 or not isinstance(seq_idx, Tensor) or (isinstance(longest, int) and longest < shape[1]):
         return 0
     return int((seq_idx == PADDING_SEGMENT).sum())
-
-
-def _same_segments(borders: Tensor, others: Tensor) -> bool:
-    """Return whether two tensors of borders have the same segments, apart from empty segments at the end."""
-    if borders.shape == others.shape or borders.ndim != 1 or others.ndim != 1:
-        return torch.equal(borders, others)
-    shorter, longer = sorted((borders, others), key=len)
-    common = len(shorter)
-    return common > 0 and torch.equal(longer[:common], shorter) and bool((longer[common:] == shorter[-1]).all())
 
 
 def lay_end_to_end(name: str, value: Any, layout: Layout) -> Any:

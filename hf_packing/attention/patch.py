@@ -13,6 +13,7 @@ from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.choose_kernel import HUB_KERNEL, use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
+from hf_packing.attention.forward import install, refuse_weights, remove
 from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
@@ -21,7 +22,6 @@ from hf_packing.attention.inspect_model import (
     weights_location,
 )
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patched_forward import install, refuse_weights, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
@@ -31,6 +31,7 @@ from hf_packing.attention.small_copy import (
 )
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
+from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -43,7 +44,7 @@ Prove = Literal["model", "small"]
 
 
 @torch.inference_mode(False)  # gradients are compared
-def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) -> Model:
+def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, padded: bool = False) -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
     A route is a way of keeping packed documents apart. The patch installs the fastest route that passes the proof
@@ -75,11 +76,11 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     completed in training mode, for example because the model still draws random numbers, gradients are computed in
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
-    Padded batches are proven in the same way, with padding on each side: for a language model, when its first padded
-    batch comes; for other models, now. Rows of trees, in which documents share their prefixes, are proven when the
-    first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows; every document has
-    to have the logits and gradients that it has alone; and replacing a segment must change nothing but the segment and
-    what is below it.
+    Padded batches are proven in the same way, with padding on each side: for a language model, with `padded`; for other
+    models, always. Rows of trees, in which documents share their prefixes, are proven with `trees`: the outputs for a
+    prefix must not depend on what follows; every document has to have the logits and gradients that it has alone; and
+    replacing a segment must change nothing but the segment and what is below it. A batch of a kind that is not proven
+    raises PackingError.
 
     The proof takes about thirty forwards of few tokens, and more if a model needs several searches. It covers only the
     kernel for the model's current device and dtype, so move the model there first.
@@ -90,14 +91,15 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
         prove: "model" to run the proof on the model itself; "small" to run it on a small copy of the model with the
             same number of layers, and to issue a warning. Pass "small" if the weights are on the meta device or sharded
             over processes, and call `check_isolation(model, batch=...)` before training. `attach` does this itself.
-        trees: whether to prove now that the model runs rows of trees, as `pack(..., share_prefixes=True)` makes them.
+        trees: whether to prove also that the model runs rows of trees, as `pack(..., share_prefixes=True)` makes them.
+        padded: whether to prove also that the model runs padded batches, whose attention_mask has zeros.
 
     Returns:
         The same model. A model that is already patched is returned unchanged.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
-            model is left unpatched if it was unpatched before.
+        ModelNotSupportedError: isolation cannot be proven, or trees or padded batches cannot. The message contains the
+            reason, and the model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
             its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
             "model", and the weights are not in memory; or the default device is meta.
@@ -114,11 +116,14 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     check_choice("prove", prove, Prove)
     refuse_meta_device()
     inner = inner_model(model)
-    if trees and not ((route := route_of(inner)) and route.facts.takes_trees):
+    if trees or padded:
         with unpatched_on_error(model):
-            patch_model(model, prove=prove)
+            route = route_of(patch_model(inner, prove=prove))
             with random_where_zero(inner):
-                prove_trees(inner)
+                if trees and not (route and route.facts.takes_trees):
+                    prove_trees(inner)
+                if padded and not (route and route.facts.unpadding):
+                    prove_unpadding(inner)
     if is_patched(inner):
         return model
     _check_configuration(inner)

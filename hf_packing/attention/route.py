@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.layout import Layout, lay_end_to_end
-from hf_packing.attention.padded_rows import Unpadding
+from hf_packing.attention.padded import Unpadding
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.layout import Layout, Sharing, current_layout
-from hf_packing.attention.padded_rows import current_rows
+from hf_packing.attention.padded import current_rows
 from hf_packing.attention.token_axes import Path, leaves, map_leaves, tensors_in
 
 
@@ -35,7 +35,7 @@ class RowReader(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layout, rows, inputs = current_layout.get(), current_rows.get(), (args, kwargs)
         if self.installed and layout is None and rows is not None:
-            layout, inputs = rows.row, rows.lay_end_to_end(inputs)
+            layout, inputs = rows.layout, rows.lay_end_to_end(inputs)
         if not self.installed or layout is None or not layout.is_unpadded or not _have_tokens(inputs, layout):
             return self.forward(*args, **kwargs)
         parts: list[dict[Path, Tensor]] = [{} for _ in layout.slices]
@@ -151,9 +151,10 @@ def _watch(modules: Iterable[tuple[str, nn.Module]], forward: Callable[[], Any])
     def record(name: str) -> Callable[..., None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             layout, rows = current_layout.get(), current_rows.get()
-            if layout is not None or rows is not None:
-                shape = (1, layout.tokens) if layout is not None else tuple(rows.kept.shape)
-                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), shape))
+            if layout is not None:
+                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), (1, layout.tokens)))
+            elif rows is not None:
+                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), tuple(rows.kept.shape)))
 
         return after
 

@@ -165,7 +165,9 @@ class Search:
         if (first := self._first_of_kind.get(self._kinds.get(name, -1))) is None:
             return False
         call, finding = first
-        return (finding.forward is not None) == (name in self.found) and _are_alike(call.inputs, inputs, self.row.tokens)
+        return (finding.forward is not None) == (name in self.found) and _are_alike(
+            call.inputs, inputs, self.row.tokens
+        )
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove
+from hf_packing.attention.forward import install, remove
 from hf_packing.attention.inspect_model import pad_token_of
-from hf_packing.attention.patched_forward import install, remove
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.proof import STOCK_ATTENTIONS
 from hf_packing.attention.route import Route, known_routes, packed_share, route_key, route_of

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_packing.attention.forward import Patch
 from hf_packing.attention.inspect_model import Embedded, gradient_by_token, has_local_weights, record_embeddings
-from hf_packing.attention.patched_forward import Patch
 from hf_packing.attention.probe import DocumentTokens, Probe
 from hf_packing.attention.proof import (
     GRADIENT_LENIENCE,
@@ -113,9 +113,6 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     """Return whether a patched model computes the prefixes that rows of a padded batch share only once."""
     route = route_of(model)
     return route is not None and route.facts.fewest_shared is not None
-
-
-Patch.prove_trees = staticmethod(prove_trees)  # a patched model calls it when it gets its first row of trees
 
 
 class TreeProbe(Probe):

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_packing.attention.forward import Patch, PatchedForward, install_unpadding
 from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.layout import CACHES, Sharing
-from hf_packing.attention.padded_rows import SIDES, Side, Unpadding
-from hf_packing.attention.patched_forward import Patch
+from hf_packing.attention.padded import SIDES, Side, Unpadding
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import Exam, prove_isolation, repeat_thoroughly, run_alone, run_alone_in_training
 from hf_packing.attention.route import PATCH
 from hf_packing.attention.row_readers import find_last_of_tokens, find_row_readers
 from hf_packing.attention.tolerance import Tolerance, measure_rounding, spread, what_is_missing
-from hf_packing.attention.unpadding import UnpaddedForward, install_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logits", *CACHES)
@@ -91,9 +90,6 @@ def _note_embeddings(model: PreTrainedModel, unpadding: Unpadding, probe: "RowPr
         if all(torch.allclose(one, other, rtol=0, atol=_CLOSE) for one, other in both):
             return
     install_unpadding(model, unpadding)
-
-
-Patch.prove_unpadding = staticmethod(prove_unpadding)  # a patched model calls it when it gets its first padded batch
 
 
 def _backbones(model: PreTrainedModel) -> Iterator[str]:
@@ -332,6 +328,6 @@ class RowProbe(Probe):
     def run_packed(self, module: nn.Module) -> Any:
         """Run a module of a patched model on the documents packed in one row, and return its output."""
         patch: Patch = getattr(self.model, PATCH)
-        forwards = (each for each in patch.replaced if isinstance(each, UnpaddedForward) and each.module is module)
+        forwards = (each for each in patch.replaced if isinstance(each, PatchedForward) and each.module is module)
         ids = {"input_ids": pack_in_one_row(self.documents)["input_ids"]}
         return next(forwards).run_packed(self.on_device(ids), replace(self.row, is_unpadded=True))

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from hf_packing.attention.forward import install, remove
 from hf_packing.attention.inspect_model import inner_model
 from hf_packing.attention.patch import patch_model
-from hf_packing.attention.patched_forward import install, remove
 from hf_packing.attention.route import Route, is_patched
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.errors import PackingError

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +21,7 @@ from transformers.masking_utils import flash_attention_mask
 from hf_packing.attention.choose_kernel import HUB_KERNEL, Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.layout import CACHES, borders_from_positions, check_borders, current_layout
+from hf_packing.attention.layout import CACHES, borders_from_positions, current_layout, layout_of
 from hf_packing.attention.local_masks import LocalMask, describe_local_mask
 from hf_packing.attention.tree_attention import attend_in_trees
 from hf_packing.errors import PackingError
@@ -170,7 +169,7 @@ def packed_varlen(
             attended = attend_by_segment_compiled(q, k, v, borders, s_aux, **options)
         else:
             if not lengths:
-                lengths = [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
+                lengths = list(layout_of(borders, rows, tokens).lengths)
             attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **options)
     if not torch.compiler.is_compiling() and _latest_kernels.get(module) is not name:
         _latest_kernels[module] = name

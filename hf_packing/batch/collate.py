@@ -16,7 +16,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
-from hf_packing.batch.segments import check_length, check_mask, check_shapes, fill_to_shape, lengths_in_column
+from hf_packing.batch.segments import (
+    LongestSegment,
+    check_length,
+    check_mask,
+    check_shapes,
+    fill_to_shape,
+    lengths_in_column,
+)
 from hf_packing.batch.trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.batch.worker_batch import WorkerBatch
 from hf_packing.checks import check_whole_numbers
@@ -164,7 +171,7 @@ class PackingCollator:
             LABELS: torch.from_numpy(labels[None]),
             POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
-            **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
+            **dict.fromkeys(MAX_LENGTHS, LongestSegment(int(lengths.max()), lengths.tolist())),
             SEQ_IDX: torch.from_numpy(np.repeat(_number_segments(rows, tokens, begin), lengths)[None]),
             **_passed_on(rows, tokens),
         }

@@ -1,11 +1,16 @@
 """The segments of a row or a batch: read from columns, cut by extra borders, or filled up to a fixed shape."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+try:
+    from torch.fx.experimental.sym_node import DynamicInt
+except ImportError:  # torch 2.9
+    DynamicInt = int  # type: ignore[assignment,misc]
 
 from hf_packing.checks import check_whole_number
 from hf_packing.columns import (
@@ -23,6 +28,33 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+
+
+class LongestSegment(DynamicInt):
+    """The length of the longest segment of a batch, as an int that also knows the length of each segment.
+
+    A patched model then need not read the lengths from the device, which would wait for it. Everything else takes it
+    for an int: Trainer and accelerate pass it on, workers pickle it, and torch.compile compiles a model once for all of
+    them. (Of any other subclass of int, torch.compile compiles a model for each value, as torch 2.9 does of this one.)
+
+    Args:
+        longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
+        lengths: number of tokens in each segment that is not empty.
+        padding: number of tokens in the last segment, if that only fills a batch of fixed shapes.
+    """
+
+    lengths: tuple[int, ...]
+    padding: int
+
+    def __new__(cls, longest: int, lengths: Sequence[int], padding: int = 0) -> "LongestSegment":
+        self = super().__new__(cls, longest)
+        self.lengths, self.padding = tuple(lengths), padding
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LongestSegment, (int(self), self.lengths, self.padding)
+
+    __repr__ = int.__repr__
 
 
 def lengths_in_column(name: str, values: IntArray, tokens: int, row: int) -> IntArray:
@@ -95,6 +127,8 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     """
     if longest is None or batch[MAX_LENGTHS[0]] <= longest:
         return dict(batch)
+    whole = batch[MAX_LENGTHS[0]].lengths
+    lengths = [min(length - begin, longest) for length in whole for begin in range(0, length, longest)]
     positions = batch[POSITION_IDS] % longest
     begins, is_own = positions[0] == 0, batch[SEQ_IDX][0] >= 0
     numbers = torch.where(is_own, (begins & is_own).cumsum(0) - 1, COPIED_SEGMENT + 1 - begins.cumsum(0))
@@ -103,7 +137,7 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
         **batch,
         POSITION_IDS: positions,
         **dict.fromkeys(CU_SEQ_LENS, cu_seq_lens),
-        **dict.fromkeys(MAX_LENGTHS, longest),
+        **dict.fromkeys(MAX_LENGTHS, LongestSegment(longest, lengths)),
         SEQ_IDX: numbers[None].to(batch[SEQ_IDX].dtype),
     }
 
@@ -148,7 +182,8 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
     filled[POSITION_IDS][:, given:] = torch.arange(missing) % batch[MAX_LENGTHS[0]]
     filled[SEQ_IDX][:, given:] = PADDING_SEGMENT
     borders = F.pad(borders, (0, max_segments - segments), value=tokens)
-    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, tokens)}
+    known = LongestSegment(tokens, [*batch[MAX_LENGTHS[0]].lengths, *([missing] if missing else [])], missing)
+    return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)

@@ -276,7 +276,7 @@ def check_labels_are_hidden(
         for row in read.__getitems__([(number, False) for number in numbers])
     ]
     batch = PackingCollator(keep_first_labels=True)(labeled)
-    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"], is_sample=True)
+    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])
 
 
 def applies_masks(trainer: Trainer) -> bool:

@@ -15,7 +15,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, patched_forward, varlen
+from hf_packing.attention import choose_kernel, forward, varlen
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
@@ -188,7 +188,7 @@ def test_the_lock_of_a_model_is_taken_in_uncompiled_code(monkeypatch):
             is_compiling.append(torch.compiler.is_compiling())
             return super().setdefault(key, lock)
 
-    monkeypatch.setattr(patched_forward, "_locks", Locks())
+    monkeypatch.setattr(forward, "_locks", Locks())
     torch.compile(model, backend="eager")(**batch)
     assert is_compiling
     assert not any(is_compiling)
@@ -300,7 +300,7 @@ def test_generate_compiled_as_one_graph(architecture):
 
 
 def test_the_function_that_lets_dynamo_pass_over_a_frame_exists():
-    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.patched_forward alone."""
+    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.forward alone."""
 
     def outer(value):
         return inner(value) + 1

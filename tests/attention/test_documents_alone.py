@@ -22,10 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import hf_packing as hfp
-from hf_packing.attention.patched_forward import KeepRow
+from hf_packing.attention.forward import KeepLayout, install_unpadding
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.unpadding import install_unpadding
 from hf_packing.trees.segments import TreeSegments
 from tools.survey.measure import VARIANTS
 
@@ -113,14 +112,15 @@ def stock_of(name):
 
 
 @cache
-def once(name, trees=False):
+def once(name, form="packed"):
     stock = stock_of(name)
-    return stock, hfp.patch_model(copy.deepcopy(stock), trees=trees)
+    proven = {"trees": form == "a tree", "padded": form.startswith(("right", "left", "both"))}
+    return stock, hfp.patch_model(copy.deepcopy(stock), **proven)
 
 
-def stock_and_patched(name, trees=False):
+def stock_and_patched(name, form="packed"):
     """A model as it is, and the same one patched; for one test alone, in training mode, without dropout."""
-    models = [copy.deepcopy(each).train() for each in once(name, trees)]
+    models = [copy.deepcopy(each).train() for each in once(name, form)]
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -139,7 +139,7 @@ def kind_of(name):
 
 @pytest.mark.parametrize(("name", "form"), fast_only(CASES, *FAST))
 def test_documents_are_as_alone(name, form):
-    stock, model = stock_and_patched(name, trees=form == "a tree")
+    stock, model = stock_and_patched(name, form)
     refused = getattr(route_of(model).facts.unpadding, "refused", {})
     if form in refused:
         with pytest.raises(hfp.ModelNotSupportedError, match="padding .* the tokens is not supported"):
@@ -156,7 +156,7 @@ def test_documents_are_as_alone(name, form):
 @given(forests(), st.integers(0, 10))
 @settings(max_examples=10)
 def test_random_trees(forest, seed):
-    check(*once(("gpt2", "causal"), trees=True), tree(TreeSegments(*forest), seed))
+    check(*once(("gpt2", "causal"), "a tree"), tree(TreeSegments(*forest), seed))
 
 
 @pytest.mark.parametrize("name", fast_only(TRAITS, "a state", "alibi"))
@@ -205,10 +205,9 @@ FAST_WAYS += [(("gpt2", "causal"), "a tree", "not reentrant"), (("llama", SEQUEN
 @pytest.mark.parametrize(("name", "form", "way"), fast_only(CHECKPOINTED, *FAST_WAYS))
 def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     """Also where another row has come in between."""
-    (stock, model), kind = stock_and_patched(name, trees=form == "a tree"), kind_of(name)
+    (stock, model), kind = stock_and_patched(name, form), kind_of(name)
     batch = FORMS[form.removesuffix(", by length")]()
     if form == RIGHT_BY_LENGTH:
-        model(**batch.inputs)  # proves padded batches
         assert route_of(model).by_segment
         install_unpadding(model, replace(route_of(model).facts.unpadding, by_length=True))
     WAYS[way](model)
@@ -221,7 +220,7 @@ def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     hfp.unpatch_model(model)
     kept = [vars(m).get(key) for m in model.modules() for key in ("_gradient_checkpointing_func", "checkpoint_fn")]
     assert any(kept)
-    assert not any(isinstance(each, KeepRow) for each in kept)
+    assert not any(isinstance(each, KeepLayout) for each in kept)
 
 
 ADAPTED = [(("llama", SEQUENCE), "right"), (("gpt2", "causal"), "a tree"), (("bert", TOKEN), "packed")]
@@ -265,7 +264,7 @@ FAST_EMBEDDED = [
 
 @pytest.mark.parametrize(("name", "form"), fast_only(EMBEDDED, *FAST_EMBEDDED))
 def test_embeddings_given_and_hidden_states_asked_for(name, form):
-    stock, model = stock_and_patched(name, trees=form == "a tree")
+    stock, model = stock_and_patched(name, form)
     inputs = FORMS[form]().inputs
     ids, kind = inputs["input_ids"], kind_of(name)
     expected = model(**inputs).logits

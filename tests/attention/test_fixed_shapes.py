@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
 from tiny_models import build
 from training_by_hand import DOCUMENTS
-from transformers.models.mixtral import modeling_mixtral
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.patched_forward import PatchedForward
 from hf_packing.attention.varlen import _cut_into_chunks
 from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
@@ -67,43 +65,25 @@ def test_a_masked_language_model():
 
     model = patched_tiny("bert", "masked", torch.float64).train()
     copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
-    with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 successive"):
+    with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 labels"):
         model(**collator(copied))
 
 
 class TestRouters:
-    """The loss for load balancing counts the documents' tokens alone."""
+    """The loss for load balancing would also count the padding."""
 
-    @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-    @pytest.mark.parametrize("padding", [0, 60])
-    def test_equal_without_padding(self, name, padding):
-        model = patched(name, torch.float64).train()
-        model.config.router_aux_loss_coef = model.router_aux_loss_coef = 1.0
-        collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
-        # transformers computes this loss in float32
-        outputs = check_that_padding_changes_nothing(model, collator, padding, atol=1e-6, output_router_logits=True)
-        assert outputs.aux_loss.item() > 1
-
-    def test_without_a_way_to_mask_padding(self):
+    def test_padding_is_refused(self):
         model = patched("Mixtral", torch.float64)
-        for replaced in model._hf_packing_patch.replaced:
-            if isinstance(replaced, PatchedForward):
-                replaced.masks_routers = False
         full = hfp.PackingCollator(tokens=TOKENS, max_segments=9)
         assert model(**full(ROWS), output_router_logits=True).aux_loss > 1
+        filled = hfp.PackingCollator(tokens=TOKENS + 60, max_segments=9)(ROWS)
         with pytest.raises(PackingError, match="aux_loss: expected none with batches of fixed shapes, since Mixtral"):
-            model(**hfp.PackingCollator(tokens=TOKENS + 60, max_segments=9)(ROWS), output_router_logits=True)
+            model(**filled, output_router_logits=True)
 
-    def test_a_model_that_ignores_the_mask_is_refused(self, monkeypatch):
+    def test_before_training(self):
         model = patched("Mixtral")
-        model.config.output_router_logits = True
         refuse_padding_in_router_loss(model)
-        stock = modeling_mixtral.load_balancing_loss_func
-        monkeypatch.setattr(
-            modeling_mixtral,
-            "load_balancing_loss_func",
-            lambda logits, experts, top_k, _: stock(logits, experts, top_k),
-        )
+        model.config.output_router_logits = True
         with pytest.raises(PackingError, match="tokens: expected None"):
             refuse_padding_in_router_loss(model)
 

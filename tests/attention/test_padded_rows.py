@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.attention.padded_rows import read_padded_rows
-from hf_packing.attention.unpadding import run_by_length
+from hf_packing.attention.padded import read_padded_rows, run_by_length
 
 
 @st.composite
@@ -37,7 +36,7 @@ def test_tokens_are_taken_out_and_put_back(mask):
     assert laid["ids"].tolist() == [expected]
     assert laid["position_ids"].tolist() == [[expected], [[n + 1 for n in expected]], [[n + 2 for n in expected]]]
     assert laid["values"][1] == 7
-    assert sum(rows.row.lengths) == len(expected) == rows.row.tokens
+    assert sum(rows.layout.lengths) == len(expected) == rows.layout.tokens
     back = rows.put_back({"hidden": laid["values"][0], "none": 1})
     assert torch.equal(back["hidden"], values * mask[..., None])
     sides = {"right": bool((mask.diff(dim=1) <= 0).all()), "left": bool((mask.diff(dim=1) >= 0).all())}

@@ -8,7 +8,7 @@ from tiny_models import SUPPORTED, build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import inspect_model, is_patched, patched_forward, probe
+from hf_packing.attention import forward, inspect_model, is_patched, probe
 from hf_packing.attention.layout import Layout, read_layout
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
@@ -84,7 +84,7 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
         inputs, row = read_layout(inputs, training)
         return inputs, Layout.of([row.tokens])
 
-    monkeypatch.setattr(patched_forward, "read_layout", lose_borders)
+    monkeypatch.setattr(forward, "read_layout", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
         hfp.patch_model(llama())
 

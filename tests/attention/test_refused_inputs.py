@@ -72,7 +72,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "inputs", "changes", "argument"), REFUSED)
 def test_what_does_not_fit_is_refused(model, inputs, changes, argument):
-    model, changes = patched_tiny(*model), dict(changes)
+    model, changes = patched_tiny(*model, padded=model[1] == "masked"), dict(changes)
     model.train(changes.pop("training", False))
     if other := changes.pop("attention", None):
         model.set_attn_implementation(other)
@@ -114,10 +114,13 @@ def test_more_arguments_than_a_forward_has():
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("bert", "masked", "the outputs for a prefix are not stable"),
+        ("bert", "masked", r"call patch_model\(model, trees=True\)"),
         ("llama", SEQUENCE, "LlamaForSequenceClassification returns outputs for whole rows"),
     ],
 )
 def test_encoders_and_classifiers_take_no_trees(name, kind, message):
     with pytest.raises(hfp.PackingError, match=message):
         patched_tiny(name, kind)(**TREE)
+    if kind == "masked":
+        with pytest.raises(hfp.PackingError, match="the outputs for a prefix are not stable"):
+            hfp.patch_model(patched_tiny(name, kind), trees=True)

@@ -35,10 +35,11 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     assert not route_of(model).facts.takes_trees, "a row without branches needs no proof of trees"
 
 
-def test_the_first_tree_is_proven_when_it_comes():
-    model = patched("Llama")
-    model.train()
-    assert not route_of(model).facts.takes_trees
+def test_a_model_takes_trees_once_they_are_proven():
+    model = patched("Llama").train()
+    with pytest.raises(hfp.PackingError, match=r"call patch_model\(model, trees=True\)"):
+        model(**inputs_of(CHAT))
+    hfp.patch_model(model, trees=True)
     logits = model(**inputs_of(CHAT)).logits
     assert route_of(model).facts.takes_trees
     assert model.training
@@ -90,14 +91,14 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
     assert not route_of(model).facts.takes_trees
 
 
-def test_a_model_refuses_trees_until_they_are_proven(monkeypatch):
+def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch):
     model = patched("Llama")
     monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
-    for _ in range(2):
-        with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
-            model(**inputs_of(CHAT))
+    with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
+        hfp.patch_model(model, trees=True)
     monkeypatch.undo()
-    model(**inputs_of(CHAT))
+    assert not route_of(model).facts.takes_trees
+    hfp.patch_model(model, trees=True)
     assert route_of(model).facts.takes_trees
 
 

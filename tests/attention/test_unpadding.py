@@ -61,7 +61,7 @@ def test_small_gradients_are_not_taken_for_right_ones():
 
 @pytest.mark.parametrize(("name", "kind"), [("bert", SEQUENCE), ("llama", "causal")])
 def test_rows_without_tokens_are_zeros(name, kind):
-    model, batch = patched_tiny(name, kind), padded([documents()[0], [], documents()[1]], "right")[0]
+    model, batch = patched_tiny(name, kind, padded=True), padded([documents()[0], [], documents()[1]], "right")[0]
     without = model(**{key: value[::2] for key, value in batch.items()}).logits
     found = model(**batch, output_hidden_states=True)
     assert torch.allclose(found.logits[::2], without, atol=1e-5)
@@ -71,7 +71,7 @@ def test_rows_without_tokens_are_zeros(name, kind):
 
 def test_positions_of_the_caller_are_kept():
     """GPT-2 has an embedding for each position."""
-    stock, model = tiny_model("gpt2", "causal"), patched_tiny("gpt2", "causal")
+    stock, model = tiny_model("gpt2", "causal"), patched_tiny("gpt2", "causal", padded=True)
     batch, _ = padded(documents(), "right")
     positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) + 7
     expected, found = (each(**batch, position_ids=positions, use_cache=False).logits for each in (stock, model))
@@ -83,7 +83,7 @@ def test_positions_of_the_caller_are_kept():
 def test_losses_and_gradients_of_a_language_model():
     """The model's own loss, of labels in a padded batch, and the loss of routers, which sees no padding."""
     stock = build("Mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=0.5)
-    model = hfp.patch_model(copy.deepcopy(stock)).train()
+    model = hfp.patch_model(copy.deepcopy(stock), padded=True).train()
     batch, _ = padded(documents(), "right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     losses = [each(**batch).loss for each in (stock.train(), model)]
@@ -97,7 +97,7 @@ WAYS = ({}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": 
 
 @pytest.mark.parametrize("name", fast_only(FAMILIES, "llama", "mamba"))
 def test_generated_tokens_are_those_of_the_stock_model(name):
-    stock, model = tiny_model(name, "causal"), patched_tiny(name, "causal")
+    stock, model = tiny_model(name, "causal"), patched_tiny(name, "causal", padded=True)
     batch, _ = padded(documents(), "left", extra=0)
     for way in WAYS:
         found = []
@@ -150,17 +150,14 @@ def test_names_weights_and_methods_are_the_users(tmp_path):
     assert torch.equal(model(**batch).logits, expected)
 
 
-def test_padded_batches_of_a_language_model_are_proven_once(monkeypatch):
-    from hf_packing.attention import unpadding_proof
-    from hf_packing.attention.patched_forward import Patch
-
-    model, calls = patched("Llama"), []
-    own = unpadding_proof.prove_unpadding
-    monkeypatch.setattr(Patch, "prove_unpadding", staticmethod(lambda each: (calls.append(each), own(each))))
-    batch, _ = padded(documents(), "left")
-    for _ in range(2):
+def test_a_language_model_takes_padded_batches_once_they_are_proven():
+    model, (batch, _) = patched("Llama"), padded(documents(), "left")
+    with pytest.raises(hfp.PackingError, match=r"call patch_model\(model, padded=True\)"):
         model(**batch)
-    assert calls == [model]
+    hfp.patch_model(model, padded=True)
+    proven = route_of(model).facts.unpadding
+    model(**batch)
+    assert route_of(hfp.patch_model(model, padded=True)).unpadding is proven
 
 
 def test_memory_kept_for_the_backward_pass():

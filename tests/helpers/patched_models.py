@@ -13,17 +13,20 @@ from hf_packing.attention.tiny_model import tiny_model
 
 
 @cache
-def patched_once(make: Callable[..., PreTrainedModel], trees: bool, *arguments, **changes) -> PreTrainedModel:
+def patched_once(
+    make: Callable[..., PreTrainedModel], trees: bool, *arguments, padded: bool = False, **changes
+) -> PreTrainedModel:
     """The patched model of a function that makes models; to be copied before it is changed."""
-    if trees:  # the proof for packed rows is shared, too
-        return hfp.patch_model(copy.deepcopy(patched_once(make, False, *arguments, **changes)), trees=True)
+    if trees or padded:  # the proof for packed rows is shared, too
+        model = copy.deepcopy(patched_once(make, False, *arguments, **changes))
+        return hfp.patch_model(model, trees=trees, padded=padded)
     return hfp.patch_model(make(*arguments, **changes))
 
 
 def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, trees: bool = False, **changes) -> PreTrainedModel:
     """A patched model as `build` makes it, for one test alone; attach leaves it as it is.
 
-    With trees=True, the model is proven on rows of trees, too.
+    With trees=True or padded=True, the model is proven on rows of trees or on padded batches, too.
     """
     torch.manual_seed(0)  # as build does
     return copy.deepcopy(patched_once(build, trees, name, dtype, **changes))

@@ -14,7 +14,7 @@ from training_by_hand import largest_difference
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, share_prefixes
-from hf_packing.attention.shared_rows import SharedRows
+from hf_packing.attention.padded import SharedRows
 from hf_packing.trees.find import find_in_batch
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -245,7 +245,7 @@ def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -
     rows = [{name: np.asarray(row[name]) for name in names if name in row} for row in islice(stream, _ROWS_READ)]
     if rows := [row for row in rows if len(row[INPUT_IDS])]:
         batch = PackingCollator(keep_first_labels=True)(rows)
-        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"], is_sample=True)
+        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
 
 
 def with_rows_joined(stream: TrainingStream, rows: int) -> TrainingStream:

@@ -1,21 +1,30 @@
-"""Take the tokens out of a padded batch, lay them end to end, and put the outputs back where the tokens were."""
+"""Take the tokens out of a padded batch, lay them end to end, and put the outputs back where the tokens were.
+
+Rows may share prefixes, such as the prompt of a pair of answers, which then run once. A backbone that takes no packed
+rows runs on the rows of equal length together. Reading a batch waits for the device once.
+"""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
-from hf_packing.attention.layout import Layout, Sharing, borders_from_positions
+from hf_packing.attention.inspect_model import pad_token_of
+from hf_packing.attention.layout import CACHES, Layout, Sharing, borders_from_positions
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.trees.find import find_in_batch
 
 Side = Literal["right", "left", "both"]
 """Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
@@ -76,10 +85,9 @@ class PaddedRows:
     media: tuple[str, ...] = ()
 
     @cached_property
-    def row(self) -> Layout:
-        """The borders of the documents in the packed row that `lay_end_to_end` makes."""
-        row = Layout.of([length for length in self.lengths if length], self.kept.device)
-        return replace(row, is_unpadded=True)
+    def layout(self) -> Layout:
+        """The layout of the packed row that `lay_end_to_end` makes."""
+        return Layout.of([length for length in self.lengths if length], self.kept.device, is_unpadded=True)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -112,21 +120,24 @@ class PaddedRows:
         The result has [rows, tokens, ...] instead of [1, tokens without padding, ...], [rows * tokens, ...] instead of
         [tokens without padding, ...], and [rows, ...] instead of [documents, ...].
         """
-        row = self.row
+        layout = self.layout
 
         def put(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2:
                 return leaf
-            if path[:1] == ("router_logits",) and len(leaf) == row.tokens:
+            if path[:1] == ("router_logits",) and len(leaf) == layout.tokens:
                 return self._spread(leaf).flatten(0, 1)
-            may_have_tokens = leaf.ndim > 2 or len(row.lengths) > 1  # else it may be a pooled state of the same size
-            if may_have_tokens and leaf.shape[:2] == (1, row.tokens):
+            may_have_tokens = leaf.ndim > 2 or len(layout.lengths) > 1  # else it may be a pooled state of the same size
+            if may_have_tokens and leaf.shape[:2] == (1, layout.tokens):
                 return self._spread(leaf[0])
-            if leaf.ndim > 2 and leaf.shape[:2] == (len(row.lengths), row.longest):  # RowsInBackbone has made rows
-                return self._spread(leaf[_real_tokens(row)])
-            if len(leaf) == len(row.lengths):
+            if leaf.ndim > 2 and leaf.shape[:2] == (
+                len(layout.lengths),
+                layout.longest,
+            ):  # RowsInBackbone has made rows
+                return self._spread(leaf[_real_tokens(layout)])
+            if len(leaf) == len(layout.lengths):
                 return self.with_empty_rows(leaf)
-            return self._spread(leaf).flatten(0, 1) if len(leaf) == row.tokens else leaf
+            return self._spread(leaf).flatten(0, 1) if len(leaf) == layout.tokens else leaf
 
         return map_leaves(value, put)
 
@@ -148,25 +159,15 @@ def has_axes_first(path: Path, leaf: Tensor, shape: torch.Size) -> bool:
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
 
-def _real_tokens(row: Layout) -> Tensor:
+def _real_tokens(layout: Layout) -> Tensor:
     """Return which tokens of a batch with one segment per row, padded on the right, are not padding."""
-    lengths = torch.tensor(row.lengths, device=row.cu_seq_lens.device)
-    return torch.arange(row.longest, device=lengths.device) < lengths[:, None]
+    lengths = torch.tensor(layout.lengths, device=layout.cu_seq_lens.device)
+    return torch.arange(layout.longest, device=lengths.device) < lengths[:, None]
 
 
 current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default=None)
 """The padded batch that a patched model's forward is processing outside of its backbone; None if no such forward is
 running."""
-
-
-@contextmanager
-def use_rows(rows: PaddedRows | None) -> Iterator[None]:
-    """Context manager: within the block, the value of `current_rows` is `rows`."""
-    token = current_rows.set(rows)
-    try:
-        yield
-    finally:
-        current_rows.reset(token)
 
 
 def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
@@ -305,9 +306,202 @@ def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
         starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
     else:
         starts = borders_from_positions(laid)
-    if not set(starts.tolist()) <= set(rows.row.cu_seq_lens.tolist()):
+    if not set(starts.tolist()) <= set(rows.layout.cu_seq_lens.tolist()):
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
             "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
             "padding, and without an attention_mask"
         )
+
+
+def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
+    """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
+    ids, pad = inputs.get("input_ids"), pad_token_of(model)
+    if ids is None or pad is None or ids.numel() != rows.kept.numel():
+        return inputs
+    return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
+
+
+def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: PaddedRows) -> dict[str, Any]:
+    """Return the arguments of a backbone's forward for a padded batch, without caches and without attention_mask.
+
+    Position ids that only the model itself has made are left out, since they may count padding.
+
+    Raises:
+        PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
+        ModelNotSupportedError: the model makes masks of its own for pictures, or the backbone gets pictures.
+    """
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.shape[:2] != rows.kept.shape:
+        found = list(tokens.shape[:2]) if isinstance(tokens, Tensor) else "no tokens"
+        raise PackingError(
+            f"attention_mask: expected a mask for all tokens of {type(backbone).__name__}, got a mask of shape "
+            f"{list(rows.kept.shape)} for {found}"
+        )
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == rows.kept.shape and not torch.equal(mask != 0, rows.kept):
+        raise PackingError(
+            f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
+            "changed it; call unpatch_model"
+        )
+    refuse_media(type(backbone).__name__, inputs, rows)
+    if inputs.get("encoder_hidden_states") is not None:
+        raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")
+    left_out = {"attention_mask", "use_cache", *CACHES}
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        if rows.has_positions:
+            inputs = {**inputs, "position_ids": positions.expand(rows.kept.shape)}
+        else:
+            left_out.add("position_ids")
+    return {name: value for name, value in inputs.items() if name not in left_out}
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """The trees of the rows of a padded batch, whose tokens are laid end to end.
+
+    Args:
+        layout: the segments of the trees.
+        taken: for each token of the trees, its index among the tokens of all rows, int64 [tokens of the trees].
+        given: for each token of all rows, its index in the trees, int64 [tokens of all rows].
+    """
+
+    layout: Layout
+    taken: Tensor
+    given: Tensor
+
+    @classmethod
+    def find(cls, inputs: Mapping[str, Any], lengths: tuple[int, ...], min_shared: int) -> "SharedRows | None":
+        """Return the trees of a batch; None if its rows share no prefix.
+
+        Rows also share none if the model gets labels, or anything for each token but integers, such as embeddings. A
+        warning then says so.
+
+        Args:
+            inputs: the arguments of a backbone, with tokens laid end to end.
+            lengths: number of tokens in each row that has tokens.
+            min_shared: the fewest tokens that rows share.
+        """
+        raw = sum(lengths)
+        values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and raw in each.shape}
+        if kept := _not_shared(values, raw):
+            warnings.warn(  # Python shows the same warning once
+                f"share_prefixes: expected input_ids and other integers of the same shape, got {kept}; the prefixes of "
+                "such a batch are computed for each row",
+                stacklevel=2,
+            )
+            return None
+        others = {name: each[0].cpu().numpy() for name, each in values.items()}
+        tokens = values["input_ids"]
+        found = find_in_batch(others.pop("input_ids"), others, lengths, min_shared)
+        if not found.trees.has_branches and found.trees.tokens == raw:
+            return None
+        taken, given = (torch.from_numpy(each).to(tokens.device) for each in (found.taken, found.given))
+        return cls(Layout.of(found.trees, tokens.device), taken, given)
+
+    def take(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a backbone for the trees, given those for all rows laid end to end."""
+        raw = len(self.given)
+
+        def take(_: Path, leaf: Any) -> Any:
+            return leaf[:, self.taken] if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, raw) else leaf
+
+        taken: dict[str, Any] = map_leaves(dict(inputs), take)
+        return taken
+
+    def give(self, outputs: Any) -> Any:
+        """Return the outputs of a backbone for all rows laid end to end, given those for the trees."""
+
+        def give(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+                return leaf
+            if leaf.shape[:2] == (1, self.layout.tokens):
+                return leaf[:, self.given]
+            return leaf[self.given] if path[:1] == ("router_logits",) and len(leaf) == self.layout.tokens else leaf
+
+        return map_leaves(outputs, give)
+
+
+def _not_shared(values: Mapping[str, Tensor], tokens: int) -> str:
+    """Return what keeps the rows of a batch from sharing their prefixes; an empty string if nothing does.
+
+    Args:
+        values: the arguments of a backbone that have a value for each token.
+        tokens: number of tokens in all rows.
+    """
+    if "input_ids" not in values:
+        return "inputs_embeds"
+    if "labels" in values:
+        return "labels, with which the model computes a loss by itself"
+    other = next((n for n, each in values.items() if each.shape != (1, tokens) or each.is_floating_point()), None)
+    return "" if other is None else f"{values[other].dtype} {other} of shape {list(values[other].shape)}"
+
+
+def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
+    """Call a forward once for all rows with the same number of tokens, without padding, and return its output for the
+    padded batch, with zeros in padding.
+
+    Args:
+        forward: forward of a module that takes no packed rows.
+        inputs: the arguments, for a padded batch.
+        rows: the places of the tokens in the batch.
+    """
+    shape, lengths = rows.kept.shape, rows.lengths
+    found: dict[Path, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    output: Any = None
+    for length in sorted(set(lengths) - {0}):
+        numbers = torch.tensor([number for number, other in enumerate(lengths) if other == length])
+        numbers = numbers.to(rows.kept.device)
+        places = rows.kept[numbers].nonzero()[:, 1].view(len(numbers), length)
+        at = numbers[:, None], places
+
+        def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if has_axes_first(path, leaf, shape):
+                return leaf[:, at[0], at[1]]
+            return leaf[at] if leaf.shape[:2] == shape else leaf
+
+        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
+        for path, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(numbers):
+                found.setdefault(path, []).append((numbers, places, leaf))
+            elif isinstance(leaf, Tensor) and leaf.is_floating_point():
+                raise ModelNotSupportedError(
+                    f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
+                    "run on the rows of each length separately"
+                )
+    whole = {path: _join_groups(parts, shape) for path, parts in found.items()}
+    return map_leaves(output, lambda path, leaf: whole.get(path, leaf))
+
+
+def _without_caches(output: Any) -> Any:
+    if not isinstance(output, ModelOutput):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
+
+
+def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:
+    """Join the outputs of groups of rows, and return an output for all rows, with zeros in padding.
+
+    Args:
+        parts: for each group, the numbers of its rows, the places of their tokens, and its output.
+        shape: numbers of rows and of tokens in the padded batch.
+    """
+    first = parts[0][2]
+    may_have_tokens = first.ndim > 2 or len(parts) > 1  # otherwise, its size may be that of a pooled state
+    if may_have_tokens and all(leaf.shape[1:2] == places.shape[1:] for _, places, leaf in parts):
+        whole = first.new_zeros(*shape, *first.shape[2:])
+        for numbers, places, leaf in parts:
+            whole = whole.index_put((numbers[:, None], places), leaf)
+        return whole
+    if first.ndim > 2:  # an axis of tokens that were pooled, as in Funnel, whose first one stays the first
+        longest = max(leaf.shape[1] for _, _, leaf in parts)
+        after = [0, 0] * (first.ndim - 2)
+        parts = [(rows, at, F.pad(leaf, [*after, 0, longest - leaf.shape[1]])) for rows, at, leaf in parts]
+    whole = first.new_zeros(shape[0], *parts[0][2].shape[1:])
+    for numbers, _, leaf in parts:
+        whole = whole.index_copy(0, numbers, leaf)
+    return whole
