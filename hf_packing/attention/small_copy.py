@@ -1,8 +1,7 @@
-"""Build a small copy of a model, and use the copy to find the route of the model itself.
+"""Build a small copy of a model: the same class, as many layers of the same kinds, small sizes, and random weights.
 
-A route is a way to keep packed documents apart in a model. A small copy has the same class and the same kinds of layers
-as the model. A copy is used if the model's weights are not in memory, or if some modules of the model work differently
-on long documents.
+A copy is used if the model's weights are not in memory, and if some modules of the model work differently on long
+documents. It has about a million parameters, and is built in a second.
 """
 
 import warnings
@@ -11,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove
@@ -21,17 +21,90 @@ from hf_packing.attention.proof import STOCK_ATTENTIONS
 from hf_packing.attention.route import Route, known_routes, packed_share, route_key, route_of
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import attention_of
-from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.errors import ModelNotSupportedError
 
-_DEPTHS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
-    *("encoder_layers", "num_encoder_layers", "moe_layer_start_index", "moe_layer_end_index"),
-    *("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
-)
-"""Names of settings that are not made smaller in the copy, so that the copy's modules have the same names as the
-model's modules."""
+VOCABULARY = 128
+"""Number of tokens that a small model knows."""
+
+THRESHOLDS = dict.fromkeys(
+    (
+        *("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size", "window_size"),
+        "index_topk",
+    ),
+    8,
+) | {"block_size": 2}
+"""Small values for thresholds, such as windows: settings that affect only documents with more tokens than the setting's
+value. Most test documents have more tokens than these values. `block_size` is smaller than the other settings, since
+BigBird's block size affects only documents of more than eleven blocks."""
+
+SIZES: dict[str, int] = {
+    name: size
+    for size, names in {
+        64: (
+            *("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "input_embedding_size"),
+            *("lru_width", "output_embedding_size", "attention_hidden_size", "embedding_dim"),
+            *("prediction_head_size", "rel_extent", "max_source_positions", "max_2d_position_embeddings"),
+            *("local_attention_window_len",),
+        ),
+        96: (
+            *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "hidden_dim", "dff", "dim_ff"),
+            *("n_inner", "ffn_hidden_size", "feed_forward_size", "intermediate_size_mlp"),
+            *("dense_intermediate_size", "d_inner", "prefix_dense_intermediate_size"),
+        ),
+        256: (
+            *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx"),
+            *("max_target_positions",),
+        ),
+        VOCABULARY: (
+            *("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size"),
+            *("unpadded_vocab_size",),
+        ),
+        32: (
+            *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+            *("num_buckets", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
+            *("expert_ffn_hidden_size", "pronunciation_vocab_size", "shape_vocab_size"),
+            *("encoder_hash_byte_group_vocab",),
+        ),
+        24: ("q_lora_rank",),
+        16: (
+            *("head_dim", "kv_lora_rank", "v_head_dim", "qk_head_dim", "mamba_d_state", "mamba_d_head"),
+            *("state_size", "mamba_head_dim", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_head_dim", "index_head_dim", "swa_head_dim", "o_lora_rank", "kv_channels"),
+            *("query_pre_attn_scalar", "dim_head", "attention_head_size", "d_head", "pronunciation_embed_dim"),
+            *("shape_embed_dim", "attention_head_dim", "router_hidden_size", "ple_embed_dim", "embedding_rank"),
+            *("local_attention",),
+        ),
+        8: (
+            *("qk_rope_head_dim", "qk_nope_head_dim", "mamba_n_heads", "mamba_num_heads", "rotary_dim"),
+            *("adapter_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank", "mamba_chunk_size"),
+            *("chunk_size", "d_rel", "num_landmarks", "num_latents"),
+        ),
+        50: ("ngram_vocab_size_base",),
+        4: (
+            *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+            *("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
+            *("attention_heads", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+            *("mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"),
+            *("swa_num_attention_heads", "prompt_length", "index_block_size", "gated_norm_rank"),
+        ),
+        3: ("loop_layer_index_end",),
+        2: (
+            *("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_k", "moe_topk"),
+            *("linear_num_key_heads", "type_vocab_size", "index_n_heads", "swa_num_key_value_heads"),
+            *("zero_expert_num", "n_mamba_heads", "hc_sinkhorn_iters", "o_groups", "index_topk_blocks"),
+            *("expansion_ratio", "n_layers_per_attn_res_block", "split_ngram_parts", "num_codebooks"),
+        ),
+        1: (
+            *("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+            *("mamba_n_groups", "n_groups", "mamba_ngroups", "pretraining_tp", "loop_layer_index_start"),
+        ),
+        0: (*("num_nextn_predict_layers", "num_mtp_layers"),),
+    }.items()
+    for name in names
+}
+"""Maps the name of a setting in transformers' configurations to the value that small models use. The numbers of layers
+are not among them, so that a copy's modules have the same names as the model's modules."""
 
 _KEPT_EQUAL = (
     *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
@@ -50,12 +123,110 @@ _MOST_PER_KIND = 8
 """Upper limit for integers in settings that are dictionaries, such as DeepSeek V4's compression rate for each kind of
 layer."""
 
+_EXPERTS = "eager"
+"""The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
+
+_KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
+"""Words in the names of parameters. A parameter whose name contains one of these words keeps its initial values, since
+the parameter's module relies on them."""
+
+
+def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a small copy of a model on the CPU, with random weights.
+
+    The copy has the same class as the model, and the same numbers and kinds of layers, but small sizes. It is in
+    evaluation mode.
+
+    Raises:
+        Exception: the model's class, or its configuration class, rejects the small sizes. The type of the error depends
+            on the class.
+    """
+    small = type(model.config).from_dict(_shrink(model.config))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
+    randomize(copy)
+    own = model.config._attn_implementation
+    if own not in STOCK_ATTENTIONS and "flash" not in own and own is not None:
+        copy.set_attn_implementation(own)
+    return copy
+
+
+def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
+    settings: dict[str, Any] = config.to_dict()
+    before = dict(settings)
+    for name, value in before.items():
+        small = (SIZES | THRESHOLDS).get(name)
+        if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
+            settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
+        if isinstance(value, bool) or not isinstance(value, int):
+            continue
+        if name.endswith("_token_id"):
+            settings[name] = min(value, _LARGEST_TOKEN)
+        elif isinstance(small, int) and value > small:
+            settings[name] = small
+    for name, other in _KEPT_EQUAL:
+        if other in before and before.get(name) == before[other]:
+            settings[name] = settings[other]
+    for heads, size, expansion in _STATE_HEADS:
+        if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
+            settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    return settings | {name: _shrink(each) for name, each in inner.items() if isinstance(each, PreTrainedConfig)}
+
+
+def changes_with_length(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration has a threshold, such as a sliding window, that is larger than in a small copy.
+
+    Some modules work differently on documents that are longer than a threshold.
+    """
+    settings = vars(config.get_text_config())
+    return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
+
+
+def randomize(model: nn.Module) -> None:
+    """Replace the weights of a model by random weights that are large enough for every part to affect the outputs.
+
+    Initial weights are often too small for this purpose.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            name = name.lower()
+            if not parameter.is_floating_point() or name.endswith(".d"):
+                continue
+            if any(part in name for part in _KEPT_PARAMETERS):
+                continue
+            if "sink" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _scale_of(name, parameter))
+
+
+def _scale_of(name: str, parameter: nn.Parameter) -> float:
+    """Return the standard deviation with which `randomize` draws the entries of a parameter.
+
+    Args:
+        name: name of the parameter, in lower case.
+        parameter: a parameter with two or more dimensions.
+    """
+    if any(part in name for part in ("embed", "wte", "wpe")):
+        return 0.7
+    if "conv1d" in name and parameter.dim() == 3:
+        return 0.5
+    if parameter.dim() == 2:
+        inputs = parameter.shape[-1]
+    elif "experts" in name:
+        inputs = parameter.shape[-2]
+    else:
+        inputs = parameter[0].numel()
+    return float(1.2 / max(inputs, 1) ** 0.5)
+
+
 _COPY_DTYPES = (torch.float64, torch.float32)
 """Dtypes of the copy, tried in this order. The copy has large random weights, with which rounding errors grow from
 layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
-
-_EXPERTS = "eager"
-"""The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
 
 
 class _NoCopyError(ModelNotSupportedError):
@@ -170,15 +341,6 @@ def _is_inside(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def changes_with_length(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration has a threshold, such as a sliding window, that is larger than in a small copy.
-
-    Some modules work differently on documents that are longer than a threshold.
-    """
-    settings = vars(config.get_text_config())
-    return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
-
-
 def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
     """Turn the route that was found on a small copy into a route for the model itself, and return it.
 
@@ -212,48 +374,3 @@ def _only_in_model(model: PreTrainedModel, copy: PreTrainedModel) -> list[str]:
         if name and not inside and (changed or not issubclass(type(module), known.get(name, ()))):
             found.append(name)
     return found
-
-
-def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a small copy of a model on the CPU, with random weights.
-
-    The copy has the same class as the model, and the same numbers and kinds of layers, but small sizes. It is in
-    evaluation mode.
-
-    Raises:
-        Exception: the model's class, or its configuration class, rejects the small sizes. The type of the error depends
-            on the class.
-    """
-    small = type(model.config).from_dict(_shrink(model.config))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
-    randomize(copy)
-    own = model.config._attn_implementation
-    if own not in STOCK_ATTENTIONS and "flash" not in own and own is not None:
-        copy.set_attn_implementation(own)
-    return copy
-
-
-def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
-    settings: dict[str, Any] = config.to_dict()
-    before = dict(settings)
-    for name, value in before.items():
-        small = (SETTINGS | THRESHOLDS).get(name)
-        if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
-            settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
-        if isinstance(value, bool) or not isinstance(value, int):
-            continue
-        if name.endswith("_token_id"):
-            settings[name] = min(value, _LARGEST_TOKEN)
-        elif isinstance(small, int) and value > small and name not in _DEPTHS:
-            settings[name] = small
-    for name, other in _KEPT_EQUAL:
-        if other in before and before.get(name) == before[other]:
-            settings[name] = settings[other]
-    for heads, size, expansion in _STATE_HEADS:
-        if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
-            settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
-    inner = {name: getattr(config, name, None) for name in config.sub_configs}
-    return settings | {name: _shrink(each) for name, each in inner.items() if isinstance(each, PreTrainedConfig)}
