@@ -32,8 +32,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    that the model trains with (batch_proof, batch_runs). If it fails, another run finds the module in which the
    difference begins (locate_leak).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
-   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
-   tiny sizes from tiny_model).
+   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
@@ -72,7 +71,6 @@ from hf_packing.attention.probe import predicts_tokens, random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
-from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
@@ -84,7 +82,6 @@ __all__ = [
     "IsolationReport",
     "NoLanguageModelError",
     "ProveInTraining",
-    "architectures",
     "borders_required",
     "check_isolation",
     "check_patched",
@@ -111,7 +108,6 @@ __all__ = [
     "shares_prefixes",
     "small_copy_of",
     "takes_argument",
-    "tiny_model",
     "unpatch_model",
     "unpatched_on_error",
 ]

@@ -16,7 +16,7 @@ from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import Method
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -24,9 +24,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import hf_packing as hfp
 from hf_packing.attention.forward import KeepLayout, install_unpadding
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.trees.segments import TreeSegments
 from tools.survey.measure import VARIANTS
+from tools.tiny_model import tiny_model
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 

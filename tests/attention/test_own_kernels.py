@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_packing as hfp
 from hf_packing.attention.route import BORDER_ARGUMENTS
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_packing as hfp
 from hf_packing.attention.search import Search
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ import hf_packing as hfp
 from hf_packing.attention import layout, prove_on_batch, tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
+from tools.tiny_model import tiny_model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])

@@ -16,7 +16,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 def test_padding_that_a_head_reads_is_refused():

@@ -13,8 +13,8 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
+from tools.tiny_model import tiny_model
 
 UNDONE = ("llama", "mamba", "jamba", "bart")
 

@@ -13,8 +13,8 @@ from trainers import documents, logged, trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
+from tools.tiny_model import tiny_model
 
 REPEATED = "labels: expected labels that differ from input_ids, got .* sees .* mask tokens before packing"
 MASK = 4

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, patch_model
-from tools.internals import architectures, route_of, tiny_model
+from tools.internals import route_of
 from tools.survey.measure import in_processes, make_documents
+from tools.tiny_model import architectures, tiny_model
 
 HEADS = ("sequence classification", "token classification", "question answering", "multiple choice")
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing import PackingError, patch_model
-from tools.internals import architectures, route_of
+from tools.internals import route_of
 from tools.survey.heads import EXACT
 from tools.survey.measure import in_processes
 from tools.survey.picture_inputs import Document, batch_of, make_documents
 from tools.survey.picture_models import picture_model
+from tools.tiny_model import architectures
 
 STOCK_MIXES = 1e-3
 """A larger difference between the rows of an unpatched model's batch and the rows alone is no rounding."""

@@ -10,7 +10,18 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_packing.attention.small_copy import SIZES, THRESHOLDS, randomize
+from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
+
+__all__ = [
+    "SETTINGS",
+    "THRESHOLDS",
+    "VOCABULARY",
+    "architectures",
+    "inner_configs",
+    "small_config",
+    "tiny_config",
+    "tiny_model",
+]
 
 _MAX_PARAMETERS = 10_000_000
 """The largest number of parameters that a tiny model may have."""
