@@ -149,7 +149,7 @@ POSITIONS = {"none": None, "0 in padding": (0, 0), "-1 in padding": (0, -1), "1 
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_padded_batches(kind):
     """Their rows reach attention as one row, in which no position of padding is left."""
-    model, filled = patched("Llama", num_hidden_layers=1).eval(), Counter()
+    model, filled = patched("Llama", padded=True, num_hidden_layers=1).eval(), Counter()
 
     @settings(max_examples=10)
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.data())
@@ -214,8 +214,8 @@ def test_trees():
         check_trees(way, positions_at_attention(model, **inputs), row["segment_lengths"], row["parents"])
         ids = torch.tensor([[*chain.from_iterable(documents)]])
         if shared := SharedRows.find({"input_ids": ids}, tuple(map(len, documents)), min_shared=1):
-            trees = shared.row.trees
-            check_trees("padded batches", shared.row.position_ids[0], trees.lengths, trees.parents)
+            trees = shared.layout.trees
+            check_trees("padded batches", shared.layout.position_ids[0], trees.lengths, trees.parents)
 
     check_batch()
     assert all(branches[way] for way in ("rows", "copies", "padded batches"))

@@ -333,15 +333,27 @@ class PatchedForward(ReplacedForward):
         if (media or not has_trees(inputs)) and needs_cache(inputs, training):
             return inputs, None
         self._check_patch(inputs)
+        labels = inputs.get("labels")
         rows = None if has_trees(inputs) and not media else self._read_padded(inputs, media)
-        labels, layout = inputs.get("labels"), None if rows is None else rows.layout
-        if layout is None:
+        if rows is None:
             inputs, layout = self._read_layout(inputs)
+        elif self._takes_full_rows(rows) and not media:  # as from a tokenizer
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+            layout, rows = Layout.of(rows.lengths, rows.kept.device, len(rows.lengths)), None
+        else:
+            layout = rows.layout
         check_loader(self.model, layout, labels)
         if rows is not None:
             _check_rows(self.model, rows, inputs, self.route, self._unpadding)
         self._check_labels(inputs, rows, layout)
         return inputs, layout if rows is None else rows
+
+    def _takes_full_rows(self, rows: PaddedRows) -> bool:
+        """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
+        proven."""
+        if self.route.unpadding is not None or not self._takes_packed_rows or min(rows.lengths) < rows.kept.shape[1]:
+            return False
+        return len(rows.lengths) == 1 or not self.route.method.inputs.one_row
 
     def _read_layout(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""

@@ -18,7 +18,7 @@ from tools.survey.picture_models import picture_model
 @cache
 def stock_and_patched(name):
     stock = picture_model(name)
-    return stock, hfp.patch_model(copy.deepcopy(stock))
+    return stock, hfp.patch_model(copy.deepcopy(stock), padded=True)
 
 
 def documents_with_pictures(name):
@@ -71,7 +71,7 @@ def test_pictures_before_the_tokens_of_a_row_are_refused():
     """GIT lays a picture before the text, in the module that gets the tokens without padding."""
     model = picture_model("git")
     documents = make_documents(model)
-    hfp.patch_model(model)
+    hfp.patch_model(model, padded=True)
     for some, more in ((documents, 0), (documents[:1], 0), (documents[:1], 4)):
         for side in ("right", "left"):
             batch, _ = batch_of(model, some, side, more)
@@ -84,7 +84,7 @@ def test_pictures_before_the_tokens_of_a_row_are_refused():
 @pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")  # inside Mllama of transformers 5.17
 def test_attention_to_pictures_is_refused():
     """In Mllama, tokens see the 17 places of a picture, which may be as many as the tokens of the longest row."""
-    model, ratio = hfp.patch_model(picture_model("mllama")), torch.ones(2, 1, dtype=torch.long)
+    model, ratio = hfp.patch_model(picture_model("mllama"), padded=True), torch.ones(2, 1, dtype=torch.long)
     ratios = {"aspect_ratio_ids": ratio, "aspect_ratio_mask": ratio[..., None]}
     for length in (9, 17):
         ids = torch.arange(2 * length).view(2, length) + 8
@@ -110,7 +110,7 @@ def test_checkpointed_towers(name, use_reentrant):
             stock, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         )
         stock.get_submodule("base_model.model.model.vision_tower").requires_grad_(False)
-        model = hfp.patch_model(copy.deepcopy(stock))
+        model = hfp.patch_model(copy.deepcopy(stock), padded=True)
     _, expected = alone(stock.train())
     assert any("vis" in name and bool(each.any()) for name, each in expected.items()) != is_frozen
     model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})

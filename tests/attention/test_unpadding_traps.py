@@ -22,7 +22,7 @@ DOUBLE = torch.float64
 
 
 def both(name, kind, **changes):
-    return tiny_model(name, kind, DOUBLE, **changes), patched_tiny(name, kind, DOUBLE, **changes)
+    return tiny_model(name, kind, DOUBLE, **changes), patched_tiny(name, kind, DOUBLE, padded=True, **changes)
 
 
 def rows_of(rows, side="right", **how):
@@ -123,7 +123,7 @@ def test_a_patched_model_inside_another_one():
     """As a teacher whose forward a student calls."""
     rows, others = documents(lengths=(5, 9, 3)), documents(1, (9, 2, 9))
     for kind in (SEQUENCE, "causal"):
-        outer, inner = patched_tiny("bert", SEQUENCE, DOUBLE), patched_tiny("gpt2", kind, DOUBLE)
+        outer, inner = patched_tiny("bert", SEQUENCE, DOUBLE), patched_tiny("gpt2", kind, DOUBLE, padded=True)
         batch, places = padded(others, "right")
         expected = alone(tiny_model("gpt2", kind, DOUBLE), others, kind)
         for place in (outer.classifier, outer.bert.encoder.layer[0]):
@@ -159,6 +159,7 @@ def test_packed_rows_are_the_same_before_and_after_a_padded_batch():
     packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents()])
     labels = packed.pop("labels")
     before = model(**packed).prediction_logits
+    hfp.patch_model(model, padded=True)
     check(stock, model, rows_of(documents()), SEQUENCE, close=1e-5)
     assert torch.equal(model(**packed).prediction_logits, before)
     assert before.shape[:2] == labels.shape
@@ -174,7 +175,7 @@ def test_a_generate_of_the_users():
     assert model.generate() == "mine"
     hfp.unpatch_model(model)
     assert model.generate() == "mine"
-    model = hfp.patch_model(tiny_model("llama", "causal"))
+    model = hfp.patch_model(tiny_model("llama", "causal"), padded=True)
     wrapped = model.generate
     model.generate = lambda *args, **kwargs: wrapped(*args, **kwargs)
     own = model.generate
@@ -206,7 +207,7 @@ def test_positions_beside_a_batch_without_padding():
 
 
 def test_routers_of_rows_of_one_token():
-    stock, model = tiny_model("mixtral", "causal"), patched_tiny("mixtral", "causal")
+    stock, model = tiny_model("mixtral", "causal"), patched_tiny("mixtral", "causal", padded=True)
     batch = rows_of(documents(lengths=(1, 1, 1)), extra=2)
     found = model(**batch.inputs, output_router_logits=True)
     assert all(len(each) == batch.inputs["input_ids"].numel() for each in found.router_logits)
@@ -231,7 +232,7 @@ def test_attention_weights_are_refused_on_every_route(name, kind):
     stock = tiny_model(name, kind, **({"decoder_start_token_id": 0} if name == "t5" else {}))
     with suppress(ValueError):  # T5 has no other
         stock.set_attn_implementation("eager")
-    model = hfp.patch_model(copy.deepcopy(stock))
+    model = hfp.patch_model(copy.deepcopy(stock), padded=True)
     rows = documents()
     batches = [padded(rows, "right")[0]]
     if kind == "causal":

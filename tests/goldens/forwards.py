@@ -19,7 +19,7 @@ def computed(_: Path) -> Cases:
     """The route of each architecture, and numbers of the logits and gradients of each kind of batch."""
     found: Cases = {}
     for name in ARCHITECTURES:
-        model = hfp.patch_model(built(name))
+        model = hfp.patch_model(built(name), padded=True, trees="BERT" not in name)
         rows = _documents(masked="BERT" in name)
         for kind, batch in _batches(rows).items():
             found[f"{name}, {kind}"] = _numbers_of(model, batch, sum(len(row["input_ids"]) for row in rows))

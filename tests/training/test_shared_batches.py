@@ -107,7 +107,7 @@ def test_what_shares_nothing():
     ]:
         with pytest.warns(UserWarning, match=message):
             assert SharedRows.find({"input_ids": ids, name: value}, (1, 1), 1) is None
-    assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).row.tokens == 1
+    assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).layout.tokens == 1
 
 
 def long_prompts():
