@@ -107,9 +107,8 @@ class ModulePlan:
     kind: str
     """The name of the module's class."""
     inputs: TokenAxes
+    """The token axes of the module's arguments, and of what the inner modules in `ahead` return."""
     outputs: TokenAxes
-    between: TokenAxes
-    """The token axes of the outputs that the inner modules in `ahead` return."""
     sharing: Sharing = "none"
     is_stateful: bool = False
     """True if a call changes the module's state. The state is then restored after every call."""
@@ -131,8 +130,7 @@ class ModulePlan:
             row_length: number of tokens in the row.
         """
         where = f"{type(module).__name__} ({name})"
-        inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
-        return cls(name, type(module).__name__, inputs, outputs, between)
+        return cls(name, type(module).__name__, TokenAxes(where, row_length), TokenAxes(where, row_length))
 
     @property
     def is_recording(self) -> bool:
@@ -140,8 +138,8 @@ class ModulePlan:
 
     def freeze(self) -> None:
         """Stop recording token axes. From then on, the plan uses the recorded axes for rows of any length."""
-        for axes in (self.inputs, self.outputs, self.between):
-            axes.freeze()
+        self.inputs.freeze()
+        self.outputs.freeze()
 
     def packed_modules(self) -> list[str]:
         """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
@@ -223,8 +221,7 @@ class SegmentedForward(ReplacedForward):
         plan, output = self.plan, None
         ahead = self._run_ahead(inputs)
         for call in calls:
-            args, kwargs = cut_inputs(inputs, plan.inputs, call.places, fill)
-            results = cut_inputs(ahead, plan.between, call.places, fill)
+            args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
             with use_layout(call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             found = split_outputs(output, plan.outputs, call.lengths)
@@ -262,7 +259,6 @@ class SegmentedForward(ReplacedForward):
             given = made.get(source) if isinstance(source, str) else arguments.get(source)
             if isinstance(given, Tensor):  # None if the caller passed embeddings, not tokens
                 made[name] = self.module.get_submodule(name)(given)
-        self.plan.between.found_in(made)
         return made
 
     @contextmanager

@@ -24,6 +24,7 @@ from hf_packing.attention.inspect_model import (
     Signature,
     has_local_weights,
     has_vocabulary,
+    inner_model,
     sees_media,
     tower_configurations,
 )
@@ -61,7 +62,7 @@ from hf_packing.attention.route import (
     mark_changing_sizes,
 )
 from hf_packing.attention.row_readers import RowReader, RowsInBackbone
-from hf_packing.attention.snapshot import Attention, attention_now, restore_attention, use_attention
+from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.attention.varlen import register
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -351,9 +352,13 @@ class PatchedForward(ReplacedForward):
     def _takes_full_rows(self, rows: PaddedRows) -> bool:
         """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
         proven."""
-        if self.route.unpadding is not None or not self._takes_packed_rows or min(rows.lengths) < rows.kept.shape[1]:
+        if (
+            self.patch.facts.unpadding is not None
+            or not self._takes_packed_rows
+            or min(rows.lengths) < rows.kept.shape[1]
+        ):
             return False
-        return len(rows.lengths) == 1 or not self.route.method.inputs.one_row
+        return len(rows.lengths) == 1 or not self.route.method.one_row
 
     def _read_layout(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
@@ -549,9 +554,10 @@ def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
         )
 
 
-def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
+def install(model: PreTrainedModel, route: Route) -> None:
     """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
-    inner models, and of the modules that run by segment. `remove` will restore the attention settings `before`."""
+    inner models, and of the modules that run by segment. After an error, the model is left unpatched."""
+    before = attention_of(model)
     of_towers = {id(config) for config in tower_configurations(model)}
     attention = [each for each in before if id(each[0]) not in of_towers]
     patch = Patch(model, route, attention, Signature(model), sees_media(model))
@@ -573,6 +579,7 @@ def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
             install_unpadding(model, route.facts.unpadding)
     except BaseException:
         remove(model)
+        restore_attention(before)
         raise
 
 
@@ -625,14 +632,16 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 @contextmanager
-def unpatched_on_error(model: PreTrainedModel, before: Attention) -> Iterator[None]:
-    """Context manager: after an error or an interruption in the block, the model is left unpatched."""
+def unpatched_on_error(model: nn.Module) -> Iterator[None]:
+    """Context manager: after an error or an interruption in the block, a model that was not patched before it is left
+    unpatched."""
+    inner = inner_model(model)
+    was_patched = is_patched(inner)
     try:
         yield
     except BaseException:
-        if is_patched(model):
-            remove(model)
-        restore_attention(before)
+        if is_patched(inner) and not was_patched:
+            remove(inner)
         raise
 
 

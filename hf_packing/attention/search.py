@@ -278,7 +278,6 @@ class Search:
             if id(source) in known:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
-                plan.between.of((name,), inner.output)
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
                 paths = [path for path, leaf, _ in plan.outputs.found_in(call.output) if leaf is inner.output]
                 plan.after = (name, paths[0]) if paths else None
@@ -300,11 +299,10 @@ class Search:
 def _renamed(plan: ModulePlan, name: str) -> ModulePlan:
     """Return a copy of a plan for a module that is built alike. The copy has the same token axes, and does not record
     any: whatever is recorded for the plan also holds for the copy."""
-    inputs, outputs, between = (
-        replace(each, where=f"{plan.kind} ({name})", row_length=None)
-        for each in (plan.inputs, plan.outputs, plan.between)
+    inputs, outputs = (
+        replace(each, where=f"{plan.kind} ({name})", row_length=None) for each in (plan.inputs, plan.outputs)
     )
-    return replace(plan, name=name, inputs=inputs, outputs=outputs, between=between)
+    return replace(plan, name=name, inputs=inputs, outputs=outputs)
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")

@@ -4,25 +4,15 @@ A copy is used if the model's weights are not in memory, and if some modules of 
 documents. It has about a million parameters, and is built in a second.
 """
 
-import warnings
-from collections.abc import Collection
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.find_route import find_and_prove
-from hf_packing.attention.forward import install, remove
-from hf_packing.attention.inspect_model import pad_token_of
-from hf_packing.attention.probe import Probe
 from hf_packing.attention.proof import STOCK_ATTENTIONS
-from hf_packing.attention.route import Route, known_routes, packed_share, route_key, route_of
-from hf_packing.attention.search import Search
-from hf_packing.attention.snapshot import attention_of
-from hf_packing.attention.tolerance import NoLanguageModelError
-from hf_packing.errors import ModelNotSupportedError
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
@@ -176,7 +166,7 @@ def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     return settings | {name: _shrink(each) for name, each in inner.items() if isinstance(each, PreTrainedConfig)}
 
 
-def changes_with_length(config: PreTrainedConfig) -> bool:
+def has_thresholds(config: PreTrainedConfig) -> bool:
     """Return whether a configuration has a threshold, such as a sliding window, that is larger than in a small copy.
 
     Some modules work differently on documents that are longer than a threshold.
@@ -224,153 +214,47 @@ def _scale_of(name: str, parameter: nn.Parameter) -> float:
     return float(1.2 / max(inputs, 1) ** 0.5)
 
 
-_COPY_DTYPES = (torch.float64, torch.float32)
-"""Dtypes of the copy, tried in this order. The copy has large random weights, with which rounding errors grow from
-layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
+_SMALL = 0.1
+"""Standard deviation of the noise that `random_where_zero` adds to gates and biases that consist of zeros."""
+
+_SHARE_OF_KERNEL = 0.5
+"""Standard deviation of the noise that `random_where_zero` adds to a convolution kernel, as a share of the root mean
+square of the kernel."""
+
+_LONGEST_KERNEL = 16
+"""Largest kernel size, in tokens, of the convolutions to which `random_where_zero` adds noise. The kernel size is the
+size of the last axis of the convolution's weight."""
 
 
-class _NoCopyError(ModelNotSupportedError):
-    """Raised if a model's class or its configuration rejects the small sizes."""
+@contextmanager
+def random_where_zero(model: nn.Module) -> Iterator[None]:
+    """Context manager: within the block, noise is added to weights that may hide a leak between documents.
 
-
-class FoundOnCopy(NamedTuple):
-    """A route that was found and proven on a small copy of a model."""
-
-    route: Route
-    only_in_model: list[str]
-    """Names of the modules that the model itself has, but not the copy, such as modules of PEFT and modules that the
-    user has replaced. Inner modules of such modules are left out."""
-
-
-def find_and_prove_on_small_copy(model: PreTrainedModel) -> FoundOnCopy:
-    """Find and prove a route on a small copy of a model, and return it as a route for the model itself.
-
-    A route is a way to keep packed documents apart. The model itself is not run.
-
-    Raises:
-        ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
-            segment by segment in the copy has another class in the model, or is missing there.
+    In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
+    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to
+    every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
+    are restored.
     """
-    failures: list[str] = []
-    for dtype in _COPY_DTYPES:
-        try:
-            copy = small_copy_of(model, dtype)
-        except Exception as error:  # a configuration may be rejected for many reasons
-            raise _NoCopyError(
-                f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
-                f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
-                "prove='model' before the model is sharded"
-            ) from error
-        try:
-            find_and_prove(copy)
-            return FoundOnCopy(_for_model(model, copy), _only_in_model(model, copy))
-        except NoLanguageModelError:
-            raise
-        except ModelNotSupportedError as error:
-            failures.append(f"on a small copy of the model in {dtype}: {error}")
-    raise ModelNotSupportedError("; ".join(failures))
+    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
+    zero = [parameter for parameter in parameters if not parameter.any()]
+    kernels = [
+        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
+    ]
+    generator = torch.Generator().manual_seed(0)
 
+    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
+        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
 
-def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
-    """Replace the route of a patched model by a route that also works for long documents.
-
-    A route is the way in which a model keeps packed documents apart. Some modules work differently on documents that
-    are longer than a threshold. For example, a module that selects the best 2048 tokens selects all tokens of a shorter
-    document. The documents that a route is tested with are shorter than such thresholds, so this function looks for a
-    route on a small copy of the model, in which the thresholds are small. The new route is then proven on the model
-    itself. If no copy can be built, the model keeps its route, with a warning.
-
-    Args:
-        model: a patched model.
-
-    Raises:
-        ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
-            which is left unpatched.
-    """
-    short, before = remove(model), attention_of(model)
-    known_routes.pop(route_key(model))  # which is the short one
     try:
-        found = find_and_prove_on_small_copy(model)
-    except _NoCopyError as error:
-        install(model, short, before)
-        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
-        return
-    route = found.route
-    if found.only_in_model:
-        route = extend_route(model, route, found.only_in_model)
-    try:
-        find_and_prove(model, only=route)
-    except ModelNotSupportedError as error:
-        raise ModelNotSupportedError(
-            f"{type(model).__name__}: the route that keeps long documents apart in a small copy of the model is not "
-            f"proven on the model itself: {error}"
-        ) from error
-
-
-def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -> Route:
-    """Search some modules of a model, and return a route in which they run segment by segment if they have to.
-
-    Args:
-        model: an unpatched model.
-        route: a route that was found on a model without these modules.
-        names: names of the modules. Their inner modules are searched, too.
-
-    Raises:
-        ModelNotSupportedError: the model cannot be called on a packed row.
-    """
-    install(model, route, attention_of(model))
-    try:
-        probe = Probe(model)
-        search = Search(model, probe.row, only=names)
-        with probe.undisturbed():
-            found = search.run(lambda **options: probe.packed(probe.documents, **options))
-    except Exception as error:  # custom model code may raise anything
-        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
+            for parameter, _ in kernels:
+                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
+        yield
     finally:
-        remove(model)
-    if not found:
-        return route
-    outside = [plan for plan in route.by_segment if not any(_is_inside(plan.name, each.name) for each in found)]
-    new = [plan for plan in found if not any(_is_inside(plan.name, each.name) for each in outside)]
-    plans = (*outside, *new)
-    method = replace(route.method, one_row=True)
-    return replace(route, method=method, by_segment=plans, packed_share=packed_share(model, plans))
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
-
-
-def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
-    """Turn the route that was found on a small copy into a route for the model itself, and return it.
-
-    Raises:
-        ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is
-            missing there.
-    """
-    route = route_of(copy)
-    assert route is not None
-    classes = {name: type(module).__name__ for name, module in copy.named_modules()}
-    own = {name: [cls.__name__ for cls in type(module).__mro__] for name, module in model.named_modules()}
-    for plan in route.by_segment:
-        if classes[plan.name] not in own.get(plan.name, ()):
-            raise ModelNotSupportedError(
-                f"{type(model).__name__}: patch_model found a route on a small copy of the model, but the route does "
-                f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
-                f"{own.get(plan.name, ['no such module'])[0]}"
-            )
-    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
-    facts = replace(route.facts, refused_token=refused)
-    return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
-
-
-def _only_in_model(model: PreTrainedModel, copy: PreTrainedModel) -> list[str]:
-    """Return the outermost modules of a model that the copy lacks, or that have another class or forward there."""
-    known = {name: type(module) for name, module in copy.named_modules()}
-    found: list[str] = []
-    for name, module in model.named_modules():
-        changed = "forward" in vars(module) or bool(module._forward_pre_hooks) or bool(module._forward_hooks)
-        inside = any(name.startswith(f"{outer}.") for outer in found[-1:])
-        if name and not inside and (changed or not issubclass(type(module), known.get(name, ()))):
-            found.append(name)
-    return found
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.zero_()
+            for parameter, before in kernels:
+                parameter.copy_(before)

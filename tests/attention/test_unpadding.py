@@ -157,7 +157,7 @@ def test_a_language_model_takes_padded_batches_once_they_are_proven():
     hfp.patch_model(model, padded=True)
     proven = route_of(model).facts.unpadding
     model(**batch)
-    assert route_of(hfp.patch_model(model, padded=True)).unpadding is proven
+    assert route_of(hfp.patch_model(model, padded=True)).facts.unpadding is proven
 
 
 def test_memory_kept_for_the_backward_pass():
