@@ -118,7 +118,7 @@ def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list
             if row is not None:
                 shape = 1, row.tokens
             elif rows is not None:
-                shape = tuple(rows.kept.shape)  # type: ignore[assignment]
+                shape = rows.shape
             else:
                 return
             given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
