@@ -402,7 +402,7 @@ class PatchedForward(ReplacedForward):
             if not labels.shape == ids.shape == rows.shape:
                 return
             ids, labels = rows.lay_end_to_end([ids, labels])
-        self.patch.knows_labels = refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+        refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:

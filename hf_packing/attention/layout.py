@@ -442,7 +442,8 @@ def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), _tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
         return None
-    if tokens.shape[:2] != (1, sum(longest.lengths)) or borders.device != tokens.device:
+    shapes = {len(inputs[name]) for name in CU_SEQ_LENS if inputs.get(name) is not None}
+    if tokens.shape[:2] != (1, sum(longest.lengths)) or shapes != {len(borders)} or borders.device != tokens.device:
         return None
     bound = int(longest) if longest > max(longest.lengths) else None
     return Layout(borders, roots(longest.lengths), 1, bound, longest.padding)
