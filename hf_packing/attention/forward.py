@@ -109,10 +109,13 @@ class Patch:
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
     """True once it is known that the model is not trained to copy its input."""
-    layers: list[nn.Module] = field(default_factory=list)
-    """The modules in lists when `may_checkpoint` was found."""
+    layers: list[nn.Module] | None = None
+    """The modules in the model's lists when `may_checkpoint` was found; None before."""
     may_checkpoint: list[nn.Module] = field(default_factory=list)
     """The modules that have an activation-checkpointing function, or may get one."""
+
+    def __post_init__(self) -> None:
+        self.lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -133,15 +136,12 @@ class Patch:
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
-        what they ran under. Modules are searched again only after layers were replaced, as FSDP does."""
-        lists = [each for each in self.may_checkpoint if isinstance(each, nn.ModuleList)]
-        if not self.may_checkpoint or self.layers != [layer for each in lists for layer in each]:
+        what they ran under. All modules are searched only after layers were replaced, as FSDP does."""
+        layers = [layer for each in self.lists for layer in each]
+        if layers != self.layers:
+            self.layers = layers
             names = (*_CHECKPOINTING, "gradient_checkpointing")
-            kinds = nn.ModuleList, PreTrainedModel
-            self.may_checkpoint = [
-                each for each in self.model.modules() if isinstance(each, kinds) or any(hasattr(each, n) for n in names)
-            ]
-            self.layers = [layer for each in self.may_checkpoint if isinstance(each, nn.ModuleList) for layer in each]
+            self.may_checkpoint = [each for each in self.model.modules() if any(hasattr(each, name) for name in names)]
         gives_borders = self.route.method.borders and not self.route.by_segment
         for module in self.may_checkpoint:
             for name in _CHECKPOINTING:
@@ -340,7 +340,7 @@ class PatchedForward(ReplacedForward):
             inputs, layout = self._read_layout(inputs)
         elif self._takes_full_rows(rows) and not media:  # as from a tokenizer
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-            layout, rows = Layout.of(rows.lengths, rows.kept.device, len(rows.lengths)), None
+            layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None
         else:
             layout = rows.layout
         check_loader(self.model, layout, labels)
@@ -352,11 +352,7 @@ class PatchedForward(ReplacedForward):
     def _takes_full_rows(self, rows: PaddedRows) -> bool:
         """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
         proven."""
-        if (
-            self.patch.facts.unpadding is not None
-            or not self._takes_packed_rows
-            or min(rows.lengths) < rows.kept.shape[1]
-        ):
+        if self.patch.facts.unpadding is not None or not self._takes_packed_rows or rows.has_padding:
             return False
         return len(rows.lengths) == 1 or not self.route.method.one_row
 
@@ -412,10 +408,10 @@ class PatchedForward(ReplacedForward):
         if not self.module.training or self.patch.knows_labels or not self.patch.facts.sees_labels:
             return
         if rows is not None and isinstance(ids, Tensor) and isinstance(labels, Tensor):
-            if not labels.shape == ids.shape == rows.kept.shape:
+            if not labels.shape == ids.shape == rows.shape:
                 return
             ids, labels = rows.lay_end_to_end([ids, labels])
-        self.patch.knows_labels = refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+        refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
@@ -517,7 +513,7 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
             "encoder's and a decoder's; call unpatch_model"
         )
     takes_embeddings = route.facts.takes_packed_rows or unpadding.takes_embeddings
-    if inputs.get("input_ids") is None and not takes_embeddings and min(rows.lengths) < rows.kept.shape[1]:
+    if inputs.get("input_ids") is None and not takes_embeddings and rows.has_padding:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
             "inputs_embeds"

@@ -154,7 +154,7 @@ def _watch(modules: Iterable[tuple[str, nn.Module]], forward: Callable[[], Any])
             if layout is not None:
                 calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), (1, layout.tokens)))
             elif rows is not None:
-                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), tuple(rows.kept.shape)))
+                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), rows.shape))
 
         return after
 

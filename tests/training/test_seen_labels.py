@@ -110,11 +110,10 @@ def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
     kept = [token if place % 7 == 3 else -100 for place, token in enumerate(ROW)]
     for labels in (kept, [-100] * 40, [6, *ROW[1:]], [*ROW[:39], -100]):
         assert in_training(model, ROW, labels, [40]).dtype == torch.float64
-    # two tokens are too few to tell, but they are counted
     model = patched_bert().train()
-    in_training(model, ROW[:2], ROW[:2], [1, 1])
-    with pytest.raises(PackingError, match="got 4 successive labels that only repeat input_ids"):
-        in_training(model, ROW[:2], ROW[:2], [1, 1])
+    in_training(model, ROW[:2], ROW[:2], [1, 1])  # two tokens are too few to tell
+    with pytest.raises(PackingError, match="got 3 labels that only repeat input_ids"):
+        in_training(model, ROW[:3], ROW[:3], [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -134,10 +133,7 @@ def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
     """Its labels are all tokens, and other ones only where there is a mistake."""
     model = patched_bert().train()
     in_training(model, ROW, [6, *ROW[1:]], [40])
-    for _ in range(4096 // 40):
-        in_training(model, ROW, ROW, [40])
-    with pytest.raises(PackingError, match="got 4120 successive labels"):
-        in_training(model, ROW, ROW, [40])
+    assert torch.isfinite(in_training(model, ROW, ROW, [40]))
 
 
 def test_a_loop_for_a_corrector_may_begin_without_mistakes():
