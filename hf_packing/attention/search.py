@@ -105,7 +105,6 @@ class Search:
         self._kinds = {} if thorough else kinds_of_modules(model)
         self._first_of_kind: dict[int, tuple[_Call, _Finding]] = {}
         self._called: dict[str, None] = {}
-        self._found_late = False  # whether a module was found only at its second call
         self._running = ""  # name of the module that is checked, or whose finding is assumed
         self._open_calls: list[_Call] = []
 
@@ -115,7 +114,7 @@ class Search:
         try:
             with self._watching():
                 forward()
-            if self._found_late:  # this forward also records the arguments of earlier calls
+            if self.found:  # this forward also records the arguments of calls before a module was found
                 forward()
             for options in _OTHER_CALLS if self.found else ():
                 with suppress(Exception):
@@ -242,7 +241,6 @@ class Search:
             self.unsliceable |= dict.fromkeys(alike, finding.error)
         if (forward := finding.forward) is None:
             return
-        self._found_late |= call.name in self._called
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
         plan = forward.plan

@@ -235,26 +235,23 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
     every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
     are restored.
     """
-    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
-    zero = [parameter for parameter in parameters if not parameter.any()]
-    kernels = [
-        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
-    ]
     generator = torch.Generator().manual_seed(0)
-
-    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
-        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
-
+    before: list[tuple[nn.Parameter, torch.Tensor]] = []
     try:
         with torch.no_grad():
-            for parameter in zero:
-                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
-            for parameter, _ in kernels:
-                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
+            for parameter in model.parameters():
+                if not (parameter.ndim and parameter.numel() and parameter.is_floating_point()) or parameter.is_meta:
+                    continue
+                if not parameter.any():
+                    scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL
+                elif parameter.ndim == 3 and parameter.shape[-1] <= _LONGEST_KERNEL:
+                    scale = _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())
+                else:
+                    continue
+                before.append((parameter, parameter.detach().clone()))
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter))
         yield
     finally:
         with torch.no_grad():
-            for parameter in zero:
-                parameter.zero_()
-            for parameter, before in kernels:
-                parameter.copy_(before)
+            for parameter, value in before:
+                parameter.copy_(value)
