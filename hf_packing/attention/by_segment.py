@@ -5,7 +5,7 @@ The module's inputs are cut into segments, the module is called on every segment
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -192,7 +192,7 @@ class SegmentedForward(ReplacedForward):
                 f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
-        with _results_lock:
+        with _results_lock if plan.packed_modules() else nullcontext():
             if not plan.inputs.found_in(inputs):
                 return self.forward(*args, **kwargs)
             if row.is_one_path_per_row:
