@@ -15,18 +15,10 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
-from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
-from hf_packing.attention.proof import (
-    BeyondRoundingError,
-    Exam,
-    model_sees_labels,
-    own_attention_agrees,
-    prove_isolation,
-    refuse_loss_across_borders,
-    repeat_thoroughly,
-    run_alone,
-    run_alone_in_training,
-)
+from hf_packing.attention.cases import DocumentTokens, RowCase, pack_in_one_row
+from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
+from hf_packing.attention.proof import prove, require
+from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.route import (
     InputFormat,
     LocalMaskError,
@@ -41,7 +33,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import Attention, attention_of
-from hf_packing.attention.tolerance import NotCallableError
+from hf_packing.attention.tolerance import apart
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -104,12 +96,12 @@ def _prove_around_backbone(model: PreTrainedModel, before: Attention, only: Rout
 def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Attention, only: Route | None) -> None:
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
-    exams = _run_documents_alone(model, module)
-    width = exams[0].references[0].logits[0].shape[-1]
-    sees_labels = model_sees_labels(exams[0].probe, width)
-    route = _install_proven_route(model, before, exams, only)
-    refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
-    refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
+    cases = _examined(Runner(model, module))
+    width = cases[0].known[0].outputs[0].shape[-1]
+    sees_labels = model_sees_labels(cases[0], width)
+    route = _install_proven_route(model, before, cases, only)
+    refuse_loss_across_borders(cases[0], cases[-1], width)
+    refused = pad_token_of(model) if _treats_pad_as_padding(cases[1]) else None
     if sees_labels or refused is not None or module is not model:
         remove(model)
         route = replace(route, refused_token=refused, sees_labels=sees_labels, takes_packed_rows=module is model)
@@ -119,36 +111,22 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Att
             prove_unpadding(model)
 
 
-def _run_documents_alone(model: PreTrainedModel, module: nn.Module) -> list[Exam]:
-    """Return the test batches of a proof: a single row, several rows, and a single row in training mode.
-
-    To save time, none of these exams is thorough, and the documents in several rows contain pad tokens, if the model
-    can be called on such documents. Gradients are computed in training mode, or, if that is not possible, for a single
-    row in evaluation mode.
-    """
-    probe = Probe(model, module=module)
-    tokens, other = probe.documents[-1], probe.others[-1]
+def _examined(runner: Runner) -> list[RowCase]:
+    """Return the cases of a proof: a single row, several rows, and a single row in training mode, with the outputs of
+    documents alone. Gradients are computed in training mode, or, if that is not possible, for a single row in
+    evaluation mode."""
+    case = RowCase(runner)
+    tokens, other = case.tokens[-1], case.others[-1]
     other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
-    first = run_alone(probe, gradients=False)
-    try:
-        in_rows = run_alone(_probe_of_rows(probe, pad_token_of(model)), gradients=False)
-    except ModelNotSupportedError:
-        in_rows = run_alone(_probe_of_rows(probe), gradients=False)
-    training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True, module=module)
-    training.rounding = probe.rounding
-    in_training = run_alone_in_training(training)
-    if in_training.unproven:
-        first = run_alone(probe, gradients=True)
-    return [first, replace(in_rows, rows=len(_ROWS)), in_training]
-
-
-def _probe_of_rows(like: Probe, pad_token: int | None = None) -> Probe:
-    """Return a probe of several packed rows. If `pad_token` is given, every document contains it."""
-    probe = Probe(like.model, 1, [*chain(*_ROWS)], _pack_in_rows, like=like, module=like.module)
-    if pad_token is not None:
-        for document in probe.documents:
-            document[2] = document[-1] = pad_token
-    return probe
+    case.examine()
+    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1, like=case)
+    rows.examine()
+    training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING, like=case)
+    training.examine()
+    if training.unproven:
+        case.wants_gradients = True
+        case.examine()
+    return [case, rows, training]
 
 
 def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
@@ -158,50 +136,41 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bool:
+def _treats_pad_as_padding(rows: RowCase) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
-    have different logits in packed rows and in a row of their own. `in_rows` is the exam of several rows that the model
-    has passed. If its documents contain pad tokens, the result is known."""
-    model, token = in_rows.probe.model, pad_token_of(in_rows.probe.model)
-    if token is None or token in in_rows.probe.documents[0]:
+    have different logits in packed rows and in a row of their own."""
+    token = pad_token_of(rows.model)
+    if token is None:
         return False
-    remove(model)
+    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1, like=rows)
+    for document in case.tokens:
+        document[2] = document[-1] = token
+    case.only_equality = True
     try:
-        exam = run_alone(_probe_of_rows(in_rows.probe, token), gradients=False, thorough=True)
-    except ModelNotSupportedError:  # the model refuses pad tokens itself
-        exam = None
-    install(model, route, before)
-    if exam is None:
-        return False
-    try:
-        with exam.probe.undisturbed():
-            packed = exam.probe.packed(exam.probe.documents)
+        case.examine()
+        return prove(case).problem is not None
     except Exception:  # the model refuses pad tokens itself
         return False
-    return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
-def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list[Exam], only: Route | None) -> Route:
-    """Install the fastest route that is proven to keep documents apart, and return it.
-
-    If an exam fails, it is replaced in `exams` by a thorough one.
-    """
+def _install_proven_route(model: PreTrainedModel, before: Attention, cases: list[RowCase], only: Route | None) -> Route:
+    """Install the fastest route that is proven to keep documents apart, and return it."""
     key = route_key(model)
     if only is not None:
-        known_routes[key] = _prove(model, only, before, exams)
+        known_routes[key] = _prove(model, only, before, cases)
         return known_routes[key]
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
-            return _prove(model, known, before, exams)
+            return _prove(model, known, before, cases)
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
-    for method in methods_for(model, exams[0].probe.module):
+    for method in methods_for(model, cases[0].runner.called):
         if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, LocalMaskError):
             continue
         if method.attention and isinstance(failure, _NeverCalledError):
             continue
         try:
-            known_routes[key] = _search_and_prove(model, method, before, exams, tuple(dict.fromkeys(failures)))
+            known_routes[key] = _search_and_prove(model, method, before, cases, tuple(dict.fromkeys(failures)))
             return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
@@ -213,7 +182,7 @@ def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list
 
 
 def _search_and_prove(
-    model: PreTrainedModel, method: Method, before: Attention, exams: list[Exam], tried: tuple[str, ...]
+    model: PreTrainedModel, method: Method, before: Attention, cases: list[RowCase], tried: tuple[str, ...]
 ) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
     route, prove that it keeps documents apart, and return it.
@@ -225,7 +194,7 @@ def _search_and_prove(
         model: an unpatched model.
         method: an attention function, and a format of the model's inputs.
         before: the model's attention settings, which are restored when the route is removed.
-        exams: the test batches of the proof.
+        cases: the test batches of the proof.
         tried: the reasons why faster methods failed; stored in the route.
 
     Raises:
@@ -234,12 +203,12 @@ def _search_and_prove(
     """
     route, failure = None, None
     for thorough in (False, True):
-        search = Search(model, exams[0].probe.row, thorough=thorough)
+        search = Search(model, cases[0].row, thorough=thorough)
         try:
-            found = _route_found_by(search, method, before, exams[0].probe, tried)
+            found = _route_found_by(search, method, before, cases[0], tried)
             if route is None or not have_equal_plans(found, route):
                 route = found
-                return _prove_for_several_rows(model, route, before, exams)
+                return _prove_for_several_rows(model, route, before, cases)
         except LocalMaskError:
             raise
         except ModelNotSupportedError as error:
@@ -260,7 +229,7 @@ def _search_and_prove(
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def _route_found_by(search: Search, method: Method, before: Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
+def _route_found_by(search: Search, method: Method, before: Attention, case: RowCase, tried: tuple[str, ...]) -> Route:
     """Run a search, and return the route that consists of `method` and of the modules that the search found.
 
     If the model never calls the attention function of `method`, the route has the first method without one instead.
@@ -268,9 +237,9 @@ def _route_found_by(search: Search, method: Method, before: Attention, probe: Pr
     model = search.model
     install(model, Route(method, (), 1.0), before)
     try:
-        with probe.undisturbed(), observe() as observed:
+        with case.undisturbed(), observe() as observed:
             check = partial(method.check, observed)
-            plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options), check))
+            plans = tuple(search.run(lambda **options: case.outputs(case.tokens, **options), check))
     except ModelNotSupportedError:
         raise
     except Exception as error:
@@ -279,71 +248,50 @@ def _route_found_by(search: Search, method: Method, before: Attention, probe: Pr
         remove(model)
     if method.attention and not observed.calls:
         tried = (*tried, f"with varlen attention: {_NeverCalledError()}")
-        method = next(each for each in methods_for(model, probe.module) if not each.attention)
+        method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
     if plans:
         method = replace(method, inputs=replace(method.inputs, one_row=True))
     return Route(method, plans, packed_share(model, plans), tried)
 
 
-def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
+def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Attention, cases: list[RowCase]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it. If the proof fails only for a batch of
     several rows, try a second route, which lays the rows of a batch end to end in a single row."""
     try:
-        return _prove(model, route, before, exams)
+        return _prove(model, route, before, cases)
     except _SeveralRowsError:
         if route.method.inputs.one_row:
             raise
         method = replace(route.method, inputs=replace(route.method.inputs, one_row=True))
-        return _prove(model, replace(route, method=method), before, exams)
+        return _prove(model, replace(route, method=method), before, cases)
 
 
-def _prove(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
+def _prove(model: PreTrainedModel, route: Route, before: Attention, cases: list[RowCase]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it.
 
     If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
     proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
     """
-    unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
+    unproven = "; ".join(case.unproven for case in cases if case.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
+    case = cases[0]
     try:
-        for number, exam in enumerate(exams):
-            is_known = exam.rows > 1 and route.method.inputs.one_row  # rows run as one row, which another exam has
-            exams[number] = _pass(replace(exam, only_equality=is_known), route, before)
+        for case in cases:
+            if case.can_be_run:
+                # rows that run as one row are known from another case
+                case.only_equality = case is cases[1] and route.method.inputs.one_row
+                require(case)
     except BaseException as error:
         if is_patched(model):
             remove(model)
         if not isinstance(error, Exception):
             raise
         known = isinstance(error, ModelNotSupportedError)
-        if exam.rows > 1:
+        if case is cases[1]:
             reason = str(error) if known else f"the model cannot be called on several packed rows: {error}"
             raise _SeveralRowsError(reason) from error
         if known:
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
-
-
-def _pass(exam: Exam, route: Route, before: Attention) -> Exam:
-    """Prove with one exam that an installed route keeps documents apart; if that fails, but may succeed with a thorough
-    exam without pad tokens, prove again. Return the exam that was passed."""
-    try:
-        with exam.probe.undisturbed():
-            prove_isolation(exam)
-        return exam
-    except (ModelNotSupportedError, PackingError) as error:
-        if exam.is_thorough:
-            raise
-        failure = error
-    model = exam.probe.model
-    remove(model)
-    if exam.rows > 1:
-        exam = replace(exam, probe=_probe_of_rows(exam.probe))
-    elif isinstance(failure, BeyondRoundingError) and own_attention_agrees(exam):
-        raise failure
-    exam = repeat_thoroughly(exam)
-    install(model, route, before)
-    with exam.probe.undisturbed():
-        prove_isolation(exam)
-    return exam

@@ -16,13 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.patched_forward import install, remove
-from hf_packing.attention.probe import Probe
-from hf_packing.attention.proof import STOCK_ATTENTIONS
+from hf_packing.attention.cases import STOCK_ATTENTIONS, RowCase
 from hf_packing.attention.route import Route, known_routes, packed_share, route_key, route_of
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
-from hf_packing.attention.tolerance import NoLanguageModelError
+from hf_packing.attention.runs import NoLanguageModelError, Runner
 from hf_packing.errors import ModelNotSupportedError
 
 _DEPTHS = (
@@ -149,10 +148,10 @@ def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -
     """
     install(model, route, attention_of(model))
     try:
-        probe = Probe(model)
-        search = Search(model, probe.row, only=names)
-        with probe.undisturbed():
-            found = search.run(lambda **options: probe.packed(probe.documents, **options))
+        case = RowCase(Runner(model))
+        search = Search(model, case.row, only=names)
+        with case.undisturbed():
+            found = search.run(lambda **options: case.outputs(case.tokens, **options))
     except Exception as error:  # custom model code may raise anything
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     finally:
