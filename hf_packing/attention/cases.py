@@ -124,6 +124,8 @@ class Case(ABC):
         self.wants_gradients = training
         self.unit: float | None = None
         """The standard deviation of the outputs; None to compute it."""
+        self.known: list[Alone] = []
+        """The outputs of documents alone, as they were found so far."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -182,7 +184,8 @@ class Case(ABC):
 
     def references(self) -> list[Alone]:
         """Return the outputs of documents alone, of which the outputs in the batch have to equal one."""
-        return [self.alone()]
+        self.known = [self.alone()]
+        return self.known
 
     def memory(self, packed: Run) -> list[str] | None:  # noqa: ARG002
         """Return the names of buffers through which a run affects the next one; None if none does."""
@@ -302,11 +305,12 @@ class RowCase(Case):
         self.tokens, self.others = random_documents(runner.model, trees.lengths, seed)
         self.only_equality = False
         """True if documents are only compared with documents alone, and none is replaced."""
+        self.compares = True
+        """False if documents are not compared with documents alone."""
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
         self.can_be_run = True
         """True if the model runs in this mode, and returns the same outputs for the same tokens."""
-        self.known: list[Alone] = []
         self.options: dict[str, Any] = {}
         """Further arguments of each call of the model on the batch."""
 
@@ -375,11 +379,14 @@ class RowCase(Case):
         return gradient_by_token(score_of(values), embedded, max(map(max, self.tokens)), keep)
 
     def _own_and_others(self, document: int) -> tuple[list[int], list[int]]:
-        """Return the token ids that only a document has, and those that only segments outside of it have."""
-        own = {token for each in self.paths[document] for token in self.tokens[each]}
-        outside = set(range(len(self.tokens))).difference(self.paths[document])
-        others = {token for each in outside for token in self.tokens[each]}
-        return sorted(own - others), sorted(others - own)
+        """Return the token ids in a document, and those outside of it, without those that several segments have: some
+        models add such tokens themselves."""
+        owners = Counter(token for tokens in self.tokens for token in set(tokens))
+        found: tuple[list[int], list[int]] = [], []
+        for segment, tokens in enumerate(self.tokens):
+            own = sorted(token for token in set(tokens) if owners[token] == 1)
+            found[segment not in self.paths[document]].extend(own)
+        return found
 
     def alone(self, attention: str | None = None) -> Alone:
         found = Alone()
@@ -418,7 +425,7 @@ class RowCase(Case):
         return Noise()
 
     def references(self) -> list[Alone]:
-        return self.known
+        return self.known if self.compares else []
 
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof.
@@ -507,7 +514,7 @@ def share(part: Tensor, whole: Tensor) -> float:
     return largest / own if own else float("inf") if largest else 0.0
 
 
-_TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))
+TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))
 _ENDS = (1, 2, 3, 4, 6, 7, 9, 10, 11)
 """The trees of the proof, with 95 tokens: three levels, a document that ends inside others, a segment of a single token,
 branches that are not the first of their parent, and a document alone."""
@@ -520,7 +527,7 @@ class TreeCase(RowCase):
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
 
     def __init__(self, runner: Runner, training: bool = False, like: "RowCase | None" = None) -> None:
-        self._start(runner, training, _TREES, _ENDS, 0)
+        self._start(runner, training, TREES, _ENDS, 0)
         self._like = like
 
     def make_batch(self, documents: DocumentTokens) -> Mapping[str, Any]:

@@ -122,13 +122,16 @@ def _sums(value: Any, shape: torch.Size) -> list[Tensor]:
     each token. A tensor that all rows share, such as a rotary embedding, is repeated for each row."""
     found = []
     for tensor in tensors_in(value):
-        if tensor.is_floating_point() and tensor.ndim > 1:
-            if tensor.shape[:2].numel() == shape.numel():
-                tensor = tensor.flatten(0, 1)
-            elif tensor.shape[:2] == (1, shape[1]):
-                tensor = tensor.expand(shape[0], *tensor.shape[1:]).flatten(0, 1)
-            if len(tensor) == shape.numel():
-                found.append(tensor.detach().flatten(1).norm(1, dim=1, dtype=torch.float64))
+        if tensor.dtype == torch.bool or tensor.ndim < 2:
+            continue
+        if tensor.shape[:2].numel() == shape.numel():
+            tensor = tensor.flatten(0, 1)
+        elif tensor.shape[:2] == (1, shape[1]):
+            tensor = tensor.expand(shape[0], *tensor.shape[1:]).flatten(0, 1)
+        if len(tensor) == shape.numel():
+            values = tensor.detach().reshape(len(tensor), -1)
+            values = values if values.is_floating_point() else values.double()
+            found.append(values.norm(1, dim=1, dtype=torch.float64))
     return found
 
 

@@ -126,8 +126,7 @@ class _Runs:
     def problem(self) -> Problem | None:
         """Return the first reason why the runs do not prove isolation, or None if they prove it."""
         case, name = self.case, type(self.case.model).__name__
-        noise = self.alone[0].noise if self.alone else Noise()
-        tolerance = case.tolerance(noise)
+        tolerance = case.tolerance(case.known[0].noise if case.known else Noise())
         if not self.packed.are_finite:
             return Problem(f"model: expected finite logits, but {name} returns no finite logits for a document", "model")
         if not all(each.is_noticed for each in self.changes):

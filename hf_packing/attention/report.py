@@ -268,7 +268,7 @@ def check_isolation(
     training = make_case(training=True, like=case)
     try:
         with training.undisturbed():
-            is_random = training.is_random(lambda: training.outputs(training.tokens))
+            is_random = training.is_random(lambda: [training.run().outputs])
     except Exception as error:  # custom model code may raise anything
         return replace(report, unproven=f"the model cannot be called in training mode: {error}")
     if is_random is None:
@@ -287,7 +287,7 @@ def check_isolation(
 def _check(case: RowCase) -> IsolationReport:
     """Run a case without a comparison with documents alone, and return a report."""
     model, route = case.model, route_of(case.model)
-    known, case.known, case.wants_gradients = case.known, [], True
+    case.compares, case.wants_gradients = False, True
     try:
         proof = prove(case)
     except PackingError:
@@ -295,8 +295,6 @@ def _check(case: RowCase) -> IsolationReport:
     except Exception as error:  # custom model code may raise anything; the report contains the error
         reason = f"{case.mode}the model cannot be called on a packed row: {error}{what_is_missing(model)}"
         return IsolationReport(False, float("nan"), reason, route=route)
-    finally:
-        case.known = known
     reason = "changing one document did not change the logits of other documents"
     if proof.problem is not None:
         if proof.problem.compared == "model":

@@ -137,8 +137,9 @@ def differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 def spread(values: Tensor) -> float:
-    """Return the standard deviation of the values that are comparable."""
-    return float(values[comparable(values)].std())
+    """Return the standard deviation of the values that are comparable; nan if there are none."""
+    finite = values[comparable(values)]
+    return float(finite.std()) if len(finite) > 1 else math.nan
 
 
 def apart(left: Tensor, right: Tensor, unit: float | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from hf_packing.attention import tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
-from hf_packing.attention.tree_proof import TREES as PROVEN
+from hf_packing.attention.cases import TREES as PROVEN
 from hf_packing.trees.segments import TreeSegments
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees
@@ -191,4 +191,4 @@ def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
     monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     measured = measure_trees("gpt2")
     assert measured.status == "refused"
-    assert "between a tree and the document alone" in measured.reason
+    assert "changing one segment of a tree changed" in measured.reason
