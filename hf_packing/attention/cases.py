@@ -597,7 +597,7 @@ class PaddedCase(RowCase):
         found: dict[str, list[Tensor]] = {}
         for tokens in self.tokens:
             ids = torch.tensor([tokens])
-            for name, value in self._by_name(ids, torch.ones_like(ids), [(0, len(tokens))])[0].items():
+            for name, value in self._by_name(ids, torch.ones_like(ids), [(0, len(tokens))], use_cache=False)[0].items():
                 found.setdefault(name, []).append(value.detach().flatten())
         scales = {name: spread(torch.cat(values)) for name, values in found.items()}
         self._scales = {name: scale if scale > 0 else 1.0 for name, scale in scales.items()}

@@ -200,7 +200,8 @@ class Runner:
             for name, value in inputs.items()
             if name in read or self.signature.takes(name)
         }
-        seed_all(self.seed)
+        if self.model.training or self._is_in_series:  # else, random numbers would be a fault
+            seed_all(self.seed)
         is_known = self.is_compiled or self.model.training in self._watched  # watching is slow, and would recompile
         self._watched.add(self.model.training)
         with self._restored(), nullcontext() if is_known else self._weights:
