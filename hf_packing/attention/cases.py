@@ -7,11 +7,12 @@ them may notice a replaced one, and the replacements to try. `prove` does the re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from functools import cached_property, partial
+from itertools import accumulate, product
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,17 +23,33 @@ from hf_packing.attention.inspect_model import (
     distinctive_lengths,
     embedding_of,
     has_local_weights,
-    has_vocabulary,
     pad_token_of,
     without_ddp,
 )
-from hf_packing.attention.tolerance import ALWAYS_ALLOWED, BATCH, Noise, Profile, Tolerance, apart, comparable, has_experts, spread
-from hf_packing.attention.tolerance import PROBE
 from hf_packing.attention.packed_row import CACHES, PackedRow, has_trees, read_row
 from hf_packing.attention.padded_rows import Side
-from hf_packing.attention.route import READ_ARGUMENTS, is_patched
-from hf_packing.attention.runs import NotCallableError, NoLanguageModelError, Runner, gradient_by_token, gradients, logits_of, what_is_missing, with_sampled_vocabulary
-from hf_packing.attention.snapshot import random_state, seed_all
+from hf_packing.attention.route import READ_ARGUMENTS
+from hf_packing.attention.runs import (
+    Embedded,
+    NoLanguageModelError,
+    NotCallableError,
+    Runner,
+    gradients_of,
+    logits_of,
+    what_is_missing,
+    with_sampled_vocabulary,
+)
+from hf_packing.attention.tolerance import (
+    BATCH,
+    PROBE,
+    Noise,
+    Profile,
+    Tolerance,
+    apart,
+    comparable,
+    has_experts,
+    spread,
+)
 from hf_packing.attention.tree_row import read_tree_row
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -56,51 +73,60 @@ class Run:
     Args:
         outputs: float [values, width]: the outputs of one segment after another.
         sizes: the number of values of each segment.
-        gradients: for each document, the gradient of a weighted sum of its outputs with respect to its own tokens; None
-            if gradients were not computed.
+        gradients: for each document, the gradient of a weighted sum of its outputs with respect to its own tokens;
+            empty if gradients were not computed.
         reach: the largest gradient of a document's outputs at another document's tokens, as a share of the largest one
             at its own tokens.
     """
 
     outputs: Tensor
     sizes: Sequence[int]
-    gradients: dict[int, Tensor] | None = None
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     reach: float = float("nan")
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """The segment of each value, int64 [values]."""
+        sizes = torch.tensor(self.sizes, device=self.outputs.device)
+        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
     @cached_property
     def _borders(self) -> list[int]:
         return [0, *accumulate(self.sizes)]
 
-    def of(self, segments: Sequence[int]) -> Tensor:
-        """Return the outputs of some segments, joined."""
-        return torch.cat([self.outputs[self._borders[each] : self._borders[each + 1]] for each in segments])
+    def of(self, path: Sequence[int]) -> Tensor:
+        """Return the outputs of a document, which is a path of segments."""
+        return torch.cat([self.outputs[self._borders[each] : self._borders[each + 1]] for each in path])
 
-    @cached_property
-    def _segments(self) -> Tensor:
-        """The segment of each value, int64 [values]."""
-        sizes = torch.tensor(self.sizes, device=self.outputs.device)
-        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-
-    def are_in(self, segments: set[int]) -> Tensor:
+    def are_in(self, segments: Sequence[int]) -> Tensor:
         """Return which values belong to some segments, bool [values]."""
-        inside = torch.tensor([each in segments for each in range(len(self.sizes))], device=self.outputs.device)
-        return inside[self._segments]
+        return torch.isin(self.segments, torch.tensor(segments, dtype=torch.long, device=self.outputs.device))
 
     @property
     def are_finite(self) -> bool:
         """True if every segment has a finite output."""
-        finite = comparable(self.outputs).any(1).long()
-        return bool(finite.new_zeros(len(self.sizes)).index_add_(0, self._segments, finite).all())
+        return len(self.segments[comparable(self.outputs).any(1)].unique()) == len(self.sizes)
 
 
 @dataclass
 class Alone:
-    """What a model without its patch returns for documents alone, by document, and what rounding changes in it."""
+    """What a model without its patch returns for documents alone, and what rounding changes in it."""
 
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    noise: Noise = Noise()
-    gradient_noise: Noise = Noise()
+    outputs: dict[int, Tensor]
+    """float [values, width] for each document."""
+    gradients: dict[int, Tensor]
+    """The gradients with respect to the tokens of each document; empty if they were not computed."""
+    noise: Noise
+    gradient_noise: Noise
+    unit: float | None
+    """The standard deviation of all outputs, where single documents have too few; otherwise None."""
+
+
+Watch = Callable[[list[int], torch.Size], AbstractContextManager[None]]
+"""A function that returns a context manager for a call, from the documents and the shape of the call."""
+
+_DUMMY_TOKENS = 8
+"""Number of tokens in a call that a rank makes only because the other ranks make it, too."""
 
 
 class Case(ABC):
@@ -111,6 +137,8 @@ class Case(ABC):
         training: whether the model runs in training mode.
         trees: the segments of the batch; in packed rows and in padded rows, every document is a segment of its own.
         ends: the segment in which each document ends.
+        tokens: the token ids of all segments, int64 [tokens].
+        others: other token ids, which replace them.
     """
 
     profile: Profile = PROBE
@@ -118,12 +146,22 @@ class Case(ABC):
     leaks = "changing one document changed the logits of another document"
     what = "logits"
 
-    def __init__(self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int]) -> None:
-        self.runner, self.training, self.trees = runner, training, trees
+    def __init__(
+        self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
+    ) -> None:
+        self.runner, self.training, self.trees, self.tokens, self.others = runner, training, trees, tokens, others
         self.paths = [trees.segments_of(end) for end in ends]
+        self.per_token = {"input_ids": tokens}
+        """The arguments with which documents run alone, [tokens, ...]."""
+        self.replacements = [[each] for each in range(len(trees.lengths))]
+        """The segments that are replaced together, for each run with replaced segments."""
+        self.sample = [[each] for each in range(len(ends))]
+        """The documents that run alone, for each call. Those of a call have the same length."""
+        self.graded = self.sample
+        """The documents whose outputs have gradients, for each backward pass."""
+        self.copies = 2
+        """How often a document runs in a call alone: the second time with rounding errors."""
         self.wants_gradients = training
-        self.unit: float | None = None
-        """The standard deviation of the outputs; None to compute it."""
         self.known: list[Alone] = []
         """The outputs of documents alone, as they were found so far."""
 
@@ -141,39 +179,18 @@ class Case(ABC):
         return [sum(self.trees.lengths[each] for each in path) for path in self.paths]
 
     @property
-    def is_noisy(self) -> bool:
-        """True if the outputs for a document depend on the number of other tokens that go to the same expert, or that
-        have the same scale."""
-        return has_experts(self.model) or getattr(self.model, "is_quantized", False)
+    def unit(self) -> float | None:
+        return self.known[0].unit if self.known else None
 
-    def tolerance(self, noise: Noise) -> Tolerance:
-        return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
-
-    @abstractmethod
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the case runs the model."""
+    def tolerance(self, *noise: Noise) -> Tolerance:
+        known = noise or [each.noise for each in self.known[:1]]
+        return Tolerance(self.runner.dtype, has_experts(self.model), max(known, default=Noise()), self.profile)
 
     @property
-    @abstractmethod
-    def replacements(self) -> list[list[int]]:
-        """The segments that are replaced together, for each run with replaced segments."""
-
-    def may_notice(self, replaced: Sequence[int]) -> set[int]:
-        """Return replaced segments and those below them."""
-        return {below for each in replaced for below in range(each, self.trees.ends_below[each])}
-
-    def has_to_notice(self, replaced: Sequence[int], run: Run) -> Tensor | None:  # noqa: ARG002
-        """Return which values show that a leak would be seen: those of tokens that stay the same behind replaced ones,
-        bool [values]; None if there are none."""
-        return None
-
-    @abstractmethod
-    def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
-        """Run the model on the batch, with some segments replaced."""
-
-    @abstractmethod
-    def alone(self, attention: str | None = None) -> Alone:
-        """Run documents alone on the model without its patch, with its own attention function or another one."""
+    def is_noisy(self) -> bool:
+        """True if the outputs for a document depend on how many other tokens go to the same expert, or have the same
+        scale."""
+        return has_experts(self.model) or getattr(self.model, "is_quantized", False)
 
     @property
     def other_attention(self) -> str | None:
@@ -181,6 +198,98 @@ class Case(ABC):
         own = self.runner.own_attention
         known = own in STOCK_ATTENTIONS or "flash" in str(own)
         return _WRITTEN_OUT if known and own != _WRITTEN_OUT and self.model._can_set_attn_implementation() else None
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context manager in which the case runs the model."""
+        with self.runner.undisturbed(self.training):
+            yield
+
+    def tokens_of(self, document: int) -> Tensor:
+        """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
+        return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.tokens.device)
+
+    def may_notice(self, replaced: Sequence[int]) -> list[int]:
+        """Return replaced segments and those below them."""
+        return [below for each in replaced for below in range(each, self.trees.ends_below[each])]
+
+    def with_replaced(self, replaced: Sequence[int]) -> Tensor:
+        """Return the token ids of the batch, with some segments replaced."""
+        is_replaced = Run(self.tokens, self.trees.lengths).are_in(replaced)
+        return torch.where(is_replaced, self.others, self.tokens)
+
+    @abstractmethod
+    def outputs(self, tokens: Tensor) -> list[Tensor]:
+        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
+
+    def outputs_alone(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run the model on rows of one document each, and return the outputs of each row, [values, width]."""
+        return [*logits_of(self.runner.called, self.runner({**inputs, "use_cache": False}))]
+
+    @abstractmethod
+    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+        """Return the gradients of a score with respect to the tokens of each of some documents, and the largest one
+        with respect to the tokens of others; None if there are no gradients."""
+
+    @abstractmethod
+    def gradients_alone(self, rows: list[Tensor], embedded: Embedded, documents: list[int]) -> list[Tensor]:
+        """Return the gradients of the outputs of rows of one document each; an empty list if there are no gradients."""
+
+    def cut(self, shape: torch.Size) -> torch.Size | None:  # noqa: ARG002
+        """Return the shape of the only embedded tokens that become a leaf; None if those of all calls do."""
+        return None
+
+    def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
+        """Run the model on the batch, with some segments replaced. With `gradients`, code that torch.compile has
+        compiled runs uncompiled."""
+        tokens, leaves = self.with_replaced(replaced), self.runner.embeddings.leaves(self.cut(self.tokens.shape))
+        if not gradients:
+            outputs = self.outputs(tokens)
+            return Run(torch.cat(outputs).detach(), [*map(len, outputs)])
+        with self.runner.eagerly(), torch.enable_grad(), leaves as embedded:
+            outputs = self.outputs(tokens)
+            found = Run(torch.cat(outputs).detach(), [*map(len, outputs)])
+            for documents in self.graded:
+                parts = [torch.cat([outputs[each] for each in self.paths[number]]) for number in documents]
+                graded = self.gradients(torch.stack([*map(score_of, parts)]).sum(), embedded, documents)
+                if graded is None:
+                    break
+                own, elsewhere = graded
+                found.gradients |= dict(zip(documents, own, strict=True))
+                largest = max(float(each.abs().max()) for each in own)
+                reach = elsewhere / largest if largest else float("inf") if elsewhere else 0.0
+                found.reach = max(reach, found.reach)  # not nan, since it comes first
+        return found
+
+    def alone(self, attention: str | None = None, watch: Watch = lambda *_: nullcontext()) -> Alone:
+        """Run documents alone on the model without its patch, with its own attention function or another one, together
+        with copies of the documents whose embeddings have rounding errors."""
+        outputs: dict[int, Tensor] = {}
+        gradients: dict[int, Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        copied_gradients: list[tuple[Tensor, Tensor]] = []
+        with self.runner.unpatched(attention), self.runner.eagerly(), torch.set_grad_enabled(self.wants_gradients):
+            for documents in self.sample:
+                dummy = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
+                places = [self.tokens_of(number) for number in documents] or [dummy]
+                stacked = ([value[place] for place in places] * self.copies for value in self.per_token.values())
+                inputs = dict(zip(self.per_token, map(torch.stack, stacked), strict=True))
+                shape, noisy = inputs["input_ids"].shape, slice(len(places), None)
+                with self.runner.embeddings.leaves(self.cut(shape), noisy) as embedded, watch(documents, shape):
+                    rows = self.outputs_alone(inputs)
+                    graded = self.gradients_alone(rows, embedded, documents) if self.wants_gradients else []
+                rows, others = [each.detach() for each in rows], len(documents)
+                outputs |= zip(documents, rows, strict=False)
+                gradients |= zip(documents, graded, strict=False)
+                copies += zip(rows[others:], rows[:others], strict=False)
+                copied_gradients += zip(graded[others:], graded[:others], strict=False)
+        unit = self.unit_of([*outputs.values()])
+        noise = Noise.of([apart(*pair, unit) for pair in copies])
+        return Alone(outputs, gradients, noise, Noise.of([apart(*pair) for pair in copied_gradients]), unit)
+
+    def unit_of(self, outputs: list[Tensor]) -> float | None:  # noqa: ARG002
+        """Return the standard deviation of all outputs of documents alone, if single ones have too few."""
+        return None
 
     def references(self) -> list[Alone]:
         """Return the outputs of documents alone, of which the outputs in the batch have to equal one."""
@@ -196,10 +305,9 @@ class Case(ABC):
         return found
 
 
-def score_of(outputs: Tensor, places: Tensor | None = None) -> Tensor:
-    """Return a weighted sum of outputs [values, width]. The weights depend only on the place in the document."""
-    place = torch.arange(len(outputs), device=outputs.device) if places is None else places
-    column = torch.arange(outputs.shape[-1], device=outputs.device)
+def score_of(outputs: Tensor) -> Tensor:
+    """Return a weighted sum of the outputs of a document, [values, width]. The weights depend only on the place."""
+    place, column = (torch.arange(size, device=outputs.device) for size in outputs.shape)
     weights = torch.cos(place[:, None] * 0.7 + column * 1.3 + 0.1).to(outputs.dtype)
     return torch.where(comparable(outputs), outputs, 0).mul(weights).sum()
 
@@ -272,6 +380,7 @@ MakeBatch = Callable[[DocumentTokens], Mapping[str, Any]]
 
 RANDOM = "the model draws random numbers in training mode even with dropout switched off"
 VARYING = "the model's logits for the same tokens vary from run to run in training mode even with the same random seed"
+_NO_GRADIENTS = "the model's gradients cannot be computed in training mode, so only logits were compared"
 
 
 class RowCase(Case):
@@ -283,7 +392,6 @@ class RowCase(Case):
         lengths: number of tokens in each document; by default, those that `distinctive_lengths` returns.
         make_batch: makes the model's inputs; by default, `pack_in_one_row`.
         seed: seed of the random tokens.
-        like: a case of the same model, whose measured effect of rounding is that of this case, too.
     """
 
     def __init__(
@@ -293,225 +401,148 @@ class RowCase(Case):
         lengths: Sequence[int] | None = None,
         make_batch: MakeBatch = pack_in_one_row,
         seed: int = 0,
-        like: "RowCase | None" = None,
     ) -> None:
         lengths = lengths or distinctive_lengths(runner.model)
-        self._start(runner, training, TreeSegments(tuple(lengths), (-1,) * len(lengths)), range(len(lengths)), seed)
-        self.make_batch = make_batch
-        self._like = like
+        trees = TreeSegments(tuple(lengths), (-1,) * len(lengths))
+        self._start(runner, training, trees, range(len(lengths)), make_batch, seed)
 
-    def _start(self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], seed: int) -> None:
-        super().__init__(runner, training, trees, ends)
-        self.tokens, self.others = random_documents(runner.model, trees.lengths, seed)
-        self.only_equality = False
-        """True if documents are only compared with documents alone, and none is replaced."""
-        self.compares = True
-        """False if documents are not compared with documents alone."""
+    def _start(
+        self,
+        runner: Runner,
+        training: bool,
+        trees: TreeSegments,
+        ends: Sequence[int],
+        make_batch: MakeBatch,
+        seed: int,
+    ) -> None:
+        documents = random_documents(runner.model, trees.lengths, seed)
+        tokens, others = (torch.tensor([token for each in one for token in each]) for one in documents)
+        super().__init__(runner, training, trees, ends, tokens, others)
+        self.make_batch = make_batch
+        self.options: dict[str, Any] = {}
+        """Further arguments of each call of the model on the batch."""
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
         self.can_be_run = True
         """True if the model runs in this mode, and returns the same outputs for the same tokens."""
-        self.options: dict[str, Any] = {}
-        """Further arguments of each call of the model on the batch."""
+        self.compares = True
+        """False if documents are not compared with documents alone."""
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        with self.runner.undisturbed(self.training):
-            yield
+    def in_training(self) -> Self:
+        """Return the case in training mode."""
+        case = copy(self)
+        case.training, case.wants_gradients, case.known = True, True, []
+        return case
 
     @property
     def row(self) -> PackedRow:
         return PackedRow.from_lengths(self.trees.lengths, self.runner.device)
 
     @property
-    def documents(self) -> DocumentTokens:
-        """The tokens of each document."""
-        return [[token for each in path for token in self.tokens[each]] for path in self.paths]
+    def segments(self) -> DocumentTokens:
+        """The tokens of each segment."""
+        return [each.tolist() for each in self.tokens.split(self.trees.lengths)]
 
-    @property
-    def replacements(self) -> list[list[int]]:
-        return [] if self.only_equality else [[each] for each in range(len(self.tokens))]
-
-    def has_to_notice(self, replaced: Sequence[int], run: Run) -> Tensor | None:
-        below, same = self.may_notice(replaced), torch.zeros(len(run.outputs), dtype=torch.bool)
-        for segment, begin in enumerate(accumulate(run.sizes[:-1], initial=0)):
-            if segment in below and run.sizes[segment] == len(self.tokens[segment]):
-                others = self.others if segment in replaced else self.tokens
-                for place, (one, other) in enumerate(zip(self.tokens[segment], others[segment], strict=True)):
-                    same[begin + place] = one == other
-        return same.to(run.outputs.device) if same.any() else None
-
-    def outputs(self, tokens: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the model on a batch, with tokens or their embeddings, and return the outputs of each segment."""
-        batch = {name: value for name, value in self.make_batch(tokens).items() if name != "labels"}
-        places = _find_documents(tokens, batch["input_ids"])
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment."""
+        segments = [each.tolist() for each in tokens.split(self.trees.lengths)]
+        batch = {name: value for name, value in self.make_batch(segments).items() if name != "labels"}
+        places = _find_documents(segments, batch["input_ids"])
         if embedded:
             ids = batch.pop("input_ids").to(self.runner.device)
             batch["inputs_embeds"] = self.model.get_input_embeddings()(ids)
         logits = logits_of(self.runner.called, self.runner({**batch, **self.options, **options})).flatten(0, 1)
         return [logits[place] for place in places]
 
-    def outputs_alone(self, rows: DocumentTokens) -> list[Tensor]:
-        """Run the model on rows of equal length, without position_ids or borders, and return the outputs of each row."""
-        return [*logits_of(self.runner.called, self.runner({"input_ids": torch.tensor(rows), "use_cache": False}))]
+    @cached_property
+    def own_tokens(self) -> list[Tensor]:
+        """The token ids that only one segment has, for each segment: some models add others themselves."""
+        segments = self.tokens.split(self.trees.lengths)
+        ids, owners = torch.cat([each.unique() for each in segments]).unique(return_counts=True)
+        return [each.unique()[torch.isin(each.unique(), ids[owners == 1])] for each in segments]
 
-    def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
-        tokens = [(self.others if each in replaced else self.tokens)[each] for each in range(len(self.tokens))]
-        if not gradients:
-            outputs = self.outputs(tokens)
-            return Run(torch.cat(outputs).detach().view(sum(map(len, outputs)), -1), [*map(len, outputs)])
-        with torch.enable_grad(), self.runner.embeddings.leaves() as embedded:
-            outputs = self.outputs(tokens)
-            found: dict[int, Tensor] | None = {}
-            reach = 0.0
-            for number, path in enumerate(self.paths):
-                by_token = self._gradient(torch.cat([outputs[each] for each in path]), embedded, keep=True)
-                if by_token is None:
-                    found, reach = None, float("nan")
-                    break
-                found[number], elsewhere = (by_token[each] for each in self._own_and_others(number))
-                reach = max(reach, share(elsewhere, found[number]))
-        joined = torch.cat(outputs).detach()
-        return Run(joined.view(len(joined), -1), [*map(len, outputs)], found, reach)
+    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+        if (found := gradients_of(score, [leaf for _, leaf in embedded])) is None:
+            return None
+        ids = torch.cat([ids.flatten() for ids, _ in embedded])
+        flat = torch.cat([each.flatten(0, -2) for each in found]).float()
+        size = max(int(ids.max()), int(self.tokens.max())) + 1
+        by_token = flat.new_zeros(size, flat.shape[-1]).index_add_(0, ids, flat)
+        own = [torch.cat([self.own_tokens[each] for each in self.paths[number]]) for number in documents]
+        inside = {each for number in documents for each in self.paths[number]}
+        others = [by_token[each] for number, each in enumerate(self.own_tokens) if number not in inside]
+        return [by_token[each] for each in own], max((float(each.abs().max()) for each in others), default=0.0)
 
-    def _gradient(self, outputs: Tensor, embedded: Any, keep: bool = False) -> Tensor | None:
-        values = outputs.view(len(outputs), -1)
-        return gradient_by_token(score_of(values), embedded, max(map(max, self.tokens)), keep)
-
-    def _own_and_others(self, document: int) -> tuple[list[int], list[int]]:
-        """Return the token ids in a document, and those outside of it, without those that several segments have: some
-        models add such tokens themselves."""
-        owners = Counter(token for tokens in self.tokens for token in set(tokens))
-        found: tuple[list[int], list[int]] = [], []
-        for segment, tokens in enumerate(self.tokens):
-            own = sorted(token for token in set(tokens) if owners[token] == 1)
-            found[segment not in self.paths[document]].extend(own)
-        return found
-
-    def alone(self, attention: str | None = None) -> Alone:
-        found = Alone()
-        with self.runner.unpatched(attention):
-            for number, tokens in enumerate(self.documents):
-                outputs = self._alone_with_gradient(number, tokens, found) if self.wants_gradients else None
-                if outputs is None or not self.training:  # without gradients, a model may run other code
-                    (outputs,) = self.outputs_alone([tokens])
-                found.outputs[number] = outputs.detach().view(len(outputs), -1)
-            found.noise = self._noise(found.outputs)
-        return found
-
-    def _alone_with_gradient(self, number: int, tokens: list[int], found: Alone) -> Tensor | None:
-        """Run a document alone, add its gradient to `found`, and return its outputs; None if the model cannot run so."""
-        with suppress(RuntimeError, AssertionError), torch.enable_grad(), self.runner.embeddings.leaves() as embedded:
-            (outputs,) = self.outputs_alone([tokens])
-            if (by_token := self._gradient(outputs, embedded)) is not None:
-                found.gradients[number] = by_token[self._own_and_others(number)[0]]
-            return outputs
-        return None
-
-    def _noise(self, alone: dict[int, Tensor]) -> Noise:
-        """Return the effect of rounding: the differences between documents alone and batches of two copies of them, in
-        which every entry of the embeddings is changed by a rounding error. The changes show how rounding errors grow
-        from layer to layer, and the batch shows how much kernels depend on the shapes of tensors."""
-        if self._like is not None and self._like.known:
-            return self._like.known[0].noise
-        if self.runner.dtype not in ALWAYS_ALLOWED:  # as large as the effect of some faults
-            return Noise()
-        moved = []
-        with suppress(Exception), self.runner.embeddings.leaves(noisy=slice(None)):  # the model may take single rows only
-            for number, tokens in enumerate(self.documents):
-                copies = (each.detach().view(len(each), -1) for each in self.outputs_alone([tokens] * 2))
-                moved += [apart(copy, alone[number], self.unit) for copy in copies]
-            return Noise.of(moved)
-        return Noise()
-
-    def references(self) -> list[Alone]:
-        return self.known if self.compares else []
+    def gradients_alone(self, rows: list[Tensor], embedded: Embedded, documents: list[int]) -> list[Tensor]:
+        found = self.gradients(score_of(rows[0]), embedded, documents)
+        return [] if found is None else found[0]
 
     def examine(self) -> None:
-        """Run every document alone on the model without its patch, before the proof.
+        """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
+        the reason if documents cannot be compared.
 
         Raises:
-            NotCallableError: the model cannot be called with input_ids alone.
+            NotCallableError: the model cannot be called with input_ids alone, in evaluation mode.
         """
-        if self.training:
-            self._examine_in_training()
-            return
-        failures = []
-        for attention in (None, self.other_attention):
-            if failures and attention is None:
-                break
+        failures: list[Exception] = []
+        for attention, self.copies in product(dict.fromkeys((None, self.other_attention)), (2, 1)):
             try:
                 with self.undisturbed():
                     self.known = [self.alone(attention)]
-                return
-            except Exception as error:  # custom model code may raise anything
+                    self.unproven = self.randomness(partial(self._joined, attention)) if self.training else ""
+            except Exception as error:  # custom model code may raise anything; some models take single rows only
                 failures.append(error)
-        if isinstance(failures[0], NoLanguageModelError):
-            raise failures[0]
-        raise NotCallableError(
-            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
-            f"{what_is_missing(self.model)}"
-        ) from failures[0]
-
-    def _examine_in_training(self) -> None:
-        """Run every document alone in training mode. `unproven` has the reason if outputs cannot be compared."""
-        found: list[Alone] = []
-
-        def run() -> list[Tensor]:
-            found.append(self.alone())
-            return [*found[-1].outputs.values()]
-
-        try:
-            with self.undisturbed():
-                is_random = self.is_random(run)
-        except Exception as error:  # custom model code may raise anything
-            self.unproven = f"the model cannot be called in training mode with input_ids alone: {error}"
-            self.can_be_run = False
+                continue
+            if self.unproven:
+                self.known, self.can_be_run = [], self.unproven != VARYING
+            elif self.training and not self.known[0].gradients:
+                self.unproven, self.wants_gradients = _NO_GRADIENTS, False
             return
-        if is_random is None:
-            self.unproven, self.can_be_run = VARYING, False
-        elif is_random:
-            self.unproven = RANDOM
+        if self.training:
+            self.unproven = f"the model cannot be called in training mode with input_ids alone: {failures[0]}"
+            self.known, self.can_be_run = [], False
+        elif isinstance(failures[0], NoLanguageModelError):
+            raise failures[0]
         else:
-            self.known = found[:1]
-            if len(found[0].gradients) < len(self.paths):
-                self.wants_gradients = False
-                self.unproven = (
-                    "the model's gradients cannot be computed in training mode, so only logits were compared"
-                )
+            raise NotCallableError(
+                f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
+                f"{what_is_missing(self.model)}"
+            ) from failures[0]
 
-    def is_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
-        """Return whether the outputs of `run` depend on the seed; None if they vary even for the same seed."""
-        seed_all(self.runner.seed)
-        before = random_state(self.runner.device)
-        outputs = run()
-        if random_state(self.runner.device) == before:
-            return False
+    def _joined(self, attention: str | None) -> Tensor:
+        """Run every document alone, and return all outputs."""
+        return torch.cat([*self.alone(attention).outputs.values()])
+
+    def randomness(self, run: Callable[[], Tensor]) -> str:
+        """Return how the outputs of `run` depend on the random seed, or vary for the same seed; empty if neither."""
+        one = run()
         self.runner.seed += 1
         other = run()
         self.runner.seed -= 1
-        if not self._vary(outputs, other):
-            return False
-        return None if self._vary(outputs, run()) else True
+        if not self._vary(one, other):
+            return ""
+        return VARYING if self._vary(one, run()) else RANDOM
 
-    def _vary(self, outputs: list[Tensor], again: list[Tensor]) -> bool:
-        noise = self.known[0].noise if self.known else Noise()
-        return not self.tolerance(noise).explains(apart(torch.cat(again), torch.cat(outputs)))
+    def _vary(self, one: Tensor, other: Tensor) -> bool:
+        return not self.tolerance().explains(apart(other, one))
 
     def memory(self, packed: Run) -> list[str] | None:
-        if not self.training or self.only_equality:
+        if not self.training or not self.replacements:
             return None
         with self.runner.in_series():
-            self.run(range(len(self.tokens)))
+            self.run(range(len(self.trees.lengths)))
             written = self.runner.buffers_written()
             later = self.run()
-        return written if self._vary([packed.outputs], [later.outputs]) else None
+        return written if self._vary(packed.outputs, later.outputs) else None
 
 
-def share(part: Tensor, whole: Tensor) -> float:
-    """Return the largest magnitude in `part` as a share of the largest one in `whole`."""
-    largest, own = float(part.abs().max()) if part.numel() else 0.0, float(whole.abs().max())
-    return largest / own if own else float("inf") if largest else 0.0
+def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
+    """Run documents alone in training mode or, if that is not enough to compare gradients, once more in evaluation
+    mode, with gradients."""
+    training.examine()
+    if training.unproven:
+        evaluation.wants_gradients = True
+        evaluation.examine()
 
 
 TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))
@@ -526,14 +557,13 @@ class TreeCase(RowCase):
     where = "a tree"
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
 
-    def __init__(self, runner: Runner, training: bool = False, like: "RowCase | None" = None) -> None:
-        self._start(runner, training, TREES, _ENDS, 0)
-        self._like = like
+    def __init__(self, runner: Runner) -> None:
+        self._start(runner, False, TREES, _ENDS, _row_of_trees, 0)
 
-    def make_batch(self, documents: DocumentTokens) -> Mapping[str, Any]:
-        tokens = torch.tensor([[token for each in documents for token in each]])
-        lengths, parents = torch.tensor(self.trees.lengths), torch.tensor(self.trees.parents)
-        return {"input_ids": tokens, SEGMENT_LENGTHS: lengths, PARENTS: parents}
+
+def _row_of_trees(segments: DocumentTokens) -> dict[str, Any]:
+    tokens = torch.tensor([[token for each in segments for token in each]])
+    return {"input_ids": tokens, SEGMENT_LENGTHS: torch.tensor(TREES.lengths), PARENTS: torch.tensor(TREES.parents)}
 
 
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logits", *CACHES)
@@ -541,119 +571,79 @@ _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logi
 
 
 class PaddedCase(RowCase):
-    """Random documents as the rows of a padded batch. All outputs of a row are compared, as one vector: those of its
-    tokens, and those of the row as a whole.
-
-    Args:
-        runner: runs a model with any head.
-        training: whether the model runs in training mode.
-        seed: seed of the random tokens.
-        like: a case of the same model. The new case has the same documents and measurements.
-    """
+    """Random documents as the rows of a padded batch of a model with any head. All outputs of a row are compared, as one
+    vector: those of its tokens, and those of the row as a whole."""
 
     where = "the padded batch"
 
-    def __init__(self, runner: Runner, training: bool = False, seed: int = 0, like: "PaddedCase | None" = None) -> None:
-        super().__init__(runner, training, seed=seed, like=like)
-        self.unit = 1.0
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        super().__init__(runner, seed=seed)
         self.side: Side = "right"
-        self._scales: dict[str, float] = {}
-        """The standard deviation of each output, by which its values are divided."""
         self._has_choices = False
         """True if the model takes an axis of choices between the axes of rows and of tokens."""
-        if like is None:
-            with self.undisturbed(), runner.unpatched():
-                self._find_documents_that_run()
-                self._measure_scales()
-        else:
-            self.tokens, self.others = like.tokens, like.others
-            self._scales, self._has_choices = like._scales, like._has_choices
 
-    def _find_documents_that_run(self) -> None:
-        """Let two of the documents end in an end token, which some heads look for; or all, as BART needs for
-        classification; or none. If the model does not take rows of tokens, it gets rows with a single choice each, as
-        models for multiple choice need."""
+    def examine(self) -> None:
+        """Run every document alone, and before that find documents that the model takes: two of them end in an end
+        token, which some heads look for; or all, as BART needs for classification; or none. If the model does not take
+        rows of tokens, it gets rows with a single choice each, as models for multiple choice need."""
+        if self.training or self.known:
+            super().examine()
+            return
         end, pad = getattr(self.model.config.get_text_config(), "eos_token_id", None), pad_token_of(self.model)
         has_end = isinstance(end, int) and 0 <= end < len(embedding_of(self.model).weight) and end != pad
-        without_end, failures = (self.tokens, self.others), []
-        for self._has_choices in (False, True):
-            for with_end in ((0, 2), (0, 1, 2), ()) if has_end else ((),):
-                self.tokens, self.others = (
-                    [[*each[:-1], end] if number in with_end else each for number, each in enumerate(one)]
-                    for one in without_end
-                )
-                try:
-                    for tokens in self.tokens:
-                        self.outputs_alone([tokens])
-                    return
-                except Exception as error:  # custom model code may raise anything
-                    failures.append(error)
-        raise ModelNotSupportedError(
-            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
-            f"{what_is_missing(self.model)}"
-        ) from failures[0]
+        last = torch.from_numpy(self.trees.begins[1:] - 1)
+        own, failures = (self.tokens, self.others), []
+        for self._has_choices, ends in product((False, True), ((0, 2), (0, 1, 2), ()) if has_end else ((),)):
+            self.tokens, self.others = (one.index_fill(0, last[list(ends)], end or 0) for one in own)
+            self.per_token = {"input_ids": self.tokens}
+            try:
+                super().examine()
+                return
+            except NotCallableError as error:
+                failures.append(error)
+        raise ModelNotSupportedError(str(failures[0])) from failures[0]
 
-    def _measure_scales(self) -> None:
-        found: dict[str, list[Tensor]] = {}
-        for tokens in self.tokens:
-            ids = torch.tensor([tokens])
-            for name, value in self._by_name(ids, torch.ones_like(ids), [(0, len(tokens))], use_cache=False)[0].items():
-                found.setdefault(name, []).append(value.detach().flatten())
-        scales = {name: spread(torch.cat(values)) for name, values in found.items()}
-        self._scales = {name: scale if scale > 0 else 1.0 for name, scale in scales.items()}
+    def unit_of(self, outputs: list[Tensor]) -> float | None:
+        return spread(torch.cat(outputs))
 
-    def outputs(self, tokens: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        longest = max(map(len, tokens))
-        ids = torch.full((len(tokens), longest), pad_token_of(self.model) or 0)
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        rows = tokens.split(self.trees.lengths)
+        longest = max(self.trees.lengths)
+        ids = torch.full((len(rows), longest), pad_token_of(self.model) or 0)
         mask, slices = torch.zeros_like(ids), []
-        for number, each in enumerate(tokens):
-            missing = longest - len(each)
+        for number, row in enumerate(rows):
+            missing = longest - len(row)
             start = {"right": 0, "left": missing, "both": missing // 2}[self.side]
-            slices.append((start, start + len(each)))
-            ids[number, start : start + len(each)] = torch.tensor(each)
-            mask[number, start : start + len(each)] = 1
-        return self._flat(self._by_name(ids, mask, slices, embedded, **options))
+            slices.append(slice(start, start + len(row)))
+            ids[number, slices[-1]], mask[number, slices[-1]] = row, 1
+        return self._outputs_of_rows(ids, mask, slices, embedded, **self.options, **options)
 
-    def outputs_alone(self, rows: DocumentTokens) -> list[Tensor]:
-        ids = torch.tensor(rows)
-        slices = [(0, ids.shape[1])] * len(ids)
-        return self._flat(self._by_name(ids, torch.ones_like(ids), slices, use_cache=False))
+    def outputs_alone(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        ids = inputs["input_ids"]
+        return self._outputs_of_rows(ids, torch.ones_like(ids), [slice(ids.shape[1])] * len(ids), use_cache=False)
 
-    def _by_name(
-        self, ids: Tensor, mask: Tensor, slices: list[tuple[int, int]], embedded: bool = False, **options: Any
-    ) -> list[dict[str, Tensor]]:
-        """Run the model on a batch, and return the outputs of each row by name. `slices` has the places of the tokens
-        of each row."""
-        runner = self.runner
-        given = {"inputs_embeds": embedding_of(self.model)(ids.to(runner.device))} if embedded else {"input_ids": ids}
+    def _outputs_of_rows(
+        self, ids: Tensor, mask: Tensor, slices: list[slice], embedded: bool = False, **options: Any
+    ) -> list[Tensor]:
+        """Run the model on a batch with tokens in some slices of its rows, and return all outputs of each row."""
+        runner, tokens = self.runner, max(each.stop for each in slices)
         if "use_cache" not in runner.signature.names:  # some models pass their own
             options.pop("use_cache", None)
+        given = {"inputs_embeds": embedding_of(self.model)(ids.to(runner.device))} if embedded else {"input_ids": ids}
         inputs = {**given, "attention_mask": mask}
         if self._has_choices:
             inputs = {name: value[:, None] for name, value in inputs.items()}
-        output, tokens = runner({**options, **inputs}), max(end for _, end in slices)
-        rows: list[dict[str, Tensor]] = [{} for _ in slices]
-        for name, value in output.items():
+        rows: list[list[Tensor]] = [[] for _ in slices]
+        for name, value in runner({**options, **inputs}).items():
             if name in _NOT_COMPARED or not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             if len(value) != len(slices):
                 raise ModelNotSupportedError(f"its output {name} has no axis for the rows of a batch")
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
             has_tokens = value.shape[1:2] == (tokens,)
-            for row, values, (start, end) in zip(rows, value, slices, strict=True):
-                row[name] = values[start:end] if has_tokens else values
-        return rows
-
-    def _flat(self, rows: list[dict[str, Tensor]]) -> list[Tensor]:
-        """Return the outputs of each row as one vector, in standard deviations."""
-        return [
-            torch.cat(
-                [
-                    values.flatten().to(torch.promote_types(values.dtype, torch.float32)) / self._scales.get(name, 1.0)
-                    for name, values in row.items()
-                ]
-            )
-            for row in rows
-        ]
+            for row, values, place in zip(rows, value, slices, strict=True):
+                row.append((values[place] if has_tokens else values).flatten())
+        return [torch.cat(each)[:, None] for each in rows]
 
 
 _FEW = 4
@@ -666,16 +656,10 @@ a model wait for each other in every call."""
 _SHARE_ALONE = 4
 """The sampled documents have at most one in this number of the batch's tokens, unless every document is longer."""
 
-_DUMMY_TOKENS = 8
-"""Number of tokens in a call that a rank makes only because the other ranks make it, too."""
-
 _OF_OWN_LOSS = {"labels", "num_items_in_batch"}
 """Names of the arguments with which a model computes its own loss."""
 
 _OF_THE_LOSS = {*_OF_OWN_LOSS, "shift_labels", "targets", "target_weights", TREE_LABELS, ENDS, TRAINED}
-
-Watch = Callable[[list[int], torch.Size], AbstractContextManager[None]]
-"""A function that returns a context manager for a call, from the documents and the shape of the call."""
 
 
 class BatchCase(Case):
@@ -700,19 +684,13 @@ class BatchCase(Case):
         if batch.get("input_ids") is None:
             raise PackingError(f"batch: expected input_ids, got {', '.join(batch) or 'nothing'}")
         runner = Runner(model, without_ddp(model))
-        names = runner.signature.names
         given = {name: each.to(runner.device) if isinstance(each, Tensor) else each for name, each in batch.items()}
         # a compiled model would be compiled once more for calls without labels
         kept = _OF_OWN_LOSS if runner.is_compiled else set()
-        given = {name: value for name, value in given.items() if name in kept or name not in _OF_THE_LOSS}
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
-        self._inputs = {name: value for name, value in given.items() if name in (*KNOWN_COLUMNS, *kept, *names)}
+        taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
+        self._inputs = {name: value for name, value in given.items() if name in taken}
         ids: Tensor = self._inputs["input_ids"]
-        self._per_token = {
-            name: value
-            for name, value in self._inputs.items()
-            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in READ_ARGUMENTS
-        }
         if has_trees(batch):
             read_tree_row(self._inputs)
             trees = TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu(), batch[PARENTS].cpu())
@@ -720,41 +698,20 @@ class BatchCase(Case):
         else:
             lengths = read_row(self._inputs, training=True)[1].lengths
             trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), range(len(lengths))
-        super().__init__(runner, training, trees, ends)
-        self.replaced = self._choose_replaced()
-        without = [number for number, path in enumerate(self.paths) if path[-1] in set(self.replaced)]
-        self.sample = sampled_documents(self.lengths, without, trees.tokens)
-        kept = [number for number in range(len(self.paths)) if number not in set(without)]
-        order = [*(number for group in self.sample for number in group), *kept] or [0]
-        self.graded = sorted({self.paths[number][0]: number for number in reversed(order)}.values())
-        """The documents whose outputs have gradients: one of each tree, not replaced."""
-
-    def _choose_replaced(self) -> list[int]:
-        """Return the segments to replace: about half of them and, of trees, those with at most half of the tokens.
-
-        Among many segments, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ...
-        For every distance, some of them are that far before one that is kept, and some that far after one, so a leak to
-        any later or earlier document is visible.
-        """
-        trees, number = self.trees, len(self.trees.lengths)
-        if number == 1:
-            return []
-        left = trees.tokens // 2 if trees.has_branches else trees.tokens
-        replaced: set[int] = set()
-        for segment, parent in enumerate(trees.parents):
-            few = segment % 2 == trees.has_branches
-            is_chosen = few if number < _FEW else segment.bit_count() % 2 == 0
-            below = int(trees.begins[trees.ends_below[segment]] - trees.begins[segment])
-            if parent in replaced:
-                replaced.add(segment)
-            elif is_chosen and below <= left:
-                replaced.add(segment)
-                left -= below
-        return sorted(replaced)
-
-    @property
-    def replacements(self) -> list[list[int]]:
-        return [self.replaced] if self.replaced else []
+        super().__init__(runner, training, trees, ends, ids.flatten(), _other_tokens(ids.flatten(), runner.model))
+        self.per_token = {
+            name: value.flatten(0, 1)
+            for name, value in self._inputs.items()
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in READ_ARGUMENTS
+        }
+        self.replaced = _segments_to_replace(trees)
+        self.replacements = [self.replaced] if self.replaced else []
+        gone = [number for number, path in enumerate(self.paths) if path[-1] in set(self.replaced)]
+        groups = sampled_documents(self.lengths, gone, trees.tokens)
+        self.sample = [*groups, *[[]] * (_CALLS_ALONE - len(groups))]
+        order = [*(number for group in groups for number in group), *set(range(len(self.paths))).difference(gone)]
+        self.graded = [sorted({self.paths[number][0]: number for number in reversed(order or [0])}.values())]
+        """One document of each tree, which is not replaced and, if possible, runs alone, too."""
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -763,81 +720,31 @@ class BatchCase(Case):
         with self.runner.undisturbed(self.training, keeps_modes=True), self.runner.in_series(), sampled:
             yield
 
-    def tokens_of(self, document: int) -> Tensor:
-        """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
-        return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.runner.device)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """The place of each token in its documents, int64 [tokens]."""
-        return torch.from_numpy(self.trees.position_ids).long().to(self.runner.device)
-
-    def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
-        """Run the model on the batch. With `gradients`, code that torch.compile has compiled runs uncompiled."""
-        inputs = {**self._inputs, "input_ids": self._with_other_tokens(replaced)} if replaced else self._inputs
-        shape: torch.Size = inputs["input_ids"].shape
-        if self.runner.is_compiled and not gradients:
-            return Run(self._call(inputs, shape).detach(), self.trees.lengths)
-        with self.runner.eagerly(), self.runner.embeddings.leaves(shape) as embedded:
-            outputs = self._call(inputs, shape)
-            found = Run(outputs.detach(), self.trees.lengths)
-            if gradients:
-                tokens = torch.cat([self.tokens_of(number) for number in self.graded])
-                by_token = _gradient(score_of(outputs[tokens], self.positions[tokens]), outputs, embedded)
-                if by_token is not None:
-                    found.gradients = {number: by_token[self.tokens_of(number)] for number in self.graded}
-                    others = torch.ones(len(by_token), dtype=torch.bool, device=by_token.device)
-                    others[tokens] = False
-                    found.reach = share(by_token[others], by_token[tokens]) if others.any() else float("nan")
-        return found
-
-    def _with_other_tokens(self, replaced: Sequence[int]) -> Tensor:
-        """Return input_ids with other tokens of the batch, which the model takes, in some segments."""
-        input_ids: Tensor = self._inputs["input_ids"]
-        known, index = torch.unique(input_ids.flatten(), return_inverse=True)
-        if len(known) < 2:
-            known = torch.cat([known, (known + 1) % len(embedding_of(self.model).weight)])
-        is_replaced = Run(input_ids.flatten(), self.trees.lengths).are_in(set(replaced))
-        other = torch.where(is_replaced, known[(index + 1) % len(known)], input_ids.flatten())
-        return other.view_as(input_ids)
-
-    def _call(self, inputs: Mapping[str, Any], shape: torch.Size) -> Tensor:
-        """Call the model, and return its output for each token: float [tokens, width]."""
-        logits = logits_of(self.model, self.runner(inputs))
-        if logits.shape[:2].numel() != shape.numel():
+    def outputs(self, tokens: Tensor) -> list[Tensor]:
+        ids: Tensor = self._inputs["input_ids"]
+        logits = logits_of(self.model, self.runner({**self._inputs, "input_ids": tokens.view_as(ids)}))
+        if logits.shape[:2].numel() != len(tokens):
             raise ModelNotSupportedError(
-                f"model: expected an output for each of {list(shape)} tokens, but {type(self.model).__name__} returns "
+                f"model: expected an output for each of {len(tokens)} tokens, but {type(self.model).__name__} returns "
                 f"{list(logits.shape)}"
             )
-        return logits.flatten(0, 1)
+        return [*logits.flatten(0, 1).split(self.trees.lengths)]
 
-    def alone(self, attention: str | None = None, watch: Watch = lambda *_: nullcontext()) -> Alone:
-        """Run sampled documents alone, together with copies whose embeddings have rounding errors. Documents of equal
-        length run in one call. All ranks make the same number of calls."""
-        found, moved, moved_gradients = Alone(), [], []
-        with self.runner.unpatched(attention), self.runner.eagerly():
-            for group in [*self.sample, *[[]] * (_CALLS_ALONE - len(self.sample))]:
-                dummy = torch.arange(min(_DUMMY_TOKENS, self.trees.tokens), device=self.runner.device)
-                places = [self.tokens_of(number) for number in group] or [dummy]
-                inputs = {
-                    name: torch.stack([value.flatten(0, 1)[place] for place in places] * 2)
-                    for name, value in self._per_token.items()
-                }
-                shape, noisy = inputs["input_ids"].shape, slice(len(places), None)
-                with self.runner.embeddings.leaves(shape, noisy) as embedded, watch(group, shape):
-                    outputs = self._call({**inputs, "use_cache": False}, shape)
-                    score = score_of(outputs, torch.arange(shape[1], device=outputs.device).repeat(shape[0]))
-                    by_token = _gradient(score, outputs, embedded) if self.training else None
-                rows = outputs.detach().chunk(shape[0])
-                of_rows = by_token.chunk(shape[0]) if by_token is not None else ()
-                for number, exact, copy in zip(group, rows, rows[len(group) :], strict=False):
-                    found.outputs[number] = exact
-                    moved.append(apart(copy, exact))
-                for number, exact, copy in zip(group, of_rows, of_rows[len(group) :], strict=False):
-                    found.gradients[number] = exact
-                    moved_gradients.append(apart(copy, exact))
-        found.noise, found.gradient_noise = Noise.of(moved), Noise.of(moved_gradients)
-        return found
+    def cut(self, shape: torch.Size) -> torch.Size | None:
+        return shape
+
+    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+        found = gradients_of(score, [leaf for _, leaf in embedded])
+        if not found:
+            return None
+        by_place = found[0].flatten(0, 1)
+        places = [self.tokens_of(number) for number in documents]
+        others = by_place.abs().amax(1).index_fill(0, torch.cat(places), 0)
+        return [by_place[each] for each in places], float(others.max())
+
+    def gradients_alone(self, rows: list[Tensor], embedded: Embedded, documents: list[int]) -> list[Tensor]:  # noqa: ARG002
+        found = gradients_of(torch.stack([*map(score_of, rows)]).sum(), [leaf for _, leaf in embedded])
+        return [*found[0]] if found else []
 
     def on_any_rank(self, found: bool) -> bool:
         if has_local_weights(self.model) or not torch.distributed.is_initialized():
@@ -847,12 +754,33 @@ class BatchCase(Case):
         return bool(flag)
 
 
-def _gradient(score: Tensor, outputs: Tensor, embedded: Any) -> Tensor | None:
-    """Return the gradient of a score at each token, float [tokens, embedding size]; None if there are no gradients."""
-    if not embedded or not outputs.requires_grad:
-        return None
-    found = gradients(score, [embedded[0][1]])
-    return None if found is None else found[0].flatten(0, 1)
+def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
+    """Return other tokens of a batch, which the model takes."""
+    known, index = torch.unique(tokens, return_inverse=True)
+    if len(known) < 2:
+        known = torch.cat([known, (known + 1) % len(embedding_of(model).weight)])
+    return known[(index + 1) % len(known)]
+
+
+def _segments_to_replace(trees: TreeSegments) -> list[int]:
+    """Return about half of the segments and, of trees, those with at most half of the tokens.
+
+    Among many segments, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For
+    every distance, some of them are that far before one that is kept, and some that far after one, so a leak to any
+    later or earlier document is visible.
+    """
+    number = len(trees.lengths)
+    left = trees.tokens // 2 if trees.has_branches else trees.tokens
+    replaced: set[int] = set()
+    for segment, parent in enumerate(trees.parents if number > 1 else ()):
+        is_chosen = segment % 2 == trees.has_branches if number < _FEW else segment.bit_count() % 2 == 0
+        below = int(trees.begins[trees.ends_below[segment]] - trees.begins[segment])
+        if parent in replaced:
+            replaced.add(segment)
+        elif is_chosen and below <= left:
+            replaced.add(segment)
+            left -= below
+    return sorted(replaced)
 
 
 def sampled_documents(lengths: Sequence[int], replaced: Sequence[int], tokens: int) -> list[list[int]]:

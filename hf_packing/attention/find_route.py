@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
-from hf_packing.attention.cases import DocumentTokens, RowCase, pack_in_one_row
+from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.runs import NotCallableError, Runner
@@ -116,16 +116,13 @@ def _examined(runner: Runner) -> list[RowCase]:
     documents alone. Gradients are computed in training mode, or, if that is not possible, for a single row in
     evaluation mode."""
     case = RowCase(runner)
-    tokens, other = case.tokens[-1], case.others[-1]
-    other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
+    middle = case.trees.tokens - case.lengths[-1] // 2
+    case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
-    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1, like=case)
+    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
     rows.examine()
-    training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING, like=case)
-    training.examine()
-    if training.unproven:
-        case.wants_gradients = True
-        case.examine()
+    training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
+    examine_in_training(training, case)
     return [case, rows, training]
 
 
@@ -142,10 +139,9 @@ def _treats_pad_as_padding(rows: RowCase) -> bool:
     token = pad_token_of(rows.model)
     if token is None:
         return False
-    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1, like=rows)
-    for document in case.tokens:
-        document[2] = document[-1] = token
-    case.only_equality = True
+    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1)
+    case.tokens[[2, 17, 20, 26, 29, 35]] = token
+    case.replacements = []
     try:
         case.examine()
         return prove(case).problem is not None
@@ -280,7 +276,8 @@ def _prove(model: PreTrainedModel, route: Route, before: Attention, cases: list[
         for case in cases:
             if case.can_be_run:
                 # rows that run as one row are known from another case
-                case.only_equality = case is cases[1] and route.method.inputs.one_row
+                is_known = case is cases[1] and route.method.inputs.one_row
+                case.replacements = [] if is_known else [[each] for each in range(len(case.paths))]
                 require(case)
     except BaseException as error:
         if is_patched(model):

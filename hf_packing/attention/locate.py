@@ -67,7 +67,7 @@ def locate_leak(case: BatchCase, compared: Literal["replaced", "alone"]) -> str:
 def _ways(case: BatchCase, found: Run, compared: str, documents: list[int]) -> Iterator[_Differs]:
     """Yield functions that compare the sums of all tokens of the batch with those of another call."""
     if compared == "replaced":
-        kept = ~found.are_in(set(case.replaced))
+        kept = ~found.are_in(case.replaced)
         yield lambda packed, other: not torch.equal(packed[kept], other[kept])
     half = case.runner.dtype not in (torch.float32, torch.float64)
     allowed = _ALWAYS_ALLOWED_IN_HALF if half else _ALWAYS_ALLOWED

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.cases import RowCase, pack_in_one_row
-from hf_packing.attention.runs import gradient_by_token
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
 _REACHES = 1e-4
-"""Largest allowed gradient of one document's loss with respect to another document, as a share of the largest gradient
-with respect to the document itself. Usually, it is 0."""
+"""A loss depends on a token if its gradient with respect to the token exceeds this share of the largest gradient with
+respect to the document with the label. Otherwise, the gradient is usually 0."""
 
-_SEES = 1e-4
-"""A model sees the input token at a label's position if the gradient of the label's loss with respect to this token
-exceeds this share of the largest gradient with respect to any token. In a causal model, the share is 0."""
+
+Loss = Callable[[list[int]], Tensor]
+"""A function that returns a model's own loss for some labels."""
 
 
 def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) -> None:
@@ -36,24 +35,24 @@ def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) 
     """
     if not case.runner.signature.takes("labels"):
         return
-    (first, middle, last), (other, other_middle, another) = case.tokens, case.others
-    own_loss: float | None = None
-    for training, mode in ((case.training, case.mode), (in_training.training, in_training.mode)):
+    first, middle, last = case.segments
+    other, other_middle, another = (each.tolist() for each in case.others.split(case.trees.lengths))
 
-        def loss(labels: list[int], before: list[int] = first, after: list[int] = last) -> Tensor:
-            """Return the loss of a packed row in which only the middle document has labels, from its second token."""
-            batch = pack_in_one_row([before, middle, after])
-            batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
-            batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
-            found: Tensor = case.runner(batch).loss
-            return found
+    def loss(labels: list[int], before: list[int] = first, after: list[int] = last) -> Tensor:
+        """Return the loss of a packed row in which only the middle document has labels, from its second token."""
+        batch = pack_in_one_row([before, middle, after])
+        batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+        batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
+        found: Tensor = case.runner(batch).loss
+        return found
 
+    known: float | None = None
+    for training, mode in ((False, ""), (True, in_training.mode)):
         with suppress(Exception), case.runner.undisturbed(training):
-            known, own_loss = own_loss, float(loss(middle).detach())
-            if own_loss == known or own_loss == float(loss(middle, before=other, after=another).detach()):
+            before, known = known, float(loss(middle).detach())
+            if known == before or known == float(loss(middle, other, another).detach()):
                 continue  # the same loss as in evaluation mode, or as with other documents
-        labels = middle, other_middle
-        share = _gradient_share(case, training, loss, labels, {*first, *last}, set(middle), _REACHES)
+        share = _gradient_share(case, training, loss, (middle, other_middle), 1, None)
         if share > _REACHES:
             raise ModelNotSupportedError(
                 f"{type(case.model).__name__}: {mode}the model's own loss compares labels of a packed document "
@@ -74,9 +73,9 @@ def model_sees_labels(case: RowCase, width: int) -> bool:
         case: documents of a model that is not patched.
         width: number of logits for each token.
     """
-    tokens, takes = case.tokens[0], case.runner.signature.takes
+    tokens, own = case.segments[0], case.own_tokens[0].tolist()
     place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
-    if place is None or not takes("labels"):
+    if place is None or tokens[place] not in own or not case.runner.signature.takes("labels"):
         return False
 
     def loss(labels: list[int]) -> Tensor:
@@ -86,42 +85,32 @@ def model_sees_labels(case: RowCase, width: int) -> bool:
         found: Tensor = case.runner({"input_ids": torch.tensor([tokens]), "labels": given, "use_cache": False}).loss
         return found
 
-    labels = tokens, case.others[0]
-    return _gradient_share(case, case.training, loss, labels, {tokens[place]}, set(tokens), _SEES) > _SEES
+    labels = tokens, case.others[: len(tokens)].tolist()
+    return _gradient_share(case, case.training, loss, labels, 0, own.index(tokens[place])) > _REACHES
 
 
 def _gradient_share(
-    case: RowCase,
-    training: bool,
-    loss: Callable[[list[int]], Tensor],
-    labels: tuple[list[int], list[int]],
-    at: set[int],
-    among: set[int],
-    limit: float,
+    case: RowCase, training: bool, loss: Loss, labels: tuple[list[int], list[int]], document: int, at: int | None
 ) -> float:
-    """Return the largest gradient of a loss at the tokens `at`, divided by its largest gradient at the tokens `among`;
-    0 if the model computes no loss or no gradients.
+    """Return the largest gradient of a loss with respect to other documents than one or, if `at` is given, with respect
+    to one of its own tokens, as a share of the largest one with respect to all of its tokens; 0 if the model computes
+    no loss or no gradients.
 
-    The function `loss` takes labels, and returns the model's own loss. If its result for the first of two lists of
-    labels exceeds `limit`, auxiliary losses, such as those of routers, may be the reason. The result is then computed
-    for the difference to the loss with the other labels, in which auxiliary losses cancel out.
+    If the result for the first of two lists of labels is not small, auxiliary losses, such as those of routers, may be
+    the reason. The result is then computed for the difference to the loss with the other labels, in which auxiliary
+    losses cancel out.
     """
     runner = case.runner
-    with (
-        suppress(Exception),
-        runner.undisturbed(training),
-        torch.enable_grad(),
-        runner.embeddings.leaves() as embedded,
-    ):
 
-        def share(score: Tensor) -> float:
-            gradient = gradient_by_token(score, embedded, max(at | among), keep=True)
-            if gradient is None:
-                return 0.0
-            return float(gradient[sorted(at)].abs().max() / gradient[sorted(among)].abs().max())
+    def share(score: Tensor) -> float:
+        found = case.gradients(score, embedded, [document])
+        if found is None:
+            return 0.0
+        (own,), elsewhere = found
+        return (elsewhere if at is None else float(own[at].abs().max())) / float(own.abs().max())
 
-        own, other = labels
-        first = loss(own)
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.embeddings.leaves() as embedded:
+        first = loss(labels[0])
         found = share(first)
-        return found if found <= limit else share(first - loss(other))
+        return found if found <= _REACHES else share(first - loss(labels[1]))
     return 0.0

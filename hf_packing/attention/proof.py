@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.cases import Alone, Case, Run
-from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, LEAST_SEEN, Noise, apart, differences, spread
+from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, LEAST_SEEN, apart, differences, spread
 from hf_packing.errors import ModelNotSupportedError
 
 Compared = Literal["model", "replaced", "memory", "gradients", "alone"]
@@ -99,7 +99,7 @@ class _Runs:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
-        if case.wants_gradients and self.packed.gradients is None:
+        if case.wants_gradients and not self.packed.gradients:
             graded = case.run(gradients=True)
             self.packed = replace(self.packed, gradients=graded.gradients, reach=graded.reach)
         self.changes = [self._change(replaced, case.run(replaced)) for replaced in case.replacements]
@@ -112,21 +112,22 @@ class _Runs:
         unit = case.unit or spread(before.outputs)
         noticing = before.are_in(case.may_notice(replaced))
         left, right = after.outputs[~noticing], before.outputs[~noticing]
-        changes = torch.zeros(0) if torch.equal(left, right) else differences(left, right)
-        own = differences(after.outputs[noticing], before.outputs[noticing])
-        has_to = case.has_to_notice(replaced, before)
-        behind = differences(after.outputs[has_to], before.outputs[has_to]) if has_to is not None else None
+        changes = torch.zeros(1) if torch.equal(left, right) else differences(left, right)
+        inside = differences(after.outputs, before.outputs).amax(1)
+        behind = torch.zeros(0)
+        if len(inside) == len(case.tokens):
+            behind = inside[noticing & (case.with_replaced(replaced) == case.tokens).to(noticing.device)]
         return _Change(
             changes / unit,
-            float(changes.max()) if changes.numel() else 0.0,
-            bool((own > 0).any()),
-            float("nan") if behind is None else float(behind.max()) / unit,
+            float(changes.max()),
+            bool((inside[noticing] > 0).any()),
+            float(behind.max()) / unit if len(behind) else float("nan"),
         )
 
     def problem(self) -> Problem | None:
         """Return the first reason why the runs do not prove isolation, or None if they prove it."""
         case, name = self.case, type(self.case.model).__name__
-        tolerance = case.tolerance(case.known[0].noise if case.known else Noise())
+        tolerance = case.tolerance()
         if not self.packed.are_finite:
             return Problem(f"model: expected finite logits, but {name} returns no finite logits for a document", "model")
         if not all(each.is_noticed for each in self.changes):
@@ -177,8 +178,8 @@ class _Runs:
                     f"{case.where} and the document alone{tolerance.note()}",
                     "alone",
                 )
-        tolerance = case.tolerance(alone.gradient_noise if case.profile.half_factor else alone.noise).for_gradients
-        for number, expected in alone.gradients.items() if self.packed.gradients else ():
+        tolerance = case.tolerance(alone.noise, alone.gradient_noise).for_gradients
+        for number, expected in alone.gradients.items():
             if number in self.packed.gradients:
                 found = apart(self.packed.gradients[number], expected)
                 if not tolerance.explains(found):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.cases import RANDOM, VARYING, BatchCase, DocumentTokens, PaddedCase, RowCase
+from hf_packing.attention.cases import VARYING, BatchCase, DocumentTokens, PaddedCase, RowCase
 from hf_packing.attention.inspect_model import (
     WeightsLocation,
     distinctive_lengths,
@@ -102,7 +102,7 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
         training=training,
         dtype=case.runner.dtype,
         alone=len(proof.alone[0].outputs),
-        gradients=proof.packed.gradients is not None,
+        gradients=bool(proof.packed.gradients),
         is_compiled=case.runner.is_compiled,
         kernel=_kernel_of(case.model),
         problem="" if problem is None else problem.text,
@@ -255,32 +255,30 @@ def check_isolation(
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     runner = Runner(model)
-    make_case = partial(PaddedCase, runner, seed=seed)
+    case: RowCase = PaddedCase(runner, seed)
     if _takes_packed_rows(runner):
         lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
-        make_case = partial(RowCase, runner, lengths=lengths, make_batch=partial(_collate, collator), seed=seed)
-    case = make_case()
+        case = RowCase(runner, lengths=lengths, make_batch=partial(_collate, collator), seed=seed)
     with suppress(NotCallableError):  # without measured rounding, fixed limits apply
         case.examine()
     report = _check(case)
     if not report.isolated:
         return report
-    training = make_case(training=True, like=case)
+    training = case.in_training()
     try:
         with training.undisturbed():
-            is_random = training.is_random(lambda: [training.run().outputs])
+            unproven = training.randomness(lambda: training.run().outputs)
     except Exception as error:  # custom model code may raise anything
         return replace(report, unproven=f"the model cannot be called in training mode: {error}")
-    if is_random is None:
+    if unproven == VARYING:
         return replace(report, unproven=VARYING)
     found = _check(training)
-    route = route_of(model)
     return replace(
         found,
         max_leak=max(report.max_leak, found.max_leak),
         max_gradient_leak=max(report.max_gradient_leak, found.max_gradient_leak),
         modes=("evaluation", "training") if found.isolated else ("training",),
-        unproven=RANDOM if is_random else (route.unproven if route else ""),
+        unproven=unproven or (report.route.unproven if report.route else ""),
     )
 
 
@@ -348,8 +346,8 @@ def _width(runner: Runner) -> int | None:
     """Return how many numbers a model returns for each token of a document; None if it returns none."""
     with suppress(Exception):  # custom model code may raise anything
         case = RowCase(runner)
-        with case.undisturbed():
-            return case.outputs_alone(case.tokens[:1])[0].shape[-1]
+        case.examine()
+        return case.known[0].outputs[0].shape[-1]
     return None
 
 

@@ -343,25 +343,13 @@ class Embeddings:
         return noisy
 
 
-def gradients(score: Tensor, leaves: list[Tensor], keep: bool = False) -> list[Tensor] | None:
-    """Return the gradients of `score` with respect to some leaves; None if the model computes no gradients. If `keep`,
-    the graph is kept for further gradients."""
+def gradients_of(score: Tensor, leaves: list[Tensor]) -> list[Tensor] | None:
+    """Return the gradients of `score` with respect to some leaves; None if the model computes no gradients."""
     try:
-        found = torch.autograd.grad(score, leaves, retain_graph=keep, allow_unused=True)
+        found = torch.autograd.grad(score, leaves, retain_graph=True, allow_unused=True)
     except (RuntimeError, AssertionError):  # only for inference, or with reentrant activation checkpointing
         return None
     return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
-
-
-def gradient_by_token(score: Tensor, embedded: Embedded, largest: int, keep: bool = False) -> Tensor | None:
-    """Return the gradient of `score` with respect to the embedding of each token id, summed over all places of the
-    token: float [token ids, embedding size], for all ids up to at least `largest`; None if there are no gradients."""
-    found = gradients(score, [leaf for _, leaf in embedded], keep)
-    if found is None:
-        return None
-    tokens = torch.cat([ids.flatten() for ids, _ in embedded])
-    flat = torch.cat([each.flatten(0, -2) for each in found]).float()
-    return flat.new_zeros(max(int(tokens.max()), largest) + 1, flat.shape[-1]).index_add_(0, tokens, flat)
 
 
 _VOCABULARY_SAMPLE = 64

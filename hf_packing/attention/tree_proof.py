@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 from transformers import PreTrainedModel
 
-from hf_packing.attention.cases import TreeCase
+from hf_packing.attention.cases import TreeCase, examine_in_training
 from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.patched_forward import Patch
 from hf_packing.attention.proof import Proof, require
@@ -39,15 +39,11 @@ def prove_trees(model: PreTrainedModel) -> Proof:
     patch: Patch = getattr(model, PATCH)
     with torch.inference_mode(False):
         try:
-            runner = Runner(model)
-            evaluation = TreeCase(runner)
+            evaluation = TreeCase(Runner(model))
             evaluation.examine()
             _refuse_unstable_prefixes(evaluation)
-            training = TreeCase(runner, training=True, like=evaluation)
-            training.examine()
-            if training.unproven:
-                evaluation.wants_gradients = True
-                evaluation.examine()
+            training = evaluation.in_training()
+            examine_in_training(training, evaluation)
             patch.take_trees(True)
             found = require(evaluation)
             if training.can_be_run:

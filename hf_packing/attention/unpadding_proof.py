@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.cases import PaddedCase, pack_in_one_row
+from hf_packing.attention.cases import PaddedCase, examine_in_training
 from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.packed_row import Sharing
 from hf_packing.attention.padded_rows import SIDES, Side, Unpadding
@@ -79,14 +79,10 @@ def _find_and_prove(model: PreTrainedModel, by_length: bool) -> None:
 
 def _examined(model: PreTrainedModel) -> list[PaddedCase]:
     """Return the cases of padded batches, in evaluation and in training mode, with the outputs of each row alone."""
-    runner = Runner(model)
-    evaluation = PaddedCase(runner)
+    evaluation = PaddedCase(Runner(model))
     evaluation.examine()
-    training = PaddedCase(runner, training=True, like=evaluation)
-    training.examine()
-    if training.unproven:
-        evaluation.wants_gradients = True
-        evaluation.examine()
+    training = evaluation.in_training()
+    examine_in_training(training, evaluation)
     return [evaluation, training]
 
 
@@ -95,7 +91,8 @@ def _refused(cases: list[PaddedCase], side: Side) -> str:
     try:
         for case in cases:
             if case.can_be_run:
-                case.side, case.only_equality = side, side != "right"
+                case.side = side
+                case.replacements = [[each] for each in range(len(case.paths))] if side == "right" else []
                 require(case)
     except ModelNotSupportedError as error:
         return str(error)
@@ -139,7 +136,7 @@ def _candidates(model: PreTrainedModel, backbone: str, by_length: bool, case: Pa
     def run_backbone() -> Any:
         patch: Patch = getattr(model, PATCH)
         forwards = (each for each in patch.replaced if isinstance(each, UnpaddedForward) and each.module is module)
-        ids = pack_in_one_row(case.tokens)["input_ids"].to(case.runner.device)
+        ids = case.tokens[None].to(case.runner.device)
         with case.undisturbed():
             return next(forwards).run_packed({"input_ids": ids}, replace(case.row, is_unpadded=True))
 
