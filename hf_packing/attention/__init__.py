@@ -58,7 +58,6 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
-from hf_packing.attention.report import BatchProof, IsolationReport, check_isolation, predicts_tokens, prove_on_batch
 from hf_packing.attention.label_check import refuse_copied_labels
 from hf_packing.attention.packed_row import borders_required
 from hf_packing.attention.patch import (
@@ -68,11 +67,12 @@ from hf_packing.attention.patch import (
     patch_model,
     unpatched_on_error,
 )
+from hf_packing.attention.report import BatchProof, IsolationReport, check_isolation, predicts_tokens, prove_on_batch
 from hf_packing.attention.route import is_patched, route_of, sees_labels
+from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
 from hf_packing.attention.tiny_model import architectures, tiny_model
-from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.tree_row import labels_of_trees
 from hf_packing.attention.unpadding_proof import prove_unpadding

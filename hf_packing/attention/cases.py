@@ -61,9 +61,9 @@ DocumentTokens = list[list[int]]
 STOCK_ATTENTIONS = ("eager", "sdpa", "flex_attention")
 
 _WRITTEN_OUT = "eager"
-"""The attention function with which documents also run alone if the model's own one gives other outputs. Eager attention
-is plain PyTorch code in the model's file. Others have had bugs: in transformers 5.17, "sdpa" ignores Gemma 2's soft
-cap."""
+"""The attention function with which documents also run alone if the model's own one gives other outputs. Eager
+attention is plain PyTorch code in the model's file. Others have had bugs: in transformers 5.17, "sdpa" ignores Gemma
+2's soft cap."""
 
 
 @dataclass
@@ -227,7 +227,9 @@ class Case(ABC):
         return [*logits_of(self.runner.called, self.runner({**inputs, "use_cache": False}))]
 
     @abstractmethod
-    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+    def gradients(
+        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
+    ) -> tuple[list[Tensor], float] | None:
         """Return the gradients of a score with respect to the tokens of each of some documents, and the largest one
         with respect to the tokens of others; None if there are no gradients."""
 
@@ -312,7 +314,9 @@ def score_of(outputs: Tensor) -> Tensor:
     return torch.where(comparable(outputs), outputs, 0).mul(weights).sum()
 
 
-def random_documents(model: PreTrainedModel, lengths: Sequence[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
+def random_documents(
+    model: PreTrainedModel, lengths: Sequence[int], seed: int
+) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for every document. Different documents share no token, and a document
     and its replacement have different tokens at every position, except for the mask token.
 
@@ -461,7 +465,9 @@ class RowCase(Case):
         ids, owners = torch.cat([each.unique() for each in segments]).unique(return_counts=True)
         return [each.unique()[torch.isin(each.unique(), ids[owners == 1])] for each in segments]
 
-    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+    def gradients(
+        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
+    ) -> tuple[list[Tensor], float] | None:
         if (found := gradients_of(score, [leaf for _, leaf in embedded])) is None:
             return None
         ids = torch.cat([ids.flatten() for ids, _ in embedded])
@@ -477,6 +483,9 @@ class RowCase(Case):
         found = self.gradients(score_of(rows[0]), embedded, documents)
         return [] if found is None else found[0]
 
+    def references(self) -> list[Alone]:
+        return self.known if self.compares else []
+
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
         the reason if documents cannot be compared.
@@ -485,7 +494,8 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone, in evaluation mode.
         """
         failures: list[Exception] = []
-        for attention, self.copies in product(dict.fromkeys((None, self.other_attention)), (2, 1)):
+        ways = [(attention, copies) for attention in {None: 0, self.other_attention: 0} for copies in (2, 1)]
+        for attention, self.copies in ways:
             try:
                 with self.undisturbed():
                     self.known = [self.alone(attention)]
@@ -547,8 +557,8 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
 
 TREES = TreeSegments((13, 7, 11, 5, 9, 6, 1, 8, 12, 9, 4, 10), (-1, 0, 1, 1, 0, 0, 5, 5, -1, 8, 8, -1))
 _ENDS = (1, 2, 3, 4, 6, 7, 9, 10, 11)
-"""The trees of the proof, with 95 tokens: three levels, a document that ends inside others, a segment of a single token,
-branches that are not the first of their parent, and a document alone."""
+"""The trees of the proof, with 95 tokens: three levels, a document that ends inside others, a segment of a single
+token, branches that are not the first of their parent, and a document alone."""
 
 
 class TreeCase(RowCase):
@@ -571,8 +581,8 @@ _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logi
 
 
 class PaddedCase(RowCase):
-    """Random documents as the rows of a padded batch of a model with any head. All outputs of a row are compared, as one
-    vector: those of its tokens, and those of the row as a whole."""
+    """Random documents as the rows of a padded batch of a model with any head. All outputs of a row are compared, as
+    one vector: those of its tokens, and those of the row as a whole."""
 
     where = "the padded batch"
 
@@ -733,7 +743,9 @@ class BatchCase(Case):
     def cut(self, shape: torch.Size) -> torch.Size | None:
         return shape
 
-    def gradients(self, score: Tensor, embedded: Embedded, documents: Sequence[int]) -> tuple[list[Tensor], float] | None:
+    def gradients(
+        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
+    ) -> tuple[list[Tensor], float] | None:
         found = gradients_of(score, [leaf for _, leaf in embedded])
         if not found:
             return None

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
-from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
+from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
+from hf_packing.attention.patched_forward import install, remove, unpatched_on_error
 from hf_packing.attention.proof import prove, require
-from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.route import (
     InputFormat,
     LocalMaskError,
@@ -31,12 +30,12 @@ from hf_packing.attention.route import (
     packed_share,
     route_key,
 )
+from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import Attention, attention_of
-from hf_packing.attention.tolerance import apart
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import ModelNotSupportedError
 
 _ROWS = ((18,), (9, 9))
 """Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border

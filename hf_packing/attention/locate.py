@@ -12,8 +12,8 @@ from hf_packing.attention.cases import BatchCase, Run
 from hf_packing.attention.token_axes import tensors_in
 
 _ALWAYS_ALLOWED, _ALWAYS_ALLOWED_IN_HALF, _NOISE_FACTOR = 1e-4, 1e-2, 8
-"""Sums of magnitudes of a document in the batch and of the same document alone differ if their difference is larger than
-this share of them, and than this number times the effect of rounding."""
+"""Sums of magnitudes of a document in the batch and of the same document alone differ if their difference is larger
+than this share of them, and than this number times the effect of rounding."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 

@@ -21,8 +21,8 @@ from hf_packing.attention.inspect_model import (
     refuse_meta_device,
     weights_location,
 )
-from hf_packing.attention.report import check_isolation
 from hf_packing.attention.patched_forward import install, refuse_weights, remove
+from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,

@@ -90,7 +90,8 @@ class _Change:
     is_noticed: bool
     """Whether the outputs of the replaced segments change."""
     behind: float
-    """The largest difference, in standard deviations, at unchanged tokens behind replaced ones; nan if there are none."""
+    """The largest difference, in standard deviations, at unchanged tokens behind replaced ones; nan if there are no
+    such tokens."""
 
 
 class _Runs:
@@ -129,10 +130,13 @@ class _Runs:
         case, name = self.case, type(self.case.model).__name__
         tolerance = case.tolerance()
         if not self.packed.are_finite:
-            return Problem(f"model: expected finite logits, but {name} returns no finite logits for a document", "model")
+            return Problem(
+                f"model: expected finite logits, but {name} returns no finite logits for a document", "model"
+            )
         if not all(each.is_noticed for each in self.changes):
             return Problem(
-                f"model: expected logits that depend on input_ids, but {name} returns the same for other tokens", "model"
+                f"model: expected logits that depend on input_ids, but {name} returns the same for other tokens",
+                "model",
             )
         leak = max(self.changes, key=lambda each: each.leak, default=None)
         if leak is not None and leak.leak > 0:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from hf_packing.attention.inspect_model import (
     weights_location,
 )
 from hf_packing.attention.locate import locate_leak
-from hf_packing.attention.proof import Compared, Problem, prove
+from hf_packing.attention.proof import Problem, prove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.runs import NotCallableError, Runner, what_is_missing
 from hf_packing.attention.tree_proof import prove_trees
@@ -310,7 +310,9 @@ def _hint(case: RowCase) -> str:
     with suppress(Exception):  # a model that does not take use_cache
         case.options, case.wants_gradients = {"use_cache": False}, False
         if not case.training and prove(case).problem is None:
-            hint = "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
+            hint = (
+                "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
+            )
     return f"{hint}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
 
 

@@ -202,11 +202,12 @@ class Runner:
         }
         if self.model.training or self._is_in_series:  # else, random numbers would be a fault
             seed_all(self.seed)
-        is_known = self.is_compiled or self.model.training in self._watched  # watching is slow, and would recompile
-        self._watched.add(self.model.training)
-        with self._restored(), nullcontext() if is_known else self._weights:
-            with nullcontext() if is_known else self._matmuls:
-                return self.called(**given)
+        with self._restored(), ExitStack() as watched:
+            if not self.is_compiled and self.model.training not in self._watched:  # slow, and would compile again
+                self._watched.add(self.model.training)
+                watched.enter_context(self._weights)
+                watched.enter_context(self._matmuls)
+            return self.called(**given)
 
     def buffers_written(self) -> list[str]:
         """Return the names of the buffers that runs in series have changed."""
@@ -307,7 +308,9 @@ class Embeddings:
                 self._whole = module
             self.dtypes.add(first.dtype)
             leaf = first.detach() if noisy is None else self._with_rounding_errors(first.detach(), noisy)
-            found.append((args[0] if args else next(iter(kwargs.values())), leaf.requires_grad_(torch.is_grad_enabled())))
+            found.append(
+                (args[0] if args else next(iter(kwargs.values())), leaf.requires_grad_(torch.is_grad_enabled()))
+            )
             given = leaf.clone()  # a module may change its input in place
             return (given, *output[1:]) if isinstance(output, tuple) else given
 

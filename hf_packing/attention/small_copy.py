@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.cases import STOCK_ATTENTIONS, RowCase
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.patched_forward import install, remove
-from hf_packing.attention.cases import STOCK_ATTENTIONS, RowCase
 from hf_packing.attention.route import Route, known_routes, packed_share, route_key, route_of
+from hf_packing.attention.runs import NoLanguageModelError, Runner
 from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
-from hf_packing.attention.runs import NoLanguageModelError, Runner
 from hf_packing.errors import ModelNotSupportedError
 
 _DEPTHS = (

@@ -76,6 +76,9 @@ class Noise(NamedTuple):
         return found if math.isfinite(found.largest) else cls()
 
 
+_NO_NOISE = Noise()
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """The limits up to which rounding explains differences, in standard deviations of the outputs."""
@@ -83,7 +86,7 @@ class Tolerance:
     dtype: torch.dtype
     """Dtype in which the model computes."""
     has_experts: bool = False
-    noise: Noise = Noise()
+    noise: Noise = _NO_NOISE
     profile: Profile = PROBE
     lenience: float = 1
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import PaddedCase, examine_in_training

@@ -111,11 +111,12 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
     case = RowCase(Runner(llama()))
-    assert tuple(len(tokens) for tokens in case.tokens) == inspect_model._LENGTHS[0]
-    assert all(
-        a != b for old, new in zip(case.tokens, case.others, strict=True) for a, b in zip(old, new, strict=True)
-    )
-    used = [{*old, *new} for old, new in zip(case.tokens, case.others, strict=True)]
+    assert case.trees.lengths == inspect_model._LENGTHS[0]
+    assert (case.tokens != case.others).all()
+    used = [
+        {*old.tolist(), *new.tolist()}
+        for old, new in zip(*(each.split(case.trees.lengths) for each in (case.tokens, case.others)), strict=True)
+    ]
     assert len(set.union(*used)) == sum(map(len, used))
 
 

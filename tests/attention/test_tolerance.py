@@ -49,7 +49,7 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
     monkeypatch.setattr(varlen, "attend_by_segment", rounded)
     monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
     if not measured:
-        monkeypatch.setattr(RowCase, "_noise", lambda *_: Noise())
+        monkeypatch.setattr(Noise, "of", lambda *_: Noise())
     taken = ""
     with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
         taken = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route.name
@@ -172,9 +172,16 @@ def test_half_precision():
 
 
 def test_a_model_that_takes_no_batch_of_two(monkeypatch):
-    own = RowCase.outputs_alone
-    monkeypatch.setattr(RowCase, "outputs_alone", lambda self, rows: own(self, *[rows][: 2 - len(rows)]))
-    assert rounding_of(build("Llama")) == 0
+    own, model = RowCase.outputs_alone, build("Llama")
+
+    def only_one(case, inputs):
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError
+        return own(case, inputs)
+
+    monkeypatch.setattr(RowCase, "outputs_alone", only_one)
+    assert rounding_of(model) == 0
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
 
 
 class Quantised(torch.nn.Module):
