@@ -55,10 +55,9 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
+from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
-from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.patch import (
@@ -69,11 +68,11 @@ from hf_packing.attention.patch import (
     patched,
     unpatch_model,
 )
-from hf_packing.attention.probe import predicts_tokens, random_documents
+from hf_packing.attention.report import BatchProof, IsolationReport, check_isolation, predicts_tokens, prove_on_batch
 from hf_packing.attention.route import is_patched, route_of, sees_labels
+from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
-from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import kernel_of

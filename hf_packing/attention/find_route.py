@@ -16,20 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan, is_inside
+from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
 from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
-from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
-from hf_packing.attention.proof import (
-    BeyondRoundingError,
-    Exam,
-    model_sees_labels,
-    own_attention_agrees,
-    prove_isolation,
-    refuse_loss_across_borders,
-    repeat_thoroughly,
-    run_alone,
-    run_alone_in_training,
-)
+from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
+from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
     Facts,
     LocalMaskError,
@@ -42,12 +33,12 @@ from hf_packing.attention.route import (
     route_key,
     route_of,
 )
+from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.search import Search
 from hf_packing.attention.small_copy import random_where_zero, small_copy_of
-from hf_packing.attention.tolerance import NoLanguageModelError, NotCallableError
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import ModelNotSupportedError
 
 _ROWS = ((18,), (9, 9))
 """Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
@@ -101,49 +92,31 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
 def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route | None) -> None:
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
-    exams = _run_documents_alone(model, module)
-    width = exams[0].references[0].logits[0].shape[-1]
-    sees_labels = model_sees_labels(exams[0].probe, width)
-    route = _install_proven_route(exams, only)
-    refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
-    refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route) else None
-    facts = route.facts
-    facts.refused_token, facts.sees_labels, facts.takes_packed_rows = refused, sees_labels, module is model
+    cases = _examined(Runner(model, module))
+    width = cases[0].known[0].outputs[0].shape[-1]
+    sees_labels = model_sees_labels(cases[0], width)
+    facts = _install_proven_route(cases, only).facts
+    refuse_loss_across_borders(cases[0], cases[-1], width)
+    facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[1]) else None
+    facts.sees_labels, facts.takes_packed_rows = sees_labels, module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
             prove_unpadding(model)
 
 
-def _run_documents_alone(model: PreTrainedModel, module: nn.Module) -> list[Exam]:
-    """Return the test batches of a proof: a single row, several rows, and a single row in training mode.
-
-    To save time, none of these exams is thorough, and the documents in several rows contain pad tokens, if the model
-    can be called on such documents. Gradients are computed in training mode, or, if that is not possible, for a single
-    row in evaluation mode.
-    """
-    probe = Probe(model, module=module)
-    tokens, other = probe.documents[-1], probe.others[-1]
-    other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
-    first = run_alone(probe, gradients=False)
-    try:
-        in_rows = run_alone(_probe_of_rows(probe, pad_token_of(model)), gradients=False)
-    except ModelNotSupportedError:
-        in_rows = run_alone(_probe_of_rows(probe), gradients=False)
-    training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True, module=module)
-    training.rounding = probe.rounding
-    in_training = run_alone_in_training(training)
-    if in_training.unproven:
-        first = run_alone(probe, gradients=True)
-    return [first, replace(in_rows, rows=len(_ROWS)), in_training]
-
-
-def _probe_of_rows(like: Probe, pad_token: int | None = None) -> Probe:
-    """Return a probe of several packed rows. If `pad_token` is given, every document contains it."""
-    probe = Probe(like.model, 1, [*chain(*_ROWS)], _pack_in_rows, like=like, module=like.module)
-    if pad_token is not None:
-        for document in probe.documents:
-            document[2] = document[-1] = pad_token
-    return probe
+def _examined(runner: Runner) -> list[RowCase]:
+    """Return the cases of a proof: a single row, several rows, and a single row in training mode, with the outputs of
+    documents alone. Gradients are computed in training mode, or, if that is not possible, for a single row in
+    evaluation mode."""
+    case = RowCase(runner)
+    middle = case.trees.tokens - case.lengths[-1] // 2
+    case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
+    case.examine()
+    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
+    rows.examine()
+    training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
+    examine_in_training(training, case)
+    return [case, rows, training]
 
 
 def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
@@ -153,46 +126,39 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _treats_pad_as_padding(in_rows: Exam, route: Route) -> bool:
+def _treats_pad_as_padding(rows: RowCase) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
-    have different logits in packed rows and in a row of their own. `in_rows` is the exam of several rows that the model
-    has passed. If its documents contain pad tokens, the result is known."""
-    model, token = in_rows.probe.model, pad_token_of(in_rows.probe.model)
-    if token is None or token in in_rows.probe.documents[0]:
+    have different logits in packed rows and in a row of their own."""
+    token = pad_token_of(rows.model)
+    if token is None:
         return False
-    remove(model)
+    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1)
+    case.tokens[[2, 17, 20, 26, 29, 35]] = token
+    case.replacements = []
     try:
-        exam = run_alone(_probe_of_rows(in_rows.probe, token), gradients=False, thorough=True)
-    except ModelNotSupportedError:  # the model refuses pad tokens itself
-        exam = None
-    install(model, route)
-    if exam is None:
-        return False
-    try:
-        with exam.probe.undisturbed():
-            packed = exam.probe.packed(exam.probe.documents)
+        case.examine()
+        return prove(case).problem is not None
     except Exception:  # the model refuses pad tokens itself
         return False
-    return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
-def _install_proven_route(exams: list[Exam], only: Route | None) -> Route:
+def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
     """Install the fastest route that is proven to keep documents apart, and return it."""
-    model = exams[0].probe.model
+    model = cases[0].model
     key = route_key(model)
     if (known := only or known_routes.get(key)) is not None:
         with nullcontext() if only else suppress(ModelNotSupportedError, AttributeError):
-            known_routes[key] = _prove(known, exams)
+            known_routes[key] = _prove(known, cases)
             return known_routes[key]
     failures: dict[str, None] = {}
     needs_local_masks, calls_attention = False, True
-    for method in methods_for(model, exams[0].probe.module):
+    for method in methods_for(model, cases[0].runner.called):
         if (method.attention == NAME_WITH_LOCAL_MASKS) and not needs_local_masks:
             continue
         if method.attention and not calls_attention:
             continue
         try:
-            known_routes[key] = _search_and_prove(method, exams, tuple(failures))
+            known_routes[key] = _search_and_prove(method, cases, tuple(failures))
             return known_routes[key]
         except ModelNotSupportedError as error:
             needs_local_masks, calls_attention = isinstance(error, LocalMaskError), str(error) != _NEVER_CALLED
@@ -203,7 +169,7 @@ def _install_proven_route(exams: list[Exam], only: Route | None) -> Route:
     )
 
 
-def _search_and_prove(method: Method, exams: list[Exam], tried: tuple[str, ...]) -> Route:
+def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ...]) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
     route, prove that it keeps documents apart, and return it.
 
@@ -212,21 +178,21 @@ def _search_and_prove(method: Method, exams: list[Exam], tried: tuple[str, ...])
 
     Args:
         method: an attention function, and a format of the model's inputs.
-        exams: the test batches of the proof.
+        cases: the test batches of the proof.
         tried: the reasons why faster methods failed; stored in the route.
 
     Raises:
         ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
             is left unpatched.
     """
-    model, route, failure = exams[0].probe.model, None, None
+    model, route, failure = cases[0].model, None, None
     for thorough in (False, True):
-        search = Search(model, exams[0].probe.row, thorough=thorough)
+        search = Search(model, cases[0].row, thorough=thorough)
         try:
-            found = _route_found_by(search, method, exams[0].probe, tried)
+            found = _route_found_by(search, method, cases[0], tried)
             if route is None or found.by_segment != route.by_segment:
                 route = found
-                return _prove(route, exams)
+                return _prove(route, cases)
         except LocalMaskError:
             raise
         except ModelNotSupportedError as error:
@@ -247,24 +213,24 @@ def _search_and_prove(method: Method, exams: list[Exam], tried: tuple[str, ...])
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def _route_found_by(search: Search, method: Method, probe: Probe, tried: tuple[str, ...]) -> Route:
+def _route_found_by(search: Search, method: Method, case: RowCase, tried: tuple[str, ...]) -> Route:
     """Run a search, and return the route that consists of `method` and of the modules that the search found.
 
     If the model never calls the attention function of `method`, the route has the first method without one instead.
     """
     model = search.model
     with observe() as observed:
-        plans = _run_search(search, Route(method, (), 1.0), probe)
+        plans = _run_search(search, Route(method, (), 1.0), case)
     method.check(observed)
     if method.attention and not observed.calls:
         tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
-        method = next(each for each in methods_for(model, probe.module) if not each.attention)
+        method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
     if plans:
         method = replace(method, one_row=True)
     return Route(method, plans, packed_share(model, plans), tried)
 
 
-def _run_search(search: Search, route: Route, probe: Probe) -> tuple[ModulePlan, ...]:
+def _run_search(search: Search, route: Route, case: RowCase) -> tuple[ModulePlan, ...]:
     """Run a search in a model that is patched with a route, and return the plans that it makes. The model is left
     unpatched.
 
@@ -273,8 +239,8 @@ def _run_search(search: Search, route: Route, probe: Probe) -> tuple[ModulePlan,
     """
     install(search.model, route)
     try:
-        with probe.undisturbed():
-            return tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
+        with case.undisturbed():
+            return tuple(search.run(lambda **options: case.outputs(case.tokens, **options)))
     except ModelNotSupportedError:
         raise
     except Exception as error:  # custom model code may raise anything
@@ -283,55 +249,34 @@ def _run_search(search: Search, route: Route, probe: Probe) -> tuple[ModulePlan,
         remove(search.model)
 
 
-def _prove(route: Route, exams: list[Exam]) -> Route:
+def _prove(route: Route, cases: list[RowCase]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it as it was installed.
 
     If the proof fails only for a batch of several rows, try the route that lays its rows end to end in a single row. If
     isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
     proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
     """
-    model, exam = exams[0].probe.model, exams[0]
-    route = replace(route, facts=Facts(unproven="; ".join(exam.unproven for exam in exams if exam.unproven)))
+    model, case = cases[0].model, cases[0]
+    route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
     install(model, route)
     try:
-        for number, exam in enumerate(exams):
-            is_known = exam.rows > 1 and route.method.one_row  # rows run as one row, which another exam has
-            exams[number] = _pass(replace(exam, only_equality=is_known), route)
+        for case in cases:
+            if case.can_be_run:
+                # rows that run as one row are known from another case
+                is_known = case is cases[1] and route.method.one_row
+                case.replacements = [] if is_known else [[each] for each in range(len(case.paths))]
+                require(case)
     except BaseException as error:
         if is_patched(model):
             remove(model)
         if not isinstance(error, Exception):
             raise
-        if exam.rows > 1 and not route.method.one_row:
-            return _prove(replace(route, method=replace(route.method, one_row=True)), exams)
+        if case is cases[1] and not route.method.one_row:
+            return _prove(replace(route, method=replace(route.method, one_row=True)), cases)
         if isinstance(error, ModelNotSupportedError):
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
-
-
-def _pass(exam: Exam, route: Route) -> Exam:
-    """Prove with one exam that an installed route keeps documents apart; if that fails, but may succeed with a thorough
-    exam without pad tokens, prove again. Return the exam that was passed."""
-    try:
-        with exam.probe.undisturbed():
-            prove_isolation(exam)
-        return exam
-    except (ModelNotSupportedError, PackingError) as error:
-        if exam.is_thorough:
-            raise
-        failure = error
-    model = exam.probe.model
-    remove(model)
-    if exam.rows > 1:
-        exam = replace(exam, probe=_probe_of_rows(exam.probe))
-    elif isinstance(failure, BeyondRoundingError) and own_attention_agrees(exam):
-        raise failure
-    exam = repeat_thoroughly(exam)
-    install(model, route)
-    with exam.probe.undisturbed():
-        prove_isolation(exam)
-    return exam
 
 
 def find_on_small_copy(model: PreTrainedModel) -> Route:
@@ -405,8 +350,8 @@ def _extended(model: PreTrainedModel, route: Route, names: Collection[str]) -> R
     Raises:
         ModelNotSupportedError: the model cannot be called on a packed row.
     """
-    probe = Probe(model)
-    found = _run_search(Search(model, probe.row, only=names), route, probe)
+    case = RowCase(Runner(model))
+    found = _run_search(Search(model, case.row, only=names), route, case)
     if not found:
         return route
     outside = [plan for plan in route.by_segment if not any(is_inside(plan.name, each.name) for each in found)]
@@ -435,7 +380,7 @@ def find_for_long_documents(model: PreTrainedModel) -> None:
         route = find_on_small_copy(model)
     except _NoCopyError as error:
         install(model, short)
-        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
+        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
         return
     try:
         find_and_prove(model, only=route)

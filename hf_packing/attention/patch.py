@@ -22,7 +22,7 @@ from hf_packing.attention.inspect_model import (
     refuse_meta_device,
     weights_location,
 )
-from hf_packing.attention.isolation import check_isolation
+from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import has_thresholds, random_where_zero
 from hf_packing.attention.snapshot import attention_of

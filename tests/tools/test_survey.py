@@ -9,9 +9,9 @@ from tiers import fast_only, slow
 from tree_faults import to_the_whole_row, with_far_gradients
 
 from hf_packing.attention import tree_attention
+from hf_packing.attention.cases import TREES as PROVEN
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.find_route import known_routes
-from hf_packing.attention.tree_proof import TREES as PROVEN
 from hf_packing.trees.segments import TreeSegments
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees
@@ -191,4 +191,4 @@ def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
     monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     measured = measure_trees("gpt2")
     assert measured.status == "refused"
-    assert "between a tree and the document alone" in measured.reason
+    assert "changing one segment of a tree changed" in measured.reason
