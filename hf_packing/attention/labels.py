@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import has_vocabulary
 from hf_packing.attention.layout import Layout, find_borders
-from hf_packing.attention.route import sees_labels
+from hf_packing.attention.route import PATCH, sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
@@ -31,11 +31,12 @@ usually trained on 15 % of the tokens, and 10 % of the trained tokens are left u
 batches of 3 tokens, all tokens are trained on and left unchanged."""
 
 
-def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor) -> bool:
+def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor) -> None:
     """Raise PackingError if a model would only learn to copy its input.
 
     The check is made only for models that see the input token at each label's position, such as masked language models,
-    and only if input_ids and labels are tensors of the same shape.
+    and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
+    or a sample of the data has labels that differ from the input, or labels for only some tokens of a segment.
 
     Args:
         model: a patched model.
@@ -43,30 +44,25 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
         labels: integers [rows, tokens].
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
-    Returns:
-        True if the labels differ from the input, or only some tokens of a segment have labels; False if it cannot be
-        told, since too few tokens have labels.
-
     Raises:
         PackingError: all tokens have labels, and all labels only repeat the input tokens.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
-        return False
+        return
     labels = labels.to(input_ids.device)
     trained = labels != IGNORED_LABEL
     if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
-        return True
-    if (repeated := int(trained.sum())) < _FEWEST:
-        return False
-    name = type(model).__name__
-    raise PackingError(
-        f"labels: expected labels that differ from input_ids, got {repeated} labels that only repeat input_ids. {name} "
-        "sees the input token at each label's position, and would only learn to copy this token. "
-        "For a masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, "
-        "and set the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. "
-        "For a causal model that does not shift labels itself, shift the labels by one token"
-    )
+        getattr(model, PATCH).knows_labels = True
+    elif (repeated := int(trained.sum())) >= _FEWEST:
+        name = type(model).__name__
+        raise PackingError(
+            f"labels: expected labels that differ from input_ids, got {repeated} labels that only repeat input_ids. "
+            f"{name} sees the input token at each label's position, and would only learn to copy this token. For a "
+            "masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, and set "
+            "the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. For a causal model that "
+            "does not shift labels itself, shift the labels by one token"
+        )
 
 
 def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:

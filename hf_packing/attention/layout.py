@@ -150,7 +150,7 @@ class Layout:
 
     def _on_device(self, values: npt.NDArray[Any]) -> Tensor:
         """Return a value for each token as a tensor [rows, tokens]."""
-        return torch.from_numpy(values.reshape(self.rows, -1)).to(self.cu_seq_lens.device, non_blocking=True)
+        return on_device(values.reshape(self.rows, -1), self.cu_seq_lens.device)
 
     def place_of(self, segment: int) -> Place:
         """Return where the tokens from a root down to a segment are: first and last + 1, or int64 [tokens]."""
@@ -194,6 +194,11 @@ class Layout:
         """Divide the paths of a call into several calls of at most MOST_TOKENS_OF_CALL tokens."""
         most = max(MOST_TOKENS_OF_CALL // max(self.path_lengths[path] for path in paths), 1)
         return [paths[first : first + most] for first in range(0, len(paths), most)]
+
+
+def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device, without waiting for the device."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def roots(lengths: Sequence[int]) -> TreeSegments:
@@ -437,7 +442,8 @@ def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), _tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
         return None
-    if tokens.shape[:2] != (1, sum(longest.lengths)) or borders.device != tokens.device:
+    shapes = {len(inputs[name]) for name in CU_SEQ_LENS if inputs.get(name) is not None}
+    if tokens.shape[:2] != (1, sum(longest.lengths)) or shapes != {len(borders)} or borders.device != tokens.device:
         return None
     bound = int(longest) if longest > max(longest.lengths) else None
     return Layout(borders, roots(longest.lengths), 1, bound, longest.padding)

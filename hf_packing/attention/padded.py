@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_packing.attention.inspect_model import pad_token_of
-from hf_packing.attention.layout import CACHES, Layout, Sharing, borders_from_positions
+from hf_packing.attention.layout import CACHES, Layout, Sharing, borders_from_positions, on_device
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -71,37 +72,53 @@ class PaddedRows:
     """The places of the tokens in a padded batch. Every row has the tokens of one document, or no tokens.
 
     Args:
-        kept: True for every token that is not padding, bool [rows, tokens].
-        lengths: number of tokens in each row that are not padding.
+        real: True for every token that is not padding, bool [rows, tokens].
+        device: where the batch is.
         side: where the padding is.
         has_positions: whether the caller of the model has passed position_ids.
         media: names of the caller's arguments with pictures or sound.
     """
 
-    kept: Tensor
-    lengths: tuple[int, ...]
+    real: npt.NDArray[np.bool_]
+    device: torch.device
     side: Side = "right"
     has_positions: bool = False
     media: tuple[str, ...] = ()
 
     @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens in each row that are not padding."""
+        return tuple(self.real.sum(1).tolist())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and of tokens in each row, with padding."""
+        rows, tokens = self.real.shape
+        return rows, tokens
+
+    @property
+    def has_padding(self) -> bool:
+        return not self.real.all()
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """True for every token that is not padding, bool [rows, tokens]."""
+        return on_device(self.real, self.device)
+
+    @cached_property
     def layout(self) -> Layout:
         """The layout of the packed row that `lay_end_to_end` makes."""
-        return Layout.of([length for length in self.lengths if length], self.kept.device, is_unpadded=True)
+        return Layout.of([length for length in self.lengths if length], self.device, is_unpadded=True)
 
     @cached_property
     def _places(self) -> Tensor:
         """The index of each token in the flattened batch, int64 [tokens]."""
-        return self.kept.flatten().nonzero()[:, 0]
-
-    @cached_property
-    def _rows_with_tokens(self) -> list[int]:
-        return list(compress(range(len(self.lengths)), self.lengths))
+        return on_device(np.flatnonzero(self.real), self.device)
 
     def lay_end_to_end(self, value: Any) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
         [1, tokens without padding, ...]. Position ids of shape [axes, rows, tokens] are changed in the same way."""
-        shape, places = self.kept.shape, self._places
+        shape, places = self.shape, self._places
 
         def lay(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -143,18 +160,18 @@ class PaddedRows:
 
     def _spread(self, values: Tensor) -> Tensor:
         """Return values [tokens without padding, ...] as [rows, tokens, ...], with zeros in padding."""
-        spread = values.new_zeros(self.kept.numel(), *values.shape[1:]).index_copy(0, self._places, values)
-        return spread.view(*self.kept.shape, *values.shape[1:])
+        spread = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
+        return spread.view(*self.shape, *values.shape[1:])
 
     def with_empty_rows(self, values: Tensor) -> Tensor:
         """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
         if len(values) == len(self.lengths):
             return values
-        places = torch.tensor(self._rows_with_tokens, device=values.device)
+        places = on_device(np.flatnonzero(self.lengths), values.device)
         return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
 
 
-def has_axes_first(path: Path, leaf: Tensor, shape: torch.Size) -> bool:
+def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, int]) -> bool:
     """Return whether an argument has position_ids of shape [axes, rows, tokens], as models that see images have."""
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
@@ -194,34 +211,34 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
             f"attention_mask: expected integers of shape {list(shape)} on a patched model, 1 for tokens and 0 for "
             f"padding, got {shown}; call unpatch_model to use other masks"
         )
-    kept = mask.flatten(0, -2) != 0
-    places = torch.arange(kept.shape[1], device=kept.device)
-    first = torch.where(kept, places, kept.shape[1]).amin(1)
-    after = torch.where(kept, places + 1, 0).amax(1)
-    other = (mask != mask.ne(0)).any().long().expand(len(kept))
-    *found, others = torch.stack([kept.sum(1), first, after, other]).tolist()
-    lengths: list[int] = found[0]
-    if any(others):
+    given = mask.flatten(0, -2).cpu().numpy()  # which waits for the device
+    real = given != 0
+    if (given != real).any():
         raise PackingError(
             "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
             "the borders between packed documents as position_ids or seq_idx"
         )
     has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
-    has_borders = has_positions or any(inputs.get(name) is not None for name in _BORDERS)
-    if has_borders and min(lengths) == kept.shape[1]:
+    borders = next((name for name in _BORDERS if inputs.get(name) is not None), None)
+    if (has_positions or borders) and real.all():
         return None
-    if not any(lengths):
+    if not real.any():
         raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    for number, (length, start, end) in enumerate(zip(*found, strict=True)):
-        if length and end - start != length:
-            raise PackingError(
-                f"attention_mask: expected no padding between the tokens of a row, but row {number} has {length} "
-                f"tokens between {start} and {end}; move its padding to one side"
-            )
-    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, media_of(inputs))
-    given = next((name for name in _BORDERS if inputs.get(name) is not None), None)
-    if given is not None:
-        raise PackingError(f"{given}: expected no borders beside an attention_mask with padding; pass only one of them")
+    tokens, lengths = real.shape[1], real.sum(1)
+    start, end = real.argmax(1), tokens - real[:, ::-1].argmax(1)
+    if (torn := (lengths > 0) & (end - start != lengths)).any():
+        number = int(torn.argmax())
+        raise PackingError(
+            f"attention_mask: expected no padding between the tokens of a row, but row {number} has {lengths[number]} "
+            f"tokens between {start[number]} and {end[number]}; move its padding to one side"
+        )
+    if borders is not None:
+        raise PackingError(
+            f"{borders}: expected no borders beside an attention_mask with padding; pass only one of them"
+        )
+    start, end = start[lengths > 0], end[lengths > 0]
+    side: Side = "right" if not start.any() else "left" if (end == tokens).all() else "both"
+    rows = PaddedRows(real, mask.device, side, position_ids is not None, media_of(inputs))
     if position_ids is not None:
         _check_positions(position_ids, rows)
     return rows
@@ -254,13 +271,13 @@ def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> 
             "unpatch_model"
         )
     for path, leaf in leaves({name: value for name, value in inputs.items() if name != "attention_mask"}):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.kept.shape):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
             continue
-        is_of_tokens = leaf.shape[:2] == rows.kept.shape and "cross_attention" not in str(path[0])
+        is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
         if not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3):
             raise ModelNotSupportedError(
                 f"{refused} reads them beside the tokens: it got {path[0]} of shape {list(leaf.shape)} for rows and "
-                f"tokens of shape {list(rows.kept.shape)}; call unpatch_model"
+                f"tokens of shape {list(rows.shape)}; call unpatch_model"
             )
 
 
@@ -271,13 +288,13 @@ def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
         PackingError: the position_ids restart in a row, so that it may be a packed row.
     """
     *others, tokens = _shape_of_tokens(inputs)
-    rows, position_ids = math.prod(others), inputs.get("position_ids")
+    position_ids = inputs.get("position_ids")
     device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
-    kept = torch.ones(rows, tokens, dtype=torch.bool, device=device)
-    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, media_of(inputs))
+    real = np.ones((math.prod(others), tokens), dtype=np.bool_)
+    rows = PaddedRows(real, device, "right", position_ids is not None, media_of(inputs))
     if position_ids is not None:
-        _check_positions(position_ids, found)
-    return found
+        _check_positions(position_ids, rows)
+    return rows
 
 
 def _shape_of_tokens(inputs: Mapping[str, Any]) -> torch.Size:
@@ -289,19 +306,10 @@ def _shape_of_tokens(inputs: Mapping[str, Any]) -> torch.Size:
     raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
 
 
-def _side(found: list[list[int]], tokens: int) -> Side:
-    """Return where the padding of a batch is, from the number of tokens in each row, the index of the first of them and
-    the index after the last one."""
-    occupied = [(start, end) for length, start, end in zip(*found, strict=True) if length]
-    if all(start == 0 for start, _ in occupied):
-        return "right"
-    return "left" if all(end == tokens for _, end in occupied) else "both"
-
-
 def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
     axes = position_ids.ndim == 3
-    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.kept.shape))
+    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.shape))
     if axes and len(position_ids) < 4:  # of pictures, whose places share positions; the first axis is that of time
         starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
     else:
@@ -317,7 +325,7 @@ def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
-    if ids is None or pad is None or ids.numel() != rows.kept.numel():
+    if ids is None or pad is None or ids.numel() != rows.real.size:
         return inputs
     return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
@@ -333,14 +341,14 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
     """
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor) or tokens.shape[:2] != rows.kept.shape:
+    if not isinstance(tokens, Tensor) or tokens.shape[:2] != rows.shape:
         found = list(tokens.shape[:2]) if isinstance(tokens, Tensor) else "no tokens"
         raise PackingError(
             f"attention_mask: expected a mask for all tokens of {type(backbone).__name__}, got a mask of shape "
-            f"{list(rows.kept.shape)} for {found}"
+            f"{list(rows.shape)} for {found}"
         )
     mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == rows.kept.shape and not torch.equal(mask != 0, rows.kept):
+    if isinstance(mask, Tensor) and mask.shape == rows.shape and not torch.equal(mask != 0, rows.kept):
         raise PackingError(
             f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
             "changed it; call unpatch_model"
@@ -352,7 +360,7 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 2:
         if rows.has_positions:
-            inputs = {**inputs, "position_ids": positions.expand(rows.kept.shape)}
+            inputs = {**inputs, "position_ids": positions.expand(rows.shape)}
         else:
             left_out.add("position_ids")
     return {name: value for name, value in inputs.items() if name not in left_out}
@@ -398,7 +406,7 @@ class SharedRows:
         found = find_in_batch(others.pop("input_ids"), others, lengths, min_shared)
         if not found.trees.has_branches and found.trees.tokens == raw:
             return None
-        taken, given = (torch.from_numpy(each).to(tokens.device) for each in (found.taken, found.given))
+        taken, given = (on_device(each, tokens.device) for each in (found.taken, found.given))
         return cls(Layout.of(found.trees, tokens.device), taken, given)
 
     def take(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,13 +456,13 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    shape, lengths = rows.kept.shape, rows.lengths
+    shape, lengths = rows.shape, rows.lengths
     found: dict[Path, list[tuple[Tensor, Tensor, Tensor]]] = {}
     output: Any = None
     for length in sorted(set(lengths) - {0}):
-        numbers = torch.tensor([number for number, other in enumerate(lengths) if other == length])
-        numbers = numbers.to(rows.kept.device)
-        places = rows.kept[numbers].nonzero()[:, 1].view(len(numbers), length)
+        chosen = np.flatnonzero(np.array(lengths) == length)
+        numbers = on_device(chosen, rows.device)
+        places = on_device(rows.real[chosen].nonzero()[1].reshape(-1, length), rows.device)
         at = numbers[:, None], places
 
         def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
@@ -483,7 +491,7 @@ def _without_caches(output: Any) -> Any:
     return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
 
 
-def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:
+def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int]) -> Tensor:
     """Join the outputs of groups of rows, and return an output for all rows, with zeros in padding.
 
     Args:

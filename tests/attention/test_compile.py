@@ -19,7 +19,7 @@ from hf_packing.attention import forward, function, kernels
 from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout, roots, use_layout
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -26,14 +26,15 @@ from kernel_stand_ins import (
 from patched_models import patched, patched_tiny
 
 import hf_packing as hfp
-from hf_packing.attention import kernels, patch
+from hf_packing.attention import kernels, patch, prove_on_batch
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.function import packed_varlen
 from hf_packing.attention.kernels import FlexKernel, TracedRow, VarlenKernel, fallbacks, kernel_of, use_hub_kernel
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.route import route_of
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
+from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
@@ -245,6 +246,52 @@ def test_a_kernel_that_is_wrong_or_raises_is_passed_over_with_a_warning(body, re
         prove(other, stock, ONE)  # another model does not try it again
 
 
+def forgets_a_border(given):
+    borders = given["cu_seqlens_q"][[0, -1]]
+    joined = {f"cu_seqlens_{side}": borders for side in "qk"} | {f"max_seqlen_{side}": int(borders[1]) for side in "qk"}
+    return of_flash_attn(given | joined)
+
+
+def has_no_gradient_for_keys(given):
+    return of_flash_attn(given | {"k": given["k"].detach()})
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("body", [forgets_a_border, has_no_gradient_for_keys, lambda _: 1 / 0])
+def test_the_proof_of_a_model_finds_kernels_that_fail(body):
+    """And takes the next one, on the same route."""
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    with pytest.warns(UserWarning, match="an attention kernel failed .flash-attn 2: .* torch varlen_attn runs instead"):
+        model = hfp.patch_model(tiny_model("llama", "causal"))
+    assert (route_of(model).name, kernel_of(model)) == ("varlen", "torch varlen_attn")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("body", [forgets_a_border, lambda _: 1 / 0])
+def test_the_first_batch_finds_kernels_that_fail(body):
+    """A kernel may only run there, since the route was found on a small copy on the CPU."""
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    kernels._chosen.clear()
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}, {"input_ids": [9, 7, 5]}])
+    with pytest.warns(UserWarning, match="an attention kernel failed .flash-attn 2: .* torch varlen_attn runs instead"):
+        proof = prove_on_batch(model, batch)
+    assert (proof.problem, proof.kernel) == ("", "torch varlen_attn")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_model_that_leaks_is_refused_on_every_kernel():
+    """Its kernels are used for other models."""
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output + output.mean(1, keepdim=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not hfp.check_isolation(model).isolated
+        hfp.patch_model(tiny_model("llama", "causal"))
+    assert not kernels._struck
+
+
 @pytest.mark.usefixtures("as_on_cuda")
 def test_where_all_kernels_fail_attention_is_exact():
     model, stock = model_and_stock()
@@ -324,11 +371,10 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
 
 
 @pytest.mark.parametrize(("attention", "asked"), [("sdpa", []), (HUB, [HUB])])
-def test_patch_model_asks_for_the_kernel_of_the_model(monkeypatch, attention, asked):
+def test_patch_model_asks_for_the_kernel_of_the_model(attention, asked):
     model = tiny_model("llama", "causal")
     model.config._attn_implementation_internal = attention
-    monkeypatch.setattr(patch, "find_and_prove", lambda _: None)
-    hfp.patch_model(model)
+    patch._use_hub_kernels_of(model)
     layers = [module for module in model.modules() if type(module).__name__ == "LlamaAttention"]
     assert len(layers) > 1
     assert all(getattr(layer, kernels.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)

@@ -2,17 +2,18 @@
 
 import pytest
 import torch
+from hf_packing.attention.packed_row import PackedRow, read_row
 from model_state import state_of
 from tiers import fast_only
 from tiny_models import SUPPORTED, build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import forward, inspect_model, is_patched, probe
-from hf_packing.attention.layout import Layout, read_layout
-from hf_packing.attention.probe import Probe
+from hf_packing.attention import inspect_model, is_patched, patched_forward
+from hf_packing.attention.cases import RowCase
+from hf_packing.attention.runs import Runner
 from hf_packing.attention.search import Search
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 def llama(**changes):
@@ -81,11 +82,11 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     """If borders were lost on the way, the proof would fail."""
 
     def lose_borders(inputs, training):
-        inputs, row = read_layout(inputs, training)
-        return inputs, Layout.of([row.tokens])
+        inputs, row = read_row(inputs, training)
+        return inputs, PackedRow.from_lengths([row.tokens])
 
-    monkeypatch.setattr(forward, "read_layout", lose_borders)
-    with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
+    monkeypatch.setattr(patched_forward, "read_row", lose_borders)
+    with pytest.raises(hfp.ModelNotSupportedError, match="changing one document changed the logits of another"):
         hfp.patch_model(llama())
 
 
@@ -109,18 +110,19 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
-    run = probe.Probe(llama())
-    assert tuple(len(tokens) for tokens in run.documents) == inspect_model._LENGTHS[0]
-    assert all(
-        a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
-    )
-    used = [{*old, *new} for old, new in zip(run.documents, run.others, strict=True)]
+    case = RowCase(Runner(llama()))
+    assert case.trees.lengths == inspect_model._LENGTHS[0]
+    assert (case.tokens != case.others).all()
+    used = [
+        {*old.tolist(), *new.tolist()}
+        for old, new in zip(*(each.split(case.trees.lengths) for each in (case.tokens, case.others)), strict=True)
+    ]
     assert len(set.union(*used)) == sum(map(len, used))
 
 
 def test_the_length_of_the_probe_is_no_size_of_the_model():
-    assert sum(probe.Probe(llama()).lengths) == 41
-    assert sum(probe.Probe(llama(intermediate_size=41)).lengths) == 43
+    assert sum(RowCase(Runner(llama())).lengths) == 41
+    assert sum(RowCase(Runner(llama(intermediate_size=41))).lengths) == 43
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_gradients_that_cross_borders(only_training):
     assert report.max_leak < 1e-4
     assert report.max_gradient_leak > 1e-3
     assert f"{mode}gradients of one document reach another" in report.reason
-    with pytest.raises(hfp.ModelNotSupportedError, match=f"{mode}gradients of a packed document reach another"):
+    with pytest.raises(hfp.ModelNotSupportedError, match=f"{mode}gradients of one document reach another"):
         hfp.patch_model(with_gradient(from_the_next_token, only_training))
 
 
@@ -206,8 +208,7 @@ def stop(*_, **__):
 
 INTERRUPTED = [
     (Search, "run"),
-    (Probe, "largest_leak"),
-    *((Probe, name) for name in ("alone", "alone_with_gradients", "packed_with_gradients")),
+    *((RowCase, name) for name in ("alone", "run", "memory")),
 ]
 
 

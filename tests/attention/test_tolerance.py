@@ -8,10 +8,11 @@ from tiers import fast_only, slow
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import function, probe
-from hf_packing.attention.probe import Probe
+from hf_packing.attention import function
+from hf_packing.attention.cases import RowCase
 from hf_packing.attention.route import InputFormat
-from hf_packing.attention.tolerance import ALWAYS_ALLOWED, NEVER_ALLOWED, ROUNDING_FACTOR, Tolerance, measure_rounding
+from hf_packing.attention.runs import Runner
+from hf_packing.attention.tolerance import ALWAYS_ALLOWED, BATCH, NEVER_ALLOWED, PROBE, Noise, Tolerance, apart
 
 
 def model_in_which_roundings_grow(**changes):
@@ -24,15 +25,14 @@ def model_in_which_roundings_grow(**changes):
 
 
 def rounding_of(model):
-    run = Probe(model)
-    with run.undisturbed():
-        run.measure_rounding(run.alone(use_cache=False), use_cache=False)
-    return run.rounding
+    case = RowCase(Runner(model))
+    case.examine()
+    return case.known[0].noise.largest
 
 
 def test_rounding_is_measured_on_the_model():
-    assert 0 < rounding_of(build("Mistral")) < ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR
-    assert ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR < rounding_of(model_in_which_roundings_grow())
+    assert 0 < rounding_of(build("Mistral")) < ALWAYS_ALLOWED[torch.float32] / PROBE.factor
+    assert ALWAYS_ALLOWED[torch.float32] / PROBE.factor < rounding_of(model_in_which_roundings_grow())
     assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
 
 
@@ -49,7 +49,7 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
     monkeypatch.setattr(function, "attend_exactly", rounded)
     monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
     if not measured:
-        monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
+        monkeypatch.setattr(Noise, "of", lambda *_: Noise())
     taken = ""
     with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
         taken = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route.name
@@ -141,31 +141,47 @@ def test_one_wrong_position_is_found(monkeypatch, name):
 
     monkeypatch.setattr(InputFormat, "build", one_off)
     route = hfp.check_isolation(hfp.patch_model(model_of(name))).route
-    assert not route.method.inputs.positions
+    assert not route.method.positions
     assert "a document's logits differ by" in route.tried[0]
 
 
 def test_what_is_allowed():
-    usual = Tolerance(torch.float32, False, 1e-6)
-    assert (usual.difference, usual.leak) == (ALWAYS_ALLOWED[torch.float32], ROUNDING_FACTOR * 1e-6)
-    assert Tolerance(torch.float32, False, 1e-4).difference == ROUNDING_FACTOR * 1e-4
-    chaos = Tolerance(torch.float32, False, 0.1)
-    assert (chaos.difference, chaos.leak) == (NEVER_ALLOWED[torch.float32], ALWAYS_ALLOWED[torch.float32])
-    assert Tolerance(torch.float32, True, 0.1).leak == NEVER_ALLOWED[torch.float32]
+    usual, chaos = Tolerance(torch.float32, False, Noise(1e-6)), Tolerance(torch.float32, False, Noise(0.1))
+    assert usual.limit == ALWAYS_ALLOWED[torch.float32]
+    assert Tolerance(torch.float32, False, Noise(1e-4)).limit == PROBE.factor * 1e-4
+    assert chaos.limit == NEVER_ALLOWED[torch.float32]
+    assert Tolerance(torch.float32, False, Noise(0.1), BATCH).limit == BATCH.factor * 0.1
     assert "load the model in float64" in chaos.note()
     assert not usual.note()
-    assert Tolerance(torch.float32, False, None).leak == ALWAYS_ALLOWED[torch.float32]
     logits = torch.randn(5, 7)
-    assert usual.unexplained([logits, logits + 5e-5], [logits, logits]) == 0
-    assert usual.unexplained([logits, logits + 5e-4], [logits, logits]) == pytest.approx(5e-4, rel=0.01)
-    assert usual.unexplained([logits * torch.nan], [logits]) == torch.inf
+    assert usual.explains(apart(logits + 5e-5, logits))
+    assert not usual.explains(apart(logits + 5e-4, logits))
+    assert usual.for_gradients.explains(apart(logits + 5e-4, logits))
+    assert not usual.explains(apart(logits * torch.nan, logits))
 
 
-def test_a_model_that_takes_no_batch_of_two():
-    def refuse(_):
-        raise RuntimeError
+def test_half_precision():
+    exact = torch.randn(50, 64)
+    moved = exact.clone()
+    moved[:1] += 1  # a token that went to another expert
+    assert Tolerance(torch.bfloat16).explains(apart(exact + 0.04, exact))
+    assert not Tolerance(torch.bfloat16).explains(apart(exact + 0.3, exact))
+    for profile in (PROBE, BATCH):
+        assert Tolerance(torch.bfloat16, True, profile=profile).explains(apart(moved, exact))
+        assert not Tolerance(torch.bfloat16, False, profile=profile).explains(apart(moved, exact))
 
-    assert measure_rounding(build("Llama"), refuse, [[5, 6]], [torch.randn(2, 128)]) is None
+
+def test_a_model_that_takes_no_batch_of_two(monkeypatch):
+    own, model = RowCase.outputs_alone, build("Llama")
+
+    def only_one(case, inputs):
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError
+        return own(case, inputs)
+
+    monkeypatch.setattr(RowCase, "outputs_alone", only_one)
+    assert rounding_of(model) == 0
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
 
 
 class Quantised(torch.nn.Module):
@@ -187,12 +203,10 @@ def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
             for name, linear in list(part.named_children()):
                 if isinstance(linear, torch.nn.Linear):
                     setattr(part, name, Quantised(linear, dtype))
-    run = Probe(model)
-    with run.undisturbed():
-        run.alone(use_cache=False)
-    assert run.tolerance == Tolerance(dtype, False)
+    case = RowCase(Runner(model))
+    case.examine()
+    assert case.runner.dtype == dtype
     assert hfp.check_isolation(hfp.patch_model(model)).isolated
-    usual = Probe(build("Llama"))
-    with usual.undisturbed():
-        usual.alone(use_cache=False)
-    assert usual.tolerance.dtype == torch.float32
+    usual = RowCase(Runner(build("Llama")))
+    usual.examine()
+    assert usual.runner.dtype == torch.float32

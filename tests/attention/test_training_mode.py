@@ -13,7 +13,7 @@ from tiny_models import build, enable_checkpointing
 from torch import nn
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 class Centred(nn.Module):
@@ -48,11 +48,11 @@ class Counting(nn.Module):
 
 
 LEAKS = {
-    "batch norm": (NormOfTokens, "in training mode, changing one packed document changes the logits of another"),
-    "centred": (Centred, "in training mode, changing one packed document changes the logits of another"),
-    "average": (lambda: MovingAverage(False), "in training mode, changing one packed document changes the logits"),
+    "batch norm": (NormOfTokens, "in training mode, changing one document changed the logits of another"),
+    "centred": (Centred, "in training mode, changing one document changed the logits of another"),
+    "average": (lambda: MovingAverage(False), "in training mode, changing one document changed the logits"),
     "late average": (lambda: MovingAverage(True), "earlier batches, through model.layers.0.mlp.1.average"),
-    "attribute": (Counting, "in training mode, changing one packed document changes the logits of another"),
+    "attribute": (Counting, "in training mode, changing one document changed the logits of another"),
 }
 
 
@@ -139,7 +139,7 @@ def test_training_that_cannot_be_made_quiet_is_reported():
 
 
 def test_leaks_are_seen_beside_noise():
-    with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, changing one packed document"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, changing one document"):
         hfp.patch_model(with_module(nn.Sequential(Noisy(), Centred())))
 
 

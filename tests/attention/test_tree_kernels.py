@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compare_trees import CHAT
+from compare_trees import CHAT, inputs_of
 from forests import forests
 from forms import check as check_documents
 from forms import tree
@@ -21,7 +21,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention import function, kernels
 from hf_packing.attention.exact import attend_exactly, gather_tokens, runs_of
-from hf_packing.attention.kernels import FlexKernel, path_keys
+from hf_packing.attention.kernels import FlexKernel, kernel_of, path_keys
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
@@ -160,3 +160,15 @@ def test_models_run_on_kernels(monkeypatch, name):
     report = hfp.check_isolation(model, trees=True)
     assert report.isolated
     assert str(report).endswith("\nkernel: flash-attn 2")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_the_proof_of_trees_finds_kernels_that_are_right_only_in_packed_rows():
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys)]
+    model = patched("Llama")
+    with pytest.warns(UserWarning, match="in rows of trees runs path by path.*flash-attn 2: a document's log"):
+        hfp.patch_model(model, trees=True)
+    model(**inputs_of(CHAT))
+    assert kernel_of(model) == "exact attention, path by path"
+    hfp.check_isolation(model)
+    assert kernel_of(model) == "flash-attn 2"

@@ -19,9 +19,9 @@ from hf_packing.attention import layout, prove_on_batch
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.trees.segments import TreeSegments
+from tools.tiny_model import tiny_model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
@@ -32,7 +32,7 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
     del packed["labels"]
     assert torch.equal(model(**batch).logits, model(**packed).logits)
-    assert not route_of(model).takes_trees, "a row without branches needs no proof of trees"
+    assert not route_of(model).facts.takes_trees, "a row without branches needs no proof of trees"
 
 
 def test_a_model_takes_trees_once_they_are_proven():
@@ -41,14 +41,14 @@ def test_a_model_takes_trees_once_they_are_proven():
         model(**inputs_of(CHAT))
     hfp.patch_model(model, trees=True)
     logits = model(**inputs_of(CHAT)).logits
-    assert route_of(model).takes_trees
+    assert route_of(model).facts.takes_trees
     assert model.training
     assert kernel_of(model) == "exact attention, path by path"
     again = model(**inputs_of(CHAT)).logits
     assert torch.equal(logits, again)
     with hfp.unpatch_model(model):
         pass
-    assert route_of(model).takes_trees, "the route is installed again as it was"
+    assert route_of(model).facts.takes_trees, "the route is installed again as it was"
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
@@ -79,37 +79,28 @@ def without_window(*arguments, **options):
     ("name", "fault", "message"),
     [
         ("Mistral", without_window, "logits differ by .* between a tree and the document alone"),
-        ("Llama", with_far_gradients, "gradients of a document in a tree reach segments that it does not have"),
+        ("Llama", with_far_gradients, "gradients of one document reach another"),
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
-    assert route_of(patched(name, trees=True)).takes_trees, "without the fault"
+    assert route_of(patched(name, trees=True)).facts.takes_trees, "without the fault"
     model = patched(name)
     break_trees(monkeypatch, fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
 
 
 def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch):
     model = patched("Llama")
     break_trees(monkeypatch, to_the_whole_row)
-    with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
-        hfp.patch_model(model, trees=True)
+    for _ in range(2):
+        with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changed the logits"):
+            model(**inputs_of(CHAT))
     monkeypatch.undo()
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
     hfp.patch_model(model, trees=True)
-    assert route_of(model).takes_trees
-
-
-def test_only_descendants_notice(monkeypatch):
-    """The first tokens of all segments see the whole row, in a way that equality with documents alone cannot show."""
-    from hf_packing.attention import tree_proof
-
-    monkeypatch.setattr(tree_proof, "_prove_equal", lambda *_: None)
-    break_trees(monkeypatch, to_the_whole_row)
-    with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changes the logits of tokens"):
-        prove_trees(patched("Llama"))
+    assert route_of(model).facts.takes_trees
 
 
 @pytest.mark.parametrize("name", fast_only(["xlnet", "cpmant"], "cpmant"))
@@ -171,7 +162,7 @@ def with_far_outputs(query, key, value, row, **options):
     [
         (with_far_outputs, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (to_the_whole_row, "replacing documents changed the outputs of other documents.*LlamaAttention"),
-        (with_far_gradients, "gradients of a document reach another document.*LlamaAttention"),
+        (with_far_gradients, "gradients of one document reach another document"),
         (
             lambda *args, **options: attend_exactly(*args, **options | {"window": 3}),
             "outputs differ.*LlamaAttention",
@@ -198,4 +189,4 @@ def test_reports_of_trees(monkeypatch):
     break_trees(monkeypatch, to_the_whole_row)
     report = hfp.check_isolation(model, trees=True)
     assert not report.isolated
-    assert "between a tree and the document alone" in report.reason
+    assert "changing one segment of a tree changed" in report.reason

@@ -9,10 +9,9 @@ from tiers import fast_only, slow
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 from hf_packing.attention import function
+from hf_packing.attention.cases import TREES as PROVEN
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.find_route import known_routes
-from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
-from hf_packing.attention.tree_proof import TREES as PROVEN
 from hf_packing.trees.segments import TreeSegments
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees
@@ -20,6 +19,7 @@ from tools.survey.heads import HEADS, head_jobs, measure_head, measure_heads
 from tools.survey.measure import EXACT, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.pictures import measure_all_pictures, measure_pictures, picture_jobs
 from tools.survey.trees import FOREST, LONGER, measure_all_trees, measure_trees, tree_jobs
+from tools.tiny_model import THRESHOLDS, tiny_model
 
 MEASURES = {
     **{kind: partial(measure, kind) for kind in ("causal", "masked")},
@@ -191,4 +191,4 @@ def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
     break_trees(monkeypatch, to_the_whole_row)
     measured = measure_trees("gpt2")
     assert measured.status == "refused"
-    assert "between a tree and the document alone" in measured.reason
+    assert "changing one segment of a tree changed" in measured.reason

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, PackingCollator, check_isolation, patch_model, unpatch_model
-from tools.internals import VOCABULARY, Probe, architectures, comparable, logits_of, spread, tiny_model
+from tools.internals import RowCase, Runner, comparable, logits_of, spread
+from tools.tiny_model import VOCABULARY, architectures, tiny_model
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -182,11 +183,10 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
 
 def explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
     """Return the largest difference of a logit that rounding alone can cause."""
-    probe = Probe(model)
-    probe.documents = documents
-    with probe.undisturbed():
-        probe.measure_rounding(list(torch.split(alone, [len(each) for each in documents])), use_cache=False)
-    return probe.tolerance.difference * spread(alone)
+    case = RowCase(Runner(model), lengths=[len(each) for each in documents])
+    case.tokens = case.per_token["input_ids"] = torch.tensor([token for each in documents for token in each])
+    case.examine()
+    return case.tolerance().limit * spread(alone)
 
 
 def _differences(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> tuple[float, float]:

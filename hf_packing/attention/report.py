@@ -1,4 +1,4 @@
-"""Check whether packed documents affect each other's logits or gradients in a model."""
+"""Check whether packed documents affect each other's logits or gradients in a model, and report it."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,25 +11,123 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.batch_proof import prove_on_batch
+from hf_packing.attention.cases import VARYING, BatchCase, DocumentTokens, PaddedCase, RowCase
 from hf_packing.attention.inspect_model import (
-    WeightsLocation,
     distinctive_lengths,
+    embedding_of,
+    has_local_weights,
     has_vocabulary,
     inner_model,
     refuse_meta_device,
     weights_location,
 )
 from hf_packing.attention.kernels import kernel_of
-from hf_packing.attention.probe import DocumentTokens, Probe
-from hf_packing.attention.proof import RANDOM, VARYING
+from hf_packing.attention.locate import locate_leak
+from hf_packing.attention.proof import Problem, prove
 from hf_packing.attention.route import Route, is_patched, route_of
-from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradient_leak, through, what_is_missing
+from hf_packing.attention.runs import NotCallableError, Runner, what_is_missing
 from hf_packing.attention.tree_proof import prove_trees
-from hf_packing.attention.unpadding_proof import RowProbe
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError
+
+
+@dataclass(frozen=True)
+class BatchProof:
+    """The result of a proof on a training batch."""
+
+    tokens: int
+    documents: int
+    """Number of documents; a piece of a document that was cut counts as a document."""
+    longest: int
+    """Number of tokens in the longest document."""
+    training: bool
+    dtype: torch.dtype
+    alone: int
+    """Number of documents that were compared with the same documents run alone."""
+    gradients: bool
+    """True if gradients were compared, too."""
+    is_compiled: bool
+    kernel: str
+    """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
+    problem: str = ""
+    """The reason why isolation is not proven; empty if it is proven."""
+    max_leak: float = 0.0
+    """The largest change of an output in documents that were not replaced."""
+    max_gradient_leak: float = float("nan")
+    """The largest gradient of a document's outputs at another document, divided by the largest gradient at the document
+    itself; nan if gradients were not computed."""
+
+    @property
+    def where(self) -> str:
+        mode = "training" if self.training else "evaluation"
+        return (
+            f"a batch of {self.tokens:,} tokens with {self.documents:,} documents of up to {self.longest:,} tokens, in "
+            f"{mode} mode and {str(self.dtype).removeprefix('torch.')}"
+        )
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"not isolated on {self.where}: {self.problem}"
+        compared = "logits or gradients" if self.gradients else "logits"
+        kernel = f"; kernel: {self.kernel}" if self.kernel else ""
+        return (
+            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
+            f"{str(self.dtype).removeprefix('torch.')}; no document changes the {compared} of another (largest change "
+            f"{self.max_leak:.2g}); alone they are the same ({self.alone} compared){kernel}"
+        )
+
+
+@torch.inference_mode(False)  # gradients are compared
+def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> BatchProof:
+    """Prove isolation on a training batch, and return what was proven. See `BatchCase` for the calls of the model.
+
+    All ranks that shard a model have to call this function at the same time; all of them make the same calls.
+
+    Args:
+        model: a model as a training loop calls it, patched or not, with or without wrappers.
+        batch: a packed batch, or one of trees, as PackingCollator makes it. Labels are ignored.
+        training: whether to run the model in training mode.
+    """
+    case = BatchCase(model, batch, training)
+    proof = prove(case)
+    problem = proof.problem
+    if case.on_any_rank(problem is not None):
+        problem = _with_place(case, problem)
+    return BatchProof(
+        tokens=case.trees.tokens,
+        documents=len(case.paths),
+        longest=max(case.lengths),
+        training=training,
+        dtype=case.runner.dtype,
+        alone=len(proof.alone[0].outputs),
+        gradients=bool(proof.packed.gradients),
+        is_compiled=case.runner.is_compiled,
+        kernel=_kernel_of(case.model),
+        problem="" if problem is None else problem.text,
+        max_leak=proof.max_leak,
+        max_gradient_leak=proof.max_gradient_leak,
+    )
+
+
+def _with_place(case: BatchCase, problem: Problem | None) -> Problem | None:
+    """Return the problem with the name of the module in which the difference begins.
+
+    If ranks share the model's weights, all of them make the same calls, also those without a problem.
+    """
+    together = torch.distributed.is_initialized() and not has_local_weights(case.model)
+    for compared in ("replaced", "alone"):
+        if together or (problem is not None and problem.compared == compared):
+            place = locate_leak(case, compared)
+            if place and problem is not None and problem.compared == compared:
+                problem = replace(problem, text=f"{problem.text}; the difference begins in {place}")
+    return problem
+
+
+def _kernel_of(model: PreTrainedModel) -> str:
+    """Return `kernel_of(model)`, or an empty string if attention is left to the model itself."""
+    route = route_of(model)
+    return kernel_of(model) if route is not None and route.method.attention else ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +237,7 @@ def check_isolation(
         (True, 'varlen')
     """
     refuse_meta_device()
-    if weights_location(model) is WeightsLocation.META:
+    if weights_location(model) == "on the meta device":
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
             "call check_isolation after they are loaded"
@@ -155,32 +253,66 @@ def check_isolation(
     model = inner_model(model)
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
-    route = route_of(model)
-    make_probe = partial(_probe, collator=collator, rows=rows) if _takes_packed_rows(model) else _row_probe
-    probe = make_probe(model, seed=seed)
-    with probe.undisturbed(), suppress(Exception):  # without measured rounding, fixed limits apply
-        probe.measure_rounding(probe.alone())
-    report = _check_one_mode(probe, route)
+    runner = Runner(model)
+    case: RowCase = PaddedCase(runner, seed)
+    if _takes_packed_rows(runner):
+        lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
+        case = RowCase(runner, lengths=lengths, make_batch=partial(_collate, collator), seed=seed)
+    with suppress(NotCallableError):  # without measured rounding, fixed limits apply
+        case.examine()
+    report = _check(case)
     if not report.isolated:
         return report
-    rounding, probe = probe.rounding, make_probe(model, seed=seed, training=True)
-    probe.rounding = rounding
+    training = case.in_training()
     try:
-        with probe.undisturbed():
-            is_random = probe.is_random(lambda: probe.packed(probe.documents))
+        with training.undisturbed():
+            unproven = training.randomness(lambda: training.run().outputs)
     except Exception as error:  # custom model code may raise anything
         return replace(report, unproven=f"the model cannot be called in training mode: {error}")
-    if is_random is None:
+    if unproven == VARYING:
         return replace(report, unproven=VARYING)
-    unproven = RANDOM if is_random else (route.unproven if route else "")
-    training = _check_one_mode(probe, route)
+    found = _check(training)
     return replace(
-        training,
-        max_leak=max(report.max_leak, training.max_leak),
-        max_gradient_leak=max(report.max_gradient_leak, training.max_gradient_leak),
-        modes=("evaluation", "training") if training.isolated else ("training",),
-        unproven=unproven,
+        found,
+        max_leak=max(report.max_leak, found.max_leak),
+        max_gradient_leak=max(report.max_gradient_leak, found.max_gradient_leak),
+        modes=("evaluation", "training") if found.isolated else ("training",),
+        unproven=unproven or (report.route.unproven if report.route else ""),
     )
+
+
+def _check(case: RowCase) -> IsolationReport:
+    """Run a case without a comparison with documents alone, and return a report."""
+    model, route = case.model, route_of(case.model)
+    case.compares, case.wants_gradients = False, True
+    try:
+        proof = prove(case)
+    except PackingError:
+        raise
+    except Exception as error:  # custom model code may raise anything; the report contains the error
+        reason = f"{case.mode}the model cannot be called on a packed row: {error}{what_is_missing(model)}"
+        return IsolationReport(False, float("nan"), reason, route=route)
+    reason = "changing one document did not change the logits of other documents"
+    if proof.problem is not None:
+        if proof.problem.compared == "model":
+            raise PackingError(proof.problem.text)
+        reason = case.mode + proof.problem.text
+        if proof.problem.compared != "memory":
+            reason += _hint(case)
+    kernel = _kernel_of(model)
+    return IsolationReport(proof.problem is None, proof.max_leak, reason, proof.max_gradient_leak, route, kernel=kernel)
+
+
+def _hint(case: RowCase) -> str:
+    """Return the end of a reason, which says what to do."""
+    hint = f", with attention {case.model.config._attn_implementation!r}"
+    with suppress(Exception):  # a model that does not take use_cache
+        case.options, case.wants_gradients = {"use_cache": False}, False
+        if not case.training and prove(case).problem is None:
+            hint = (
+                "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
+            )
+    return f"{hint}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
 
 
 def _check_trees(model: PreTrainedModel) -> IsolationReport:
@@ -191,37 +323,41 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
         proof = prove_trees(model)
     except ModelNotSupportedError as error:
         return IsolationReport(False, float("nan"), str(error), route=route_of(model))
-    route = route_of(model)
     return IsolationReport(
         isolated=True,
         max_leak=proof.max_leak,
         reason="changing a segment of a tree changed no logits but its own and those below it, and all documents equal "
         "the same documents alone",
         max_gradient_leak=proof.max_gradient_leak,
-        route=route,
+        route=route_of(model),
         modes=("evaluation", "training"),
         unproven=proof.unproven,
-        kernel=_kernel_of_route(model, route),
+        kernel=_kernel_of(model),
     )
 
 
-def _takes_packed_rows(model: PreTrainedModel) -> bool:
+def _takes_packed_rows(runner: Runner) -> bool:
     """Return whether a model takes packed rows, since it returns logits or hidden states for each token."""
-    if (route := route_of(model)) is not None:
-        return route.takes_packed_rows
-    if has_vocabulary(model):
-        return True
-    probe = Probe(model)
-    with probe.undisturbed(), suppress(Exception):  # custom model code may raise anything
-        return len(probe.alone()) > 0
-    return False
+    if (route := route_of(runner.model)) is not None:
+        return route.facts.takes_packed_rows
+    return has_vocabulary(runner.model) or _width(runner) is not None
 
 
-def _row_probe(model: PreTrainedModel, seed: int, training: bool = False) -> Probe:
-    """Return a probe that runs a model on a padded batch with one random document in each row."""
-    probe = RowProbe(model, training=training, seed=seed)
-    probe.measure_scales()
-    return probe
+def _width(runner: Runner) -> int | None:
+    """Return how many numbers a model returns for each token of a document; None if it returns none."""
+    with suppress(Exception):  # custom model code may raise anything
+        case = RowCase(runner)
+        case.examine()
+        return case.known[0].outputs[0].shape[-1]
+    return None
+
+
+def predicts_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model is a language model: whether it has an output layer or, if it does not name one, returns
+    as many numbers for each token of a document as its vocabulary has."""
+    if has_vocabulary(model) or model.config.is_encoder_decoder or not has_local_weights(model):
+        return has_vocabulary(model)
+    return _width(Runner(model)) in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
@@ -242,79 +378,20 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
     )
 
 
-def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
-    with probe.undisturbed():
-        try:
-            leak, _, scale = probe.largest_leak()
-            memory = probe.memory() if probe.training else None
-        except PackingError:
-            raise
-        except Exception as error:  # custom model code may raise anything; the report contains the error
-            reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
-            return IsolationReport(False, float("nan"), reason, route=route)
-        try:
-            gradient_leak = largest_gradient_leak(probe.packed_with_gradients()[1])
-        except (RuntimeError, AssertionError):  # the model supports only inference
-            gradient_leak = float("nan")
-        kernel = _kernel_of_route(probe.model, route)
-        leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > LARGEST_GRADIENT_LEAK
-        if not leaks and not reaches and memory is None:
-            reason = "changing one document did not change the logits of other documents"
-            return IsolationReport(True, leak, reason, gradient_leak, route, kernel=kernel)
-        reason = _reason(probe, leak, leaks, gradient_leak, memory)
-        return IsolationReport(False, leak, reason, gradient_leak, route, kernel=kernel)
-
-
-def _kernel_of_route(model: nn.Module, route: Route | None) -> str:
-    """Return `kernel_of(model)`, or an empty string if the route leaves attention to the model itself."""
-    return kernel_of(model) if route and route.method.attention else ""
-
-
-def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
-    if leaks:
-        reason = f"changing one document changed the logits of another document by up to {leak:.2g}"
-    elif memory is not None:
-        return f"{probe.mode}a document's logits depend on earlier batches{through(memory)}"
-    else:
-        reason = (
-            f"gradients of one document reach another document; the largest such gradient is {gradient_leak:.2g} times "
-            "the largest gradient at the document's own tokens"
-        )
-    if not probe.training and _leaks_only_with_cache(probe):
-        reason += "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
-    else:
-        reason += f", with attention {probe.model.config._attn_implementation!r}"
-    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
-
-
-def _leaks_only_with_cache(probe: Probe) -> bool:
-    try:
-        leak, _, scale = probe.largest_leak(use_cache=False)
-    except Exception:  # a model that does not take use_cache
-        return False
-    return leak <= probe.tolerance.leak * scale
-
-
-def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
-    """Return a probe that runs the model on packed rows of three random documents each. All rows have the same three
-    document lengths, rotated by one place from row to row."""
-    lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
-
-    def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
-        packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
-        try:
-            return (collator or PackingCollator())(packed)
-        except Exception as error:
-            raise PackingError(
-                f"collator: expected a function that makes a batch from a list of packed rows, but the collator raised "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    return Probe(model, seed, lengths, make_batch, training)
-
-
 def _rotated(lengths: list[int], by: int) -> list[int]:
     return lengths[by % len(lengths) :] + lengths[: by % len(lengths)]
+
+
+def _collate(collator: Collator | None, documents: DocumentTokens) -> Mapping[str, Any]:
+    """Return a batch of packed rows of three documents each."""
+    packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
+    try:
+        return (collator or PackingCollator())(packed)
+    except Exception as error:
+        raise PackingError(
+            f"collator: expected a function that makes a batch from a list of packed rows, but the collator raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
