@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_flash_attention_utils
 
 import hf_packing as hfp
-from hf_packing.attention import varlen
+from hf_packing.attention import function
 
 WAITS = ("equal", "nonzero", "item", "_local_scalar_dense", "is_nonzero", "unique", "masked_select")
 
@@ -54,7 +54,7 @@ def use_kernel(monkeypatch):
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: given["q"] * 2)
     process = modeling_flash_attention_utils._lazy_define_process_function(kernel.function)
     loaded = (None, kernel.function, None, None, None), (process, None)
-    monkeypatch.setattr(varlen, "_kernel_for", lambda *_, **__: kernel)
+    monkeypatch.setattr(function, "choose", lambda *_, **__: kernel)
     monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda *_, **__: loaded)
 
 
