@@ -179,7 +179,7 @@ def test_documents_in_rows_of_their_own():
     def check_rows(lengths):
         row = Layout.of(lengths)
         axes = TokenAxes("Module (name)", row.tokens)
-        axes.record(row.position_ids)
+        axes.found_in(row.position_ids)
         axes.freeze()
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in row.calls("ragged")]
         for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row, row.slices))])):

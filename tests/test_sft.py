@@ -11,8 +11,8 @@ from processes import run_script
 from recipe_inputs import chats, prompts, save_tiny_model, weights, write
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model as tiny_model_of
 from hf_packing.errors import PackingError
+from tools.tiny_model import tiny_model as tiny_model_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 LEARNING_RATE = 2e-3
 STEPS = 3

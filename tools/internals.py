@@ -8,24 +8,18 @@ The list of kernels' signatures is checked against the call that the package mak
 from hf_packing.attention.kernels import Call, VarlenKernel
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import VOCABULARY, architectures, inner_configs, small_config, tiny_model
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, logits_of, spread
 from hf_packing.checks import OLDEST
 
 __all__ = [
     "OLDEST",
-    "VOCABULARY",
     "Call",
     "Probe",
     "VarlenKernel",
-    "architectures",
     "comparable",
-    "inner_configs",
     "logits_of",
     "route_of",
-    "small_config",
     "spread",
     "tensors_in",
-    "tiny_model",
 ]

@@ -14,8 +14,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   projections, token_axes, token_pairs). A sharded model in which processes would then wait for each
-   other is refused (uneven_gathers).
+   token_axes). A sharded model in which processes would then wait for each
+   other is refused.
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
@@ -32,8 +32,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    that the model trains with (batch_proof, batch_runs). If it fails, another run finds the module in which the
    difference begins (locate_leak).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
-   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
-   tiny sizes from tiny_model).
+   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
@@ -57,6 +56,7 @@ from hf_packing.checks import refuse_older
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
+from hf_packing.attention.forward import unpatched_on_error
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.labels import refuse_copied_labels
@@ -66,17 +66,16 @@ from hf_packing.attention.patch import (
     check_patched,
     patch_for_training,
     patch_model,
-    unpatched_on_error,
+    patched,
+    unpatch_model,
 )
 from hf_packing.attention.probe import predicts_tokens, random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
-from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
-from hf_packing.attention.unpatch import patched, unpatch_model
 from hf_packing.attention.varlen import kernel_of
 
 __all__ = [
@@ -84,7 +83,6 @@ __all__ = [
     "IsolationReport",
     "NoLanguageModelError",
     "ProveInTraining",
-    "architectures",
     "borders_required",
     "check_isolation",
     "check_patched",
@@ -111,7 +109,6 @@ __all__ = [
     "shares_prefixes",
     "small_copy_of",
     "takes_argument",
-    "tiny_model",
     "unpatch_model",
     "unpatched_on_error",
 ]

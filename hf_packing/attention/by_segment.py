@@ -5,18 +5,17 @@ The module's inputs are cut into segments, the module is called on every segment
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import unwrapped
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
 from hf_packing.attention.padded import current_rows
-from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
@@ -28,10 +27,12 @@ from hf_packing.attention.token_axes import (
     map_leaves,
     split_outputs,
 )
+from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
 from hf_packing.errors import PackingError
 
-_CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
-_MAX_LENGTHS = ("max_length_q", "max_length_k")
+_GATHERED_AT_ONCE = "_z3_leaf"
+"""Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
+including the parameters of inner modules, at once."""
 
 _results_lock = threading.RLock()
 """Lock that a thread holds while inner modules of a model return stored outputs instead of running. Other threads that
@@ -106,14 +107,18 @@ class ModulePlan:
     kind: str
     """The name of the module's class."""
     inputs: TokenAxes
+    """The token axes of the module's arguments, and of what the inner modules in `ahead` return."""
     outputs: TokenAxes
-    between: TokenAxes
-    """The token axes of the outputs that the inner modules in `ahead` return."""
     sharing: Sharing = "none"
     is_stateful: bool = False
     """True if a call changes the module's state. The state is then restored after every call."""
-    ahead: list[RunAhead] = field(default_factory=list)
-    after: RunAfter | None = None
+    ahead: dict[str, Path | str] = field(default_factory=dict)
+    """The inner modules, such as input projections, that run once on the whole packed row, before the module runs
+    segment by segment and uses their outputs. Their names, relative to the module, are mapped to where the input comes
+    from: the path of an argument of the module, or the name of an earlier inner module, whose output is the input."""
+    after: tuple[str, Path] | None = None
+    """The last inner module, such as an output projection, if the module runs segment by segment without it, and it
+    then runs once on the whole packed row. Its name, and the path of its output in the nested output of the module."""
 
     @classmethod
     def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
@@ -125,21 +130,20 @@ class ModulePlan:
             row_length: number of tokens in the row.
         """
         where = f"{type(module).__name__} ({name})"
-        inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
-        return cls(name, type(module).__name__, inputs, outputs, between)
+        return cls(name, type(module).__name__, TokenAxes(where, row_length), TokenAxes(where, row_length))
 
     @property
     def is_recording(self) -> bool:
-        return self.inputs.is_recording
+        return self.inputs.row_length is not None
 
     def freeze(self) -> None:
         """Stop recording token axes. From then on, the plan uses the recorded axes for rows of any length."""
-        for axes in (self.inputs, self.outputs, self.between):
-            axes.freeze()
+        self.inputs.freeze()
+        self.outputs.freeze()
 
     def packed_modules(self) -> list[str]:
         """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
-        return [inner.name for inner in self.ahead] + ([self.after.name] if self.after else [])
+        return [*self.ahead, *([self.after[0]] if self.after else [])]
 
 
 class SegmentedForward(ReplacedForward):
@@ -157,6 +161,7 @@ class SegmentedForward(ReplacedForward):
 
     def install(self) -> None:
         super().install()
+        # without any hooks on itself or its inner modules, nn.TransformerEncoderLayer may skip their forwards
         self.hook = self.module.register_forward_pre_hook(_do_nothing)
 
     def remove(self) -> None:
@@ -179,7 +184,7 @@ class SegmentedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        row, plan = current_layout.get(), self.plan
+        row, plan, inputs = current_layout.get(), self.plan, (args, kwargs)
         if row is None and current_rows.get() is not None:  # in a padded batch
             return self.forward(*args, **kwargs)
         if row is None:
@@ -187,25 +192,18 @@ class SegmentedForward(ReplacedForward):
                 f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
-        with _results_lock if plan.packed_modules() else nullcontext():
-            return self._run(row, args, kwargs)
-
-    def _run(self, row: Layout, args: Any, kwargs: dict[str, Any]) -> Any:
-        plan = self.plan
-        if plan.is_recording:
-            plan.inputs.record((args, kwargs))
-        plan.inputs.check((args, kwargs))
-        if not plan.inputs.any_in((args, kwargs)):
-            return self.forward(*args, **kwargs)
-        if row.is_one_path_per_row:
-            return self.run_restored(args, kwargs)
-        if plan.is_recording:
-            plan.outputs.record(self.forward(*args, **kwargs))
-        plan.inputs.check_row((args, kwargs), row.tokens)
-        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), row.num_paths), row)
+        with _results_lock:
+            if not plan.inputs.found_in(inputs):
+                return self.forward(*args, **kwargs)
+            if row.is_one_path_per_row:
+                return self.run_restored(args, kwargs)
+            if plan.is_recording:
+                plan.outputs.found_in(self.forward(*args, **kwargs))
+            plan.inputs.check_row(inputs, row.tokens)
+            return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
 
     def run_segments(
-        self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
+        self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill = Tensor.new_zeros
     ) -> tuple[Any, list[dict[Path, Any]]]:
         """Call the module on the segments of a packed row, and return the outputs without joining them.
 
@@ -213,24 +211,21 @@ class SegmentedForward(ReplacedForward):
             inputs: positional and keyword arguments of the module for the whole row.
             calls: the calls to make, each of which covers one or more segments.
             num_segments: number of segments in all calls together.
-            fill: function that makes the padding of shorter segments in a call; None for zeros.
+            fill: function that makes the padding of shorter segments in a call.
 
         Returns:
             The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
             segment. The dictionary maps a path in the nested output to the segment's value at that path.
         """
         parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
-        output = None
+        plan, output = self.plan, None
         ahead = self._run_ahead(inputs)
         for call in calls:
-            args, kwargs = cut_inputs(inputs, self.plan.inputs, call.places, fill)
-            with use_layout(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.places, fill)):
+            args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
+            with use_layout(call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
-            if self.plan.is_recording:
-                self.plan.outputs.record(output)
-            for segment, part in zip(
-                call.segments, split_outputs(output, self.plan.outputs, call.lengths), strict=True
-            ):
+            found = split_outputs(output, plan.outputs, call.lengths)
+            for segment, part in zip(call.segments, found, strict=True):
                 parts[segment] = part
         return output, parts
 
@@ -238,23 +233,15 @@ class SegmentedForward(ReplacedForward):
         """Return the module's output for the whole row, joined from the results of `run_segments`. If `plan.after` is
         set, run that inner module on the joined output. If segments share prefixes, the parts are the paths of
         `row`, and every token gets the output that it has on the first path."""
-        whole = join_outputs(output, self.plan.outputs, parts)
-        if row is not None and row.has_branches:
-            whole = self._at_first_places(whole, row)
-        if (after := self.plan.after) is None:
-            return whole
-        last = self.module.get_submodule(after.name)
-        return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
+        name, after = self.plan.after or ("", None)
 
-    def _at_first_places(self, whole: Any, row: Layout) -> Any:
-        """Return an output for a row of trees, given the joined outputs for its paths."""
+        def finish(path: Path, leaf: Any) -> Any:
+            if row is not None and row.has_branches and isinstance(leaf, Tensor):
+                for axis in self.plan.outputs.of(path, leaf):
+                    leaf = leaf.index_select(axis, row.first_places)
+            return self.module.get_submodule(name)(leaf) if path == after else leaf
 
-        def select(path: Path, leaf: Any) -> Any:
-            for axis in self.plan.outputs.of(path, leaf) if isinstance(leaf, Tensor) else ():
-                leaf = leaf.index_select(axis, row.first_places)
-            return leaf
-
-        return map_leaves(whole, select)
+        return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
         """Call the module's original forward, and return the output. If the module is stateful, restore its state after
@@ -268,12 +255,10 @@ class SegmentedForward(ReplacedForward):
         """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(inputs)) if self.plan.ahead else {}
-        for inner in self.plan.ahead:
-            source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
-            if isinstance(source, Tensor):  # None if the caller passed embeddings, not tokens
-                made[inner.name] = self.module.get_submodule(inner.name)(source)
-        if self.plan.is_recording:
-            self.plan.between.record(made)
+        for name, source in self.plan.ahead.items():
+            given = made.get(source) if isinstance(source, str) else arguments.get(source)
+            if isinstance(given, Tensor):  # None if the caller passed embeddings, not tokens
+                made[name] = self.module.get_submodule(name)(given)
         return made
 
     @contextmanager
@@ -283,36 +268,71 @@ class SegmentedForward(ReplacedForward):
 
         `join` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
-        replaced: list[tuple[nn.Module, Any]] = []
-
-        def replace(name: str, forward: Any) -> None:
-            module = self.module.get_submodule(name)
-            replaced.append((module, vars(module).get("forward")))
-            module.forward = forward
-
+        forwards: dict[str, Any] = {name: lambda *_, value=value: value for name, value in ahead.items()}
+        if self.plan.after is not None:
+            forwards[self.plan.after[0]] = lambda value: value
+        modules = {name: self.module.get_submodule(name) for name in forwards}
+        before: dict[str, Any] = {name: vars(module).get("forward") for name, module in modules.items()}
         try:
-            for name, value in ahead.items():
-                replace(name, lambda *_, value=value: value)
-            if self.plan.after is not None:
-                replace(self.plan.after.name, lambda value: value)
+            for name, module in modules.items():
+                module.forward = forwards[name]
             yield
         finally:
-            for module, forward in replaced:
+            for name, module in modules.items():
                 del module.forward
-                if forward is not None:
-                    module.forward = forward
+                if before[name] is not None:
+                    module.forward = before[name]
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. This function is a hook of every module that runs segment by segment. Without any hooks on itself or
-    its inner modules, nn.TransformerEncoderLayer may skip the forwards of its inner modules."""
+    """A hook that does nothing."""
 
 
 def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
-    borders: dict[str, Any] = {
-        name: row.cu_seq_lens.to(kwargs[name].device) for name in _CU_SEQ_LENS if kwargs.get(name) is not None
-    }
-    borders |= {name: row.longest for name in _MAX_LENGTHS if kwargs.get(name) is not None}
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
+    borders |= {name: row.longest for name in MAX_LENGTHS if name in given}
     return {**kwargs, **borders}
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Return whether the module named `name` is the module named `outer`, or is inside that module."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
+    """Raise PackingError if processes of a distributed training run would wait for each other forever.
+
+    The inner modules of a module that runs segment by segment are called more often for some packed rows than for
+    others, so the number of calls may differ between processes. But if FSDP or DeepSpeed gathers the weights of an
+    inner module at every call, all processes have to make the same number of calls.
+
+    Args:
+        model: the patched model, sharded or not.
+        plans: a `ModulePlan` for each module that runs segment by segment.
+    """
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_running or torch.distributed.get_world_size() < 2:
+        return
+    for plan in plans:
+        outer = [module for name, module in model.named_modules() if not name or is_inside(plan.name, name)]
+        at_once = any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer)
+        for name, inner in model.get_submodule(plan.name).named_modules():
+            if not name or any(is_inside(name, each) for each in plan.packed_modules()):
+                continue
+            where = f"{type(inner).__name__} ({plan.name}.{name})"
+            if is_fsdp(inner):
+                raise PackingError(
+                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
+                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
+                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
+                )
+            if not at_once and any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False)):
+                raise PackingError(
+                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
+                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
+                    "make a different number of calls, and wait for each other forever. Call "
+                    f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
+                )

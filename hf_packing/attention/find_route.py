@@ -1,11 +1,13 @@
 """Find the fastest route that is proven to keep packed documents apart in a model, and install that route.
 
-A route consists of an attention function, a format for the model's inputs, and the modules that run segment by segment.
+The methods are tried in order, from the fastest to the most general. For each, a search finds the modules that have to
+run segment by segment, and the route is proven on three cases: a row, several rows, and a row in training mode.
 """
 
+import warnings
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_packing.attention.by_segment import ModulePlan, is_inside
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
+from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
     BeyondRoundingError,
@@ -28,20 +31,20 @@ from hf_packing.attention.proof import (
     run_alone_in_training,
 )
 from hf_packing.attention.route import (
-    InputFormat,
+    Facts,
     LocalMaskError,
     Method,
     Route,
-    have_equal_plans,
     is_patched,
     known_routes,
     methods_for,
     packed_share,
     route_key,
+    route_of,
 )
 from hf_packing.attention.search import Search
-from hf_packing.attention.snapshot import Attention, attention_of
-from hf_packing.attention.tolerance import NotCallableError
+from hf_packing.attention.small_copy import random_where_zero, small_copy_of
+from hf_packing.attention.tolerance import NoLanguageModelError, NotCallableError
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -54,16 +57,15 @@ _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
 documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
 
+_NEVER_CALLED = "the model never called the attention function that patch_model had set"
 
-class _NeverCalledError(ModelNotSupportedError):
-    """Raised if a model does not call the attention function that its configuration names."""
-
-    def __init__(self) -> None:
-        super().__init__("the model never called the attention function that patch_model had set")
+_COPY_DTYPES = (torch.float64, torch.float32)
+"""Dtypes of a small copy, tried in this order. The copy has large random weights, with which rounding errors grow from
+layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
 
 
-class _SeveralRowsError(ModelNotSupportedError):
-    """Raised if the proof of a route only fails for a batch of several rows."""
+class _NoCopyError(ModelNotSupportedError):
+    """Raised if a model's class or its configuration rejects small sizes."""
 
 
 def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
@@ -77,43 +79,36 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             model's own loss compares labels of one document with outputs of another document. The message contains the
             reason.
     """
-    before = attention_of(model)
     try:
-        with unpatched_on_error(model, before):
-            _prove_on_packed_rows(model, model, before, only)
+        with unpatched_on_error(model):
+            _prove_on_packed_rows(model, model, only)
+        return
     except ModelNotSupportedError as error:
         takes_labels = "labels" in Signature(model).names
         is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
         if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
             raise
-        _prove_around_backbone(model, before, only)
-
-
-def _prove_around_backbone(model: PreTrainedModel, before: Attention, only: Route | None) -> None:
-    """Patch a model that takes padded batches only. Its backbone gets packed rows or else the rows of equal length."""
     if model.base_model is not model:
-        with suppress(ModelNotSupportedError), unpatched_on_error(model, before):
-            _prove_on_packed_rows(model, model.base_model, before, only)
+        with suppress(ModelNotSupportedError), unpatched_on_error(model):
+            _prove_on_packed_rows(model, model.base_model, only)
             return
-    with unpatched_on_error(model, before):
-        inputs = InputFormat(positions=False, borders=False)
-        install(model, Route(Method(None, inputs), (), 0.0, takes_packed_rows=False), before)
+    with unpatched_on_error(model):
+        facts = Facts(takes_packed_rows=False)
+        install(model, Route(Method(None, positions=False, borders=False), (), 0.0, facts=facts))
         prove_unpadding(model, by_length=True)
 
 
-def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Attention, only: Route | None) -> None:
+def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route | None) -> None:
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
     exams = _run_documents_alone(model, module)
     width = exams[0].references[0].logits[0].shape[-1]
     sees_labels = model_sees_labels(exams[0].probe, width)
-    route = _install_proven_route(model, before, exams, only)
+    route = _install_proven_route(exams, only)
     refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
-    refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
-    if sees_labels or refused is not None or module is not model:
-        remove(model)
-        route = replace(route, refused_token=refused, sees_labels=sees_labels, takes_packed_rows=module is model)
-        install(model, route, before)
+    refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route) else None
+    facts = route.facts
+    facts.refused_token, facts.sees_labels, facts.takes_packed_rows = refused, sees_labels, module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
             prove_unpadding(model)
@@ -158,7 +153,7 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bool:
+def _treats_pad_as_padding(in_rows: Exam, route: Route) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
     have different logits in packed rows and in a row of their own. `in_rows` is the exam of several rows that the model
     has passed. If its documents contain pad tokens, the result is known."""
@@ -170,7 +165,7 @@ def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bo
         exam = run_alone(_probe_of_rows(in_rows.probe, token), gradients=False, thorough=True)
     except ModelNotSupportedError:  # the model refuses pad tokens itself
         exam = None
-    install(model, route, before)
+    install(model, route)
     if exam is None:
         return False
     try:
@@ -181,40 +176,34 @@ def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bo
     return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
-def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list[Exam], only: Route | None) -> Route:
-    """Install the fastest route that is proven to keep documents apart, and return it.
-
-    If an exam fails, it is replaced in `exams` by a thorough one.
-    """
+def _install_proven_route(exams: list[Exam], only: Route | None) -> Route:
+    """Install the fastest route that is proven to keep documents apart, and return it."""
+    model = exams[0].probe.model
     key = route_key(model)
-    if only is not None:
-        known_routes[key] = _prove(model, only, before, exams)
-        return known_routes[key]
-    if (known := known_routes.get(key)) is not None:
-        with suppress(ModelNotSupportedError, AttributeError):
-            return _prove(model, known, before, exams)
-    failure: ModelNotSupportedError | None = None
-    failures: list[str] = []
+    if (known := only or known_routes.get(key)) is not None:
+        with nullcontext() if only else suppress(ModelNotSupportedError, AttributeError):
+            known_routes[key] = _prove(known, exams)
+            return known_routes[key]
+    failures: dict[str, None] = {}
+    needs_local_masks, calls_attention = False, True
     for method in methods_for(model, exams[0].probe.module):
-        if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, LocalMaskError):
+        if (method.attention == NAME_WITH_LOCAL_MASKS) and not needs_local_masks:
             continue
-        if method.attention and isinstance(failure, _NeverCalledError):
+        if method.attention and not calls_attention:
             continue
         try:
-            known_routes[key] = _search_and_prove(model, method, before, exams, tuple(dict.fromkeys(failures)))
+            known_routes[key] = _search_and_prove(method, exams, tuple(failures))
             return known_routes[key]
         except ModelNotSupportedError as error:
-            failure = error
+            needs_local_masks, calls_attention = isinstance(error, LocalMaskError), str(error) != _NEVER_CALLED
             attention = "varlen attention" if method.attention else "the attention of the model"
-            failures.append(f"with {attention}: {error}")
+            failures[f"with {attention}: {error}"] = None
     raise ModelNotSupportedError(
-        f"{type(model).__name__}: patch_model cannot keep packed documents apart; " + "; ".join(dict.fromkeys(failures))
+        f"{type(model).__name__}: patch_model cannot keep packed documents apart; " + "; ".join(failures)
     )
 
 
-def _search_and_prove(
-    model: PreTrainedModel, method: Method, before: Attention, exams: list[Exam], tried: tuple[str, ...]
-) -> Route:
+def _search_and_prove(method: Method, exams: list[Exam], tried: tuple[str, ...]) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
     route, prove that it keeps documents apart, and return it.
 
@@ -222,9 +211,7 @@ def _search_and_prove(
     modules are searched.
 
     Args:
-        model: an unpatched model.
         method: an attention function, and a format of the model's inputs.
-        before: the model's attention settings, which are restored when the route is removed.
         exams: the test batches of the proof.
         tried: the reasons why faster methods failed; stored in the route.
 
@@ -232,14 +219,14 @@ def _search_and_prove(
         ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
             is left unpatched.
     """
-    route, failure = None, None
+    model, route, failure = exams[0].probe.model, None, None
     for thorough in (False, True):
         search = Search(model, exams[0].probe.row, thorough=thorough)
         try:
-            found = _route_found_by(search, method, before, exams[0].probe, tried)
-            if route is None or not have_equal_plans(found, route):
+            found = _route_found_by(search, method, exams[0].probe, tried)
+            if route is None or found.by_segment != route.by_segment:
                 route = found
-                return _prove_for_several_rows(model, route, before, exams)
+                return _prove(route, exams)
         except LocalMaskError:
             raise
         except ModelNotSupportedError as error:
@@ -250,7 +237,7 @@ def _search_and_prove(
     if route is None:
         raise failure
     if route.method.attention != method.attention:
-        raise _NeverCalledError from failure
+        raise ModelNotSupportedError(_NEVER_CALLED) from failure
     reasons = [str(failure)]
     if route.by_segment:
         reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
@@ -260,72 +247,70 @@ def _search_and_prove(
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def _route_found_by(search: Search, method: Method, before: Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
+def _route_found_by(search: Search, method: Method, probe: Probe, tried: tuple[str, ...]) -> Route:
     """Run a search, and return the route that consists of `method` and of the modules that the search found.
 
     If the model never calls the attention function of `method`, the route has the first method without one instead.
     """
     model = search.model
-    install(model, Route(method, (), 1.0), before)
-    try:
-        with probe.undisturbed(), observe() as observed:
-            check = partial(method.check, observed)
-            plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options), check))
-    except ModelNotSupportedError:
-        raise
-    except Exception as error:
-        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
-    finally:
-        remove(model)
+    with observe() as observed:
+        plans = _run_search(search, Route(method, (), 1.0), probe)
+    method.check(observed)
     if method.attention and not observed.calls:
-        tried = (*tried, f"with varlen attention: {_NeverCalledError()}")
+        tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
         method = next(each for each in methods_for(model, probe.module) if not each.attention)
     if plans:
-        method = replace(method, inputs=replace(method.inputs, one_row=True))
+        method = replace(method, one_row=True)
     return Route(method, plans, packed_share(model, plans), tried)
 
 
-def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
-    """Install a route, prove that it keeps documents apart, and return it. If the proof fails only for a batch of
-    several rows, try a second route, which lays the rows of a batch end to end in a single row."""
+def _run_search(search: Search, route: Route, probe: Probe) -> tuple[ModulePlan, ...]:
+    """Run a search in a model that is patched with a route, and return the plans that it makes. The model is left
+    unpatched.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be called on a packed row.
+    """
+    install(search.model, route)
     try:
-        return _prove(model, route, before, exams)
-    except _SeveralRowsError:
-        if route.method.inputs.one_row:
-            raise
-        method = replace(route.method, inputs=replace(route.method.inputs, one_row=True))
-        return _prove(model, replace(route, method=method), before, exams)
+        with probe.undisturbed():
+            return tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
+    except ModelNotSupportedError:
+        raise
+    except Exception as error:  # custom model code may raise anything
+        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+    finally:
+        remove(search.model)
 
 
-def _prove(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
-    """Install a route, prove that it keeps documents apart, and return it.
+def _prove(route: Route, exams: list[Exam]) -> Route:
+    """Install a route, prove that it keeps documents apart, and return it as it was installed.
 
-    If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
+    If the proof fails only for a batch of several rows, try the route that lays its rows end to end in a single row. If
+    isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
     proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
     """
-    unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
-    route = route if route.unproven == unproven else replace(route, unproven=unproven)
-    install(model, route, before)
+    model, exam = exams[0].probe.model, exams[0]
+    route = replace(route, facts=Facts(unproven="; ".join(exam.unproven for exam in exams if exam.unproven)))
+    install(model, route)
     try:
         for number, exam in enumerate(exams):
-            is_known = exam.rows > 1 and route.method.inputs.one_row  # rows run as one row, which another exam has
-            exams[number] = _pass(replace(exam, only_equality=is_known), route, before)
+            is_known = exam.rows > 1 and route.method.one_row  # rows run as one row, which another exam has
+            exams[number] = _pass(replace(exam, only_equality=is_known), route)
     except BaseException as error:
         if is_patched(model):
             remove(model)
         if not isinstance(error, Exception):
             raise
-        known = isinstance(error, ModelNotSupportedError)
-        if exam.rows > 1:
-            reason = str(error) if known else f"the model cannot be called on several packed rows: {error}"
-            raise _SeveralRowsError(reason) from error
-        if known:
+        if exam.rows > 1 and not route.method.one_row:
+            return _prove(replace(route, method=replace(route.method, one_row=True)), exams)
+        if isinstance(error, ModelNotSupportedError):
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
 
 
-def _pass(exam: Exam, route: Route, before: Attention) -> Exam:
+def _pass(exam: Exam, route: Route) -> Exam:
     """Prove with one exam that an installed route keeps documents apart; if that fails, but may succeed with a thorough
     exam without pad tokens, prove again. Return the exam that was passed."""
     try:
@@ -343,7 +328,119 @@ def _pass(exam: Exam, route: Route, before: Attention) -> Exam:
     elif isinstance(failure, BeyondRoundingError) and own_attention_agrees(exam):
         raise failure
     exam = repeat_thoroughly(exam)
-    install(model, route, before)
+    install(model, route)
     with exam.probe.undisturbed():
         prove_isolation(exam)
     return exam
+
+
+def find_on_small_copy(model: PreTrainedModel) -> Route:
+    """Find and prove a route on a small copy of a model, and return it as a route for the model itself.
+
+    Modules that the copy does not have, such as those of PEFT or of the user, are searched in the model, if its weights
+    are in memory. Otherwise, the model itself is not run.
+
+    Raises:
+        ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
+            segment by segment in the copy has another class in the model, or is missing there.
+    """
+    failures: list[str] = []
+    for dtype in _COPY_DTYPES:
+        try:
+            copy = small_copy_of(model, dtype)
+        except Exception as error:  # a configuration may be rejected for many reasons
+            raise _NoCopyError(
+                f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
+                f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
+                "prove='model' before the model is sharded"
+            ) from error
+        try:
+            find_and_prove(copy)
+            return _for_model(model, copy)
+        except NoLanguageModelError:
+            raise
+        except ModelNotSupportedError as error:
+            failures.append(f"on a small copy of the model in {dtype}: {error}")
+    raise ModelNotSupportedError("; ".join(failures))
+
+
+def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
+    """Turn the route of a small copy into a route for the model itself, and return it.
+
+    Raises:
+        ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is
+            missing there.
+    """
+    route = route_of(copy)
+    assert route is not None
+    classes = {name: type(module) for name, module in copy.named_modules()}
+    own = dict(model.named_modules())
+    for plan in route.by_segment:
+        names = [cls.__name__ for cls in type(own[plan.name]).__mro__] if plan.name in own else ["no such module"]
+        if classes[plan.name].__name__ not in names:
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: patch_model found a route on a small copy of the model, but the route does "
+                f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
+                f"{names[0]}"
+            )
+    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
+    facts = replace(route.facts, refused_token=refused)
+    route = replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
+    only_in_model: list[str] = []
+    for name, module in own.items():
+        is_changed = "forward" in vars(module) or bool(module._forward_pre_hooks) or bool(module._forward_hooks)
+        is_other = is_changed or not issubclass(type(module), classes.get(name, ()))
+        if name and is_other and not any(is_inside(name, outer) for outer in only_in_model[-1:]):
+            only_in_model.append(name)
+    if not only_in_model or not has_local_weights(model):
+        return route
+    with random_where_zero(nn.ModuleList(map(model.get_submodule, only_in_model))):
+        return _extended(model, route, only_in_model)
+
+
+def _extended(model: PreTrainedModel, route: Route, names: Collection[str]) -> Route:
+    """Search the modules of an unpatched model that have these names, with their inner modules, and return a route in
+    which they run segment by segment if they have to.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be called on a packed row.
+    """
+    probe = Probe(model)
+    found = _run_search(Search(model, probe.row, only=names), route, probe)
+    if not found:
+        return route
+    outside = [plan for plan in route.by_segment if not any(is_inside(plan.name, each.name) for each in found)]
+    new = [plan for plan in found if not any(is_inside(plan.name, each.name) for each in outside)]
+    plans = (*outside, *new)
+    method = replace(route.method, one_row=True)
+    return replace(route, method=method, by_segment=plans, packed_share=packed_share(model, plans))
+
+
+def find_for_long_documents(model: PreTrainedModel) -> None:
+    """Replace the route of a patched model by a route that also works for long documents.
+
+    Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
+    best 2048 tokens selects all tokens of a shorter document. The documents that a route is tested with are shorter
+    than such thresholds, so this function looks for a route on a small copy of the model, in which the thresholds are
+    small. The new route is then proven on the model itself. If no copy can be built, the model keeps its route, with a
+    warning.
+
+    Raises:
+        ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
+            which is left unpatched.
+    """
+    short = remove(model)
+    known_routes.pop(route_key(model))  # which is the short one
+    try:
+        route = find_on_small_copy(model)
+    except _NoCopyError as error:
+        install(model, short)
+        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=4)
+        return
+    try:
+        find_and_prove(model, only=route)
+    except ModelNotSupportedError as error:
+        raise ModelNotSupportedError(
+            f"{type(model).__name__}: the route that keeps long documents apart in a small copy of the model is not "
+            f"proven on the model itself: {error}"
+        ) from error

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
 from hf_packing.attention.inspect_model import (
     Signature,
     has_local_weights,
     has_vocabulary,
+    inner_model,
     sees_media,
     tower_configurations,
 )
@@ -51,10 +52,17 @@ from hf_packing.attention.padded import (
     run_by_length,
     with_pad_tokens,
 )
-from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, READ_ARGUMENTS, Route, is_patched, mark_changing_sizes
+from hf_packing.attention.route import (
+    BORDER_ARGUMENTS,
+    PATCH,
+    READ_ARGUMENTS,
+    Facts,
+    Route,
+    is_patched,
+    mark_changing_sizes,
+)
 from hf_packing.attention.row_readers import RowReader, RowsInBackbone
-from hf_packing.attention.snapshot import Attention, attention_now, restore_attention, use_attention
-from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
+from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.attention.varlen import register
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -113,9 +121,10 @@ class Patch:
         self.replaced.insert(0, forward)
         forward.install()
 
-    def take_trees(self, takes_trees: bool) -> None:
-        """Note in the route whether it is proven that the model runs rows of trees."""
-        self.route = replace(self.route, takes_trees=takes_trees)
+    @property
+    def facts(self) -> Facts:
+        """What is known about the model."""
+        return self.route.facts
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -133,7 +142,7 @@ class Patch:
             self.layers = layers
             names = (*_CHECKPOINTING, "gradient_checkpointing")
             self.may_checkpoint = [each for each in self.model.modules() if any(hasattr(each, name) for name in names)]
-        gives_borders = self.route.method.inputs.borders and not self.route.by_segment
+        gives_borders = self.route.method.borders and not self.route.by_segment
         for module in self.may_checkpoint:
             for name in _CHECKPOINTING:
                 checkpoint = vars(module).get(name)
@@ -267,7 +276,7 @@ class PatchedForward(ReplacedForward):
             with self.patch.suspended(), within(current_rows, None):
                 return run_by_length(self.forward, self._taken(inputs), rows)
         with use_attention(self.patch.attention_during), within(current_rows, None):
-            laid, fewest = rows.lay_end_to_end(inputs), self.route.fewest_shared
+            laid, fewest = rows.lay_end_to_end(inputs), self.patch.facts.fewest_shared
             shared = None if fewest is None else SharedRows.find(laid, rows.layout.lengths, fewest)
             if shared is None:
                 return rows.put_back(self.run_packed(laid, rows.layout))
@@ -298,17 +307,17 @@ class PatchedForward(ReplacedForward):
 
     @property
     def _takes_packed_rows(self) -> bool:
-        return self.route.takes_packed_rows or self.module is not self.model
+        return self.patch.facts.takes_packed_rows or self.module is not self.model
 
     @property
     def _unpadding(self) -> Unpadding:
         """The way in which the model runs padded batches."""
-        if self.route.unpadding is None:
+        if self.patch.facts.unpadding is None:
             raise PackingError(
                 f"attention_mask: expected packed rows, since it is not proven that {type(self.model).__name__} runs "
                 "padded batches; call patch_model(model, padded=True) before training, or unpatch_model"
             )
-        return self.route.unpadding
+        return self.patch.facts.unpadding
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | PaddedRows | None]:
@@ -343,9 +352,9 @@ class PatchedForward(ReplacedForward):
     def _takes_full_rows(self, rows: PaddedRows) -> bool:
         """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
         proven."""
-        if self.route.unpadding is not None or not self._takes_packed_rows or rows.has_padding:
+        if self.patch.facts.unpadding is not None or not self._takes_packed_rows or rows.has_padding:
             return False
-        return len(rows.lengths) == 1 or not self.route.method.inputs.one_row
+        return len(rows.lengths) == 1 or not self.route.method.one_row
 
     def _read_layout(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
@@ -353,7 +362,7 @@ class PatchedForward(ReplacedForward):
         if trees and not self._takes_packed_rows:
             raise PackingError(f"model: {type(self.model).__name__} returns outputs for whole rows, and takes no trees")
         given, layout = read_layout(inputs, self.module.training, trusts)
-        if layout.has_branches and not self.route.takes_trees:
+        if layout.has_branches and not self.patch.facts.takes_trees:
             raise PackingError(
                 f"{PARENTS}: expected packed rows, since it is not proven that {type(self.model).__name__} runs rows "
                 "of trees; call patch_model(model, trees=True) before training"
@@ -395,7 +404,7 @@ class PatchedForward(ReplacedForward):
 
     def _check_labels(self, inputs: Mapping[str, Any], rows: PaddedRows | None, layout: Layout) -> None:
         """Raise PackingError if the model is trained to copy its input, until it is known that it is not."""
-        if self.module.training and self.route.sees_labels and not self.patch.knows_labels:
+        if self.module.training and self.patch.facts.sees_labels and not self.patch.knows_labels:
             given = [inputs.get("input_ids"), inputs.get("labels")]
             ids, labels = given if rows is None else rows.lay_end_to_end(given)
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
@@ -404,14 +413,14 @@ class PatchedForward(ReplacedForward):
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
         """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them,
         which may be laid end to end."""
-        self.route.check_tokens(inputs.get("input_ids"))
-        inputs = self.route.method.inputs.build(self.signature, inputs, layout)
-        if self.route.takes_packed_rows:  # the route was proven with the arguments that the model takes
+        self.patch.facts.check_tokens(inputs.get("input_ids"))
+        inputs = self.route.method.build(self.signature, inputs, layout)
+        if self.patch.facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.rows * layout.tokens)
-        lay_end_to_end = self.route.method.inputs.one_row and not layout.is_one_path_per_row
+        lay_end_to_end = self.route.method.one_row and not layout.is_one_path_per_row
         return inputs, replace(layout, rows=1) if lay_end_to_end else layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -444,8 +453,8 @@ class PatchedForward(ReplacedForward):
                 forward.check_module(self.model)
         if self.route.by_segment:
             refuse_uneven_gathers(self.model, self.route.by_segment)
-        if self.route.unpadding is not None:
-            check_readers(self.model, self.route.unpadding)
+        if self.patch.facts.unpadding is not None:
+            check_readers(self.model, self.patch.facts.unpadding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
@@ -499,7 +508,7 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
             f"{decoder or 'model'}: expected a padded batch of one text for each row, but {name} takes two texts, an "
             "encoder's and a decoder's; call unpatch_model"
         )
-    takes_embeddings = route.takes_packed_rows or unpadding.takes_embeddings
+    takes_embeddings = route.facts.takes_packed_rows or unpadding.takes_embeddings
     if inputs.get("input_ids") is None and not takes_embeddings and rows.has_padding:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
@@ -537,9 +546,10 @@ def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
         )
 
 
-def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
+def install(model: PreTrainedModel, route: Route) -> None:
     """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
-    inner models, and of the modules that run by segment. `remove` will restore the attention settings `before`."""
+    inner models, and of the modules that run by segment. After an error, the model is left unpatched."""
+    before = attention_of(model)
     of_towers = {id(config) for config in tower_configurations(model)}
     attention = [each for each in before if id(each[0]) not in of_towers]
     patch = Patch(model, route, attention, Signature(model), sees_media(model))
@@ -557,10 +567,11 @@ def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
             patch.replace(PatchedForward(module, patch))
         if model.can_generate():
             model.generate = StockGenerate(model, vars(model).get("generate"))
-        if route.unpadding is not None:
-            install_unpadding(model, route.unpadding)
+        if route.facts.unpadding is not None:
+            install_unpadding(model, route.facts.unpadding)
     except BaseException:
         remove(model)
+        restore_attention(before)
         raise
 
 
@@ -570,7 +581,7 @@ def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> No
     for reader in [each for each in patch.replaced if isinstance(each, (RowReader, RowsInBackbone))]:
         patch.replaced.remove(reader)
         reader.remove()
-    patch.route = replace(patch.route, unpadding=unpadding)
+    patch.facts.unpadding = unpadding
     for forward in patch.replaced:
         if isinstance(forward, PatchedForward):
             forward.is_backbone = unpadding is not None and forward.module is model.get_submodule(unpadding.backbone)
@@ -613,14 +624,16 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 @contextmanager
-def unpatched_on_error(model: PreTrainedModel, before: Attention) -> Iterator[None]:
-    """Context manager: after an error or an interruption in the block, the model is left unpatched."""
+def unpatched_on_error(model: nn.Module) -> Iterator[None]:
+    """Context manager: after an error or an interruption in the block, a model that was not patched before it is left
+    unpatched."""
+    inner = inner_model(model)
+    was_patched = is_patched(inner)
     try:
         yield
     except BaseException:
-        if is_patched(model):
-            remove(model)
-        restore_attention(before)
+        if is_patched(inner) and not was_patched:
+            remove(inner)
         raise
 
 

@@ -7,14 +7,12 @@ embedding, the place where the weights are stored, and modules that are built al
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.token_axes import leaves
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
@@ -250,28 +248,22 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
 
 
-class WeightsLocation(Enum):
-    """The place where a model's weights are stored."""
-
-    MEMORY = "in memory"
-    """All weights are in memory. Weights that accelerate has offloaded also count as being in memory, since accelerate
-    loads them when they are needed."""
-    META = "on the meta device"
-    SHARDED = "sharded over processes"
-    """The weights are sharded by FSDP or DeepSpeed ZeRO-3."""
+WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
+"""The place where a model's weights are stored. Weights that accelerate has offloaded count as being in memory, since
+accelerate loads them when they are needed. FSDP and DeepSpeed ZeRO-3 shard weights over processes."""
 
 
 def weights_location(model: nn.Module) -> WeightsLocation:
     """Return the place where a model's weights are stored."""
     for module in model.modules():
         if is_fsdp(module):
-            return WeightsLocation.SHARDED
+            return "sharded over processes"
         for parameter in module.parameters(recurse=False):
             if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
-                return WeightsLocation.SHARDED
+                return "sharded over processes"
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
-                return WeightsLocation.META
-    return WeightsLocation.MEMORY
+                return "on the meta device"
+    return "in memory"
 
 
 def refuse_meta_device() -> None:
@@ -286,7 +278,7 @@ def refuse_meta_device() -> None:
 def has_local_weights(model: nn.Module) -> bool:
     """Return whether this process has all weights of a model. The result is False if a weight is on the meta device, or
     sharded over processes."""
-    return weights_location(model) is WeightsLocation.MEMORY
+    return weights_location(model) == "in memory"
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -310,71 +302,3 @@ def without_ddp(model: nn.Module) -> nn.Module:
             break
         model = inner
     return model
-
-
-_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
-"""Names of attributes in which modules of transformers store the number of their layer."""
-
-_ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-
-
-def kinds_of_modules(model: nn.Module) -> dict[str, int]:
-    """Return a number for each module of a model, by name. Modules that are built alike have the same number.
-
-    Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
-    same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
-    they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
-    """
-    numbers: dict[Any, int] = {}
-    kinds: dict[int, int] = {}
-    found: dict[str, int] = {}
-    settings = [value for config in configurations(model) for value in vars(config).values()]
-    lists = [value for value in settings if isinstance(value, (list, tuple))]
-    for name, module in reversed(list(model.named_modules())):  # inner modules first
-        place = tuple("*" if part.isdigit() else part for part in name.split("."))
-        own = {each: value for each, value in vars(module).items() if each not in _ATTRIBUTES_OF_EVERY_MODULE}
-        layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [_describe(each[number], None) for number in layers for each in lists if 0 <= number < len(each)]
-        tensors = {**module._parameters, **module._buffers}
-        described = [(each, _describe(value, module)) for each, value in (*own.items(), *tensors.items())]
-        hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
-        inner = [(each, kinds.get(id(child))) for each, child in module._modules.items()]
-        key = place, type(module), *map(tuple, (of_layers, described, hooks, inner))
-        found[name] = kinds[id(module)] = numbers.setdefault(key, len(numbers))
-    return found
-
-
-def _describe(value: Any, owner: nn.Module | None) -> Any:
-    """Return a description of an attribute of the module `owner`. Attributes with equal descriptions are alike."""
-    if isinstance(value, Tensor):
-        return type(value), value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_describe(each, owner) for each in value)
-    if isinstance(value, dict):
-        return type(value), tuple((repr(key), _describe(each, owner)) for key, each in value.items())
-    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device)):
-        return type(value), value
-    if getattr(value, "__self__", None) is owner is not None:
-        return "method", value.__func__
-    return "object", id(value)
-
-
-def inputs_are_alike(one: Any, other: Any, tokens: int) -> bool:
-    """Return whether two modules get the same inputs, apart from the values of hidden states.
-
-    Args:
-        one: positional and keyword arguments of the first module.
-        other: positional and keyword arguments of the second module.
-        tokens: number of tokens in the row. A floating-point tensor with two axes of this size is a mask.
-    """
-    left, right = dict(leaves(one)), dict(leaves(other))
-    return left.keys() == right.keys() and all(_are_alike(left[path], right[path], tokens) for path in left)
-
-
-def _are_alike(one: Any, other: Any, tokens: int) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (not isinstance(one, (bool, int, float, str)) or one == other)
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
-    return one is other or is_hidden or torch.equal(one, other)

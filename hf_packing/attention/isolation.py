@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.inspect_model import (
-    WeightsLocation,
     distinctive_lengths,
     has_vocabulary,
     inner_model,
@@ -139,7 +138,7 @@ def check_isolation(
         (True, 'varlen')
     """
     refuse_meta_device()
-    if weights_location(model) is WeightsLocation.META:
+    if weights_location(model) == "on the meta device":
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
             "call check_isolation after they are loaded"
@@ -208,7 +207,7 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
 def _takes_packed_rows(model: PreTrainedModel) -> bool:
     """Return whether a model takes packed rows, since it returns logits or hidden states for each token."""
     if (route := route_of(model)) is not None:
-        return route.takes_packed_rows
+        return route.facts.takes_packed_rows
     if has_vocabulary(model):
         return True
     probe = Probe(model)

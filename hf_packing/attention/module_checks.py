@@ -1,6 +1,6 @@
 """Check whether a module's output for a whole packed row equals the module's joined outputs for the row's segments.
 
-`Search` runs these checks on the modules of a model.
+`Search` runs these checks on the modules of a model, each with up to a dozen calls of the module.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import SegmentedForward
 from hf_packing.attention.layout import Layout, SharedCall, Sharing
-from hf_packing.attention.token_axes import Fill, Path, TokenAxes, detached_copy, leaves, map_leaves
-from hf_packing.attention.token_pairs import LARGEST_FINITE
+from hf_packing.attention.token_axes import (
+    LARGEST_FINITE,
+    Fill,
+    Path,
+    TokenAxes,
+    detached_copy,
+    leaves,
+    map_leaves,
+)
 from hf_packing.errors import PackingError
 
 _TOLERANCE = 1e-4
@@ -40,6 +47,32 @@ _FAR = 2**20
 use another scale than at short lengths."""
 
 
+class WatchFunctions(TorchFunctionMode):
+    """Context manager: within the block, watch the torch functions that modules call on a row.
+
+    - `F.dropout` always returns a new tensor. If dropout is off, it normally returns its input itself, but the search
+      tells tensors apart by object identity, so every module has to return a new tensor.
+    - `ranks` becomes True if code ranks the tokens of the row, as torch.topk does. If several tokens have equal scores,
+      padding may change which of these tokens ranks first.
+    - `offset` is added to every result of torch.arange that has one number for each token of the row.
+    """
+
+    _RANKING = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
+
+    def __init__(self, tokens: int, offset: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.offset, self.ranks = tokens, offset, False
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self._RANKING:
+            self.ranks |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
+        result = function(*args, **(kwargs or {}))
+        if function is F.dropout:
+            return result.clone()
+        is_count = self.offset and function is torch.arange and result.shape == (self.tokens,)
+        return result + self.offset if is_count else result
+
+
 def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
     """Call a module once for each segment of a packed row, and return the joined outputs."""
     return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
@@ -47,7 +80,8 @@ def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
 
 def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
     """Call a module once on the whole packed row, and return the output."""
-    return forward.forward(*detached_copy(inputs)[0], **detached_copy(inputs)[1])
+    args, kwargs = detached_copy(inputs)
+    return forward.forward(*args, **kwargs)
 
 
 def outputs_differ(
@@ -65,21 +99,21 @@ def outputs_differ(
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
         if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
             continue
+        is_half = one.is_floating_point() and one.dtype not in (torch.float32, torch.float64)
         if one.shape != other.shape:
             return True
-        if not one.is_floating_point():
-            if not torch.equal(one, other):
-                return True
-        elif one.dtype in (torch.float32, torch.float64) or axes is None:
-            if not _is_close(one, other):
-                return True
-        elif _differ_beside_borders(one, other, axes.of(path, one)[0], slices):
+        if axes is not None and is_half:
+            agree = _agree_beside_borders(one, other, axes.of(path, one)[0], slices)
+        elif one.is_floating_point():
+            agree = _are_close(one, other, _HALF_TOLERANCE if is_half else _TOLERANCE)
+        else:
+            agree = torch.equal(one, other)
+        if not agree:
             return True
     return False
 
 
-def _is_close(left: Tensor, right: Tensor) -> bool:
-    tolerance = _TOLERANCE if left.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
+def _are_close(left: Tensor, right: Tensor, tolerance: float) -> bool:
     finite = left.abs() < LARGEST_FINITE
     if not torch.equal(finite, right.abs() < LARGEST_FINITE):
         return False
@@ -87,59 +121,38 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
     return not left.numel() or bool((left - right).abs().max() <= tolerance * left.abs().max())
 
 
-def _differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
+def _agree_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
     left, right = (tensor.double().movedim(axis, 0).flatten(1) for tensor in (left, right))
     apart = (left - right).pow(2).mean(1).sqrt() / left.pow(2).mean(1).sqrt().clamp(min=1e-12)
     differs = ~(apart <= _HALF_TOLERANCE)
-    first = differs[[start for start, _ in slices[1:]]]
-    last = differs[[end - 1 for _, end in slices[:-1]]]
-    return any(float(tokens.double().mean()) > 0.5 for tokens in (first, last))
+    beside = [start for start, _ in slices[1:]], [end - 1 for _, end in slices[:-1]]
+    return not any(float(differs[tokens].double().mean()) > 0.5 for tokens in beside)
 
 
-def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
-    """Return whether a module has to run segment by segment on long rows, although it does not have to on the test row.
-
-    On the test row, the module's output for the whole row equals the joined outputs for the segments. On a long row,
-    the outputs may differ if the module makes position numbers itself. If the module has a table of positions, the row
-    may be too long for the table.
-
-    Args:
-        forward: an object that can run the module on the whole row or segment by segment.
-        inputs: the module's positional and keyword arguments on the test row.
-        row: the test row.
-        embedding: the model's token embedding, which is not a table of positions.
-    """
-    return _counts_by_itself(forward, inputs, row) or _fails_on_long_rows(forward, inputs, row, embedding)
-
-
-def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
+def counts_by_itself(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
     """Return whether a module makes position numbers with torch.arange, and large positions change its output.
 
     An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
     """
-    if _is_stack(forward.module):
-        return False
     try:
         near = _run_whole(forward, inputs)
-        with _CountFromAfar(row.tokens):
+        with WatchFunctions(row.tokens, offset=_FAR):
             far = _run_whole(forward, inputs)
     except Exception:  # the numbers may be indices, and too large; this check covers no such modules
         return False
     return outputs_differ(near, far, forward.plan.outputs, row.slices)
 
 
-def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
-    """Return whether a module has a table of learned positions, and fails on a row longer than the table."""
-    module = forward.module
-    if _is_stack(module):
-        return False
-    tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not embedding]
-    longest = max(tables, default=0)
+def fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
+    """Return whether a module has a table of learned positions, and fails on a row longer than the table. The model's
+    `embedding` of tokens is no table of positions."""
+    embeddings = (each for each in forward.module.modules() if isinstance(each, nn.Embedding) and each is not embedding)
+    longest = max((each.num_embeddings for each in embeddings), default=0)
     if not row.tokens < longest <= _LONGEST_TABLE:
         return False
+    times = longest // row.tokens + 1
 
     def repeat(path: Path, leaf: Any) -> Any:
-        times = longest // row.tokens + 1
         along = forward.plan.inputs.of(path, leaf)
         if not isinstance(leaf, Tensor):
             return leaf * times if along else leaf
@@ -161,19 +174,18 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout
     """
     if next(forward.module.parameters(), None) is not None:
         return False
-    positions = row.position_ids[0].tolist()
+    positions = row.position_ids[0]
 
     def move_last(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype == torch.bool or not leaf.ndim:
-            return leaf
-        if leaf.shape[-1] != len(positions) or leaf.flatten()[-len(positions) :].tolist() != positions:
+        is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64) and leaf.ndim > 0
+        if not is_count or leaf.shape[-1] != row.tokens or not (leaf.reshape(-1, row.tokens)[-1] == positions).all():
             return leaf
         far = leaf.clone()
         far[..., -1] = _FAR
         return far
 
     moved = map_leaves(inputs, move_last)
-    if all(a is b for (_, a), (_, b) in zip(leaves(inputs), leaves(moved), strict=True)):
+    if all(one is other for (_, one), (_, other) in zip(leaves(inputs), leaves(moved), strict=True)):
         return False
     stateful = SegmentedForward(forward.module, replace(forward.plan, is_stateful=True))
     try:
@@ -183,28 +195,10 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout
         return False
 
 
-class _CountFromAfar(TorchFunctionMode):
-    """Context manager: within the block, `_FAR` is added to every result of torch.arange that has one number for each
-    token of the row."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result + _FAR if function is torch.arange and result.shape == (self.tokens,) else result
-
-
-def _is_stack(module: nn.Module) -> bool:
+def is_stack(module: nn.Module) -> bool:
     """Return whether a module contains an nn.ModuleList, such as a stack of layers. The layers are then checked one by
     one, and the module itself is not checked on long rows."""
     return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
-
-
-def is_most_of(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether a module contains most modules of a model, as a stack of all its layers does."""
-    return _is_stack(module) and 2 * len(list(module.modules())) > len(list(model.modules()))
 
 
 def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing:
@@ -218,28 +212,28 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing
         inputs: the module's positional and keyword arguments on the test row.
         row: the test row.
     """
-    plan, shortest = forward.plan, min(row.lengths)
-    with _NoteRanking(row.tokens) as ranking:
+    plan, shortest, device = forward.plan, min(row.lengths), row.cu_seq_lens.device
+    with WatchFunctions(row.tokens) as watched:
         _run_whole(forward, inputs)
     may_be_ragged = (
-        not ranking.seen
-        and plan.inputs.most_in_one_tensor(inputs) < 2
-        and not plan.inputs.has_count(inputs)
+        not watched.ranks
         and not plan.is_stateful
+        and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(inputs))
     )
-    trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": row.slices} if may_be_ragged else {}
-    trials["equal"] = [(start, start + shortest) for start, _ in row.slices]
-    for sharing, slices in trials.items():
-        device = row.cu_seq_lens.device
-        together = SharedCall.of(list(range(len(slices))), slices, device)
+    trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices)] if may_be_ragged else []
+    trials.append(("equal", [(start, start + shortest) for start, _ in row.slices]))
+    for sharing, slices in trials:
+        together = [SharedCall.of(list(range(len(slices))), slices, device)]
         one_by_one = [SharedCall.of([number], [place], device) for number, place in enumerate(slices)]
-        fills = [None, *_FILLS] if sharing == "ragged" else [None]
         try:
             _, alone = forward.run_segments(detached_copy(inputs), one_by_one, len(slices))
-            shared = [forward.run_segments(detached_copy(inputs), [together], len(slices), fill)[1] for fill in fills]
+            shared = [
+                forward.run_segments(detached_copy(inputs), together, len(slices), fill)[1]
+                for fill in (_FILLS if sharing == "ragged" else _FILLS[:1])
+            ]
         except Exception:  # the module does not support batches of segments
             continue
-        if not any(outputs_differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
+        if not any(outputs_differ(alone, each) for each in shared):
             return sharing
     return "none"
 
@@ -257,26 +251,7 @@ def _noise(scale: float) -> Fill:
     return fill
 
 
-_FILLS = (_noise(1.0), _noise(10.0))
-
-
-class _NoteRanking(TorchFunctionMode):
-    """Context manager: `seen` becomes True if code in the block ranks the tokens of the row, as torch.topk does.
-
-    If several tokens have equal scores, padding may change which of these tokens ranks first.
-    """
-
-    _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.seen = False
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in self._NAMES:
-            self.seen |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
-        return function(*args, **(kwargs or {}))
+_FILLS: tuple[Fill, ...] = (Tensor.new_zeros, _noise(1.0), _noise(10.0))
 
 
 def scalars_of(module: nn.Module) -> dict[str, Tensor]:
@@ -290,55 +265,31 @@ def scalars_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], where: str) -> None:
-    """Raise PackingError if a call of a module has stored a new scalar tensor in an attribute.
-
-    Such a scalar, for example the loss of a router, is computed from all tokens of a row, so calls on single segments
-    would store other values.
-
-    Args:
-        before: the scalars before the call, as `scalars_of` returns them.
-        after: the scalars after the call.
-        where: the module's class and name, for the error message.
-    """
-    for name, number in after.items():
-        if number is not before.get(name):
-            raise PackingError(
-                f"{where}: the attribute {name} stores a number computed from all tokens of a row, such as the loss of "
-                "a router. If the module ran segment by segment, the number would be computed from one segment"
-            )
-
-
-def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
-    """Raise PackingError if a module returns a tensor that is computed from all tokens of a row, but has no token axis.
-
-    An example is the loss of a router. Such a tensor cannot be joined from the outputs for single segments. A tensor
-    with an axis of size 1 counts as a state for the next call; its values may differ between the row and the segments.
+def refuse_row_outputs(
+    output: Any, by_segment: Any, axes: TokenAxes, before: dict[str, Tensor], after: dict[str, Tensor]
+) -> None:
+    """Raise PackingError if a module computes a tensor without a token axis from all tokens of a row, such as the loss
+    of a router, and returns it or stores it in an attribute. It cannot be joined from the tensors of single segments.
 
     Args:
         output: the module's output for the whole row.
         by_segment: the joined outputs of the module for the segments.
         axes: token axes of the output.
+        before: the scalars before a call of the module, as `scalars_of` returns them.
+        after: the scalars after the call.
     """
+    if stored := [name for name, number in after.items() if number is not before.get(name)]:
+        raise PackingError(
+            f"{axes.where}: the attribute {stored[0]} stores a number computed from all tokens of a row, such as the "
+            "loss of a router. If the module ran segment by segment, the number would be computed from one segment"
+        )
     for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
         if not isinstance(whole, Tensor) or axes.of(path, whole):
             continue
-        is_state = 1 in whole.shape
+        is_state = 1 in whole.shape  # for the next call, whose values may differ between the row and the segments
         if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
             raise PackingError(
                 f"{axes.where}: the module computes a tensor of shape {list(whole.shape)} from all tokens of a row. "
                 "The tensor has no token axis, so the tensors of single segments cannot be joined into a tensor of the "
                 "row"
             )
-
-
-class CopyingDropout(TorchFunctionMode):
-    """Context manager: within the block, `F.dropout` always returns a new tensor.
-
-    If dropout is off, `F.dropout` normally returns its input itself. The search tells tensors apart by object identity,
-    so every module has to return a new tensor.
-    """
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result.clone() if function is F.dropout else result

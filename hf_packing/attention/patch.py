@@ -2,8 +2,9 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -12,10 +13,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.choose_kernel import HUB_KERNEL, use_hub_kernel
-from hf_packing.attention.find_route import find_and_prove
-from hf_packing.attention.forward import install, refuse_weights, remove
+from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
+from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.inspect_model import (
-    WeightsLocation,
     configurations,
     has_local_weights,
     inner_model,
@@ -23,13 +23,8 @@ from hf_packing.attention.inspect_model import (
     weights_location,
 )
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
-from hf_packing.attention.small_copy import (
-    changes_with_length,
-    extend_route,
-    find_and_prove_for_long_documents,
-    find_and_prove_on_small_copy,
-)
+from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
+from hf_packing.attention.small_copy import has_thresholds, random_where_zero
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import prove_unpadding
@@ -117,38 +112,44 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     check_choice("prove", prove, Prove)
     refuse_meta_device()
     inner = inner_model(model)
-    if trees or padded:
-        with unpatched_on_error(model):
-            route = route_of(patch_model(inner, prove=prove))
+    with unpatched_on_error(inner):
+        if not is_patched(inner):
+            _patch(model, prove)
+        route = route_of(inner)
+        assert route is not None
+        if trees and not route.facts.takes_trees:
             with random_where_zero(inner):
-                if trees and not (route and route.takes_trees):
-                    prove_trees(inner)
-                if padded and not (route and route.unpadding):
-                    prove_unpadding(inner)
-    if is_patched(inner):
-        return model
+                prove_trees(inner)
+        if padded and route.facts.unpadding is None:
+            with random_where_zero(inner):
+                prove_unpadding(inner)
+    return model
+
+
+def _patch(model: nn.Module, prove: Prove) -> None:
+    """Find a route, prove it on the model or on a small copy, and install it."""
+    inner = inner_model(model)
     _check_configuration(inner)
     _use_hub_kernels_of(inner)
     if prove == "small":
-        install(inner, find_and_prove_on_small_copy(inner).route, attention_of(inner))
+        install(inner, find_on_small_copy(inner))
         warnings.warn(
             f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; call "
             "check_isolation(model, batch=batch) after the weights of the model are loaded into memory",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return model
-    if (location := weights_location(model)) is not WeightsLocation.MEMORY:
+        return
+    if (location := weights_location(model)) != "in memory":
         raise PackingError(
-            f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location.value}; call "
+            f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"
         )
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
         find_and_prove(inner)
         route = route_of(inner)
-        if not is_known and route is not None and route.by_segment and changes_with_length(inner.config):
-            find_and_prove_for_long_documents(inner)
-    return model
+        if not is_known and route is not None and route.by_segment and has_thresholds(inner.config):
+            find_for_long_documents(inner)
 
 
 def _check_configuration(model: PreTrainedModel) -> None:
@@ -178,52 +179,6 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
         vars(module).pop(HUB_KERNEL, None)
         if id(getattr(module, "config", None)) in kernels:
             use_hub_kernel(module, kernels[id(module.config)])
-
-
-_SMALL = 0.1
-"""Standard deviation of the noise that `random_where_zero` adds to gates and biases that consist of zeros."""
-
-_SHARE_OF_KERNEL = 0.5
-"""Standard deviation of the noise that `random_where_zero` adds to a convolution kernel, as a share of the root mean
-square of the kernel."""
-
-_LONGEST_KERNEL = 16
-"""Largest kernel size, in tokens, of the convolutions to which `random_where_zero` adds noise. The kernel size is the
-size of the last axis of the convolution's weight."""
-
-
-@contextmanager
-def random_where_zero(model: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, noise is added to weights that may hide a leak between documents.
-
-    In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
-    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to
-    every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
-    are restored.
-    """
-    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
-    zero = [parameter for parameter in parameters if not parameter.any()]
-    kernels = [
-        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
-    ]
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
-        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
-
-    try:
-        with torch.no_grad():
-            for parameter in zero:
-                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
-            for parameter, _ in kernels:
-                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter in zero:
-                parameter.zero_()
-            for parameter, before in kernels:
-                parameter.copy_(before)
 
 
 ProveInTraining = Literal["first batch", "model", "small"]
@@ -270,39 +225,19 @@ def _is_small(model: nn.Module) -> bool:
 
 
 def _patch_as_small_copy(model: PreTrainedModel) -> None:
-    """Install the route that was found on a small copy of a model.
-
-    Modules that the copy does not have, such as those of PEFT or of the user, are searched in the model itself. If no
-    route is found in this way, the model is left unpatched, unless its weights are not in memory.
+    """Install the route that was found on a small copy of a model. If none is found, the model is left unpatched,
+    unless its weights are not in memory.
 
     Raises:
         ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
     """
     _check_configuration(model)
     _use_hub_kernels_of(model)
-    before = attention_of(model)
     try:
-        found = find_and_prove_on_small_copy(model)
-        route = found.route
-        if found.only_in_model and has_local_weights(model):
-            with random_where_zero(nn.ModuleList(map(model.get_submodule, found.only_in_model))):
-                route = extend_route(model, route, found.only_in_model)
-        install(model, route, before)
+        install(model, find_on_small_copy(model))
     except ModelNotSupportedError:
         if not has_local_weights(model):
             raise
-
-
-@contextmanager
-def unpatched_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: if the block patches the model and then raises an error, the patch is removed."""
-    was_patched = is_patched(inner_model(model))
-    try:
-        yield
-    except Exception:
-        if not was_patched and is_patched(inner_model(model)):
-            remove(inner_model(model))
-        raise
 
 
 def check_patched(model: nn.Module) -> None:
@@ -313,3 +248,75 @@ def check_patched(model: nn.Module) -> None:
             f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched, so packed "
             "documents may attend to each other; call patch_model(model), or pass model=model to prepare_dataloader"
         )
+
+
+def unpatch_model(model: Model) -> AbstractContextManager[Model]:
+    """Remove the patch that `patch_model` has installed, and restore the model to its state before the patch.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        A context manager, which may be ignored. If it is used in a `with` statement, the model is patched again at the
+        end of the block.
+
+    Raises:
+        PackingError: the model is not patched.
+
+    Example:
+        >>> import hf_packing as hfp, torch, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> model = hfp.patch_model(model)
+        >>> with hfp.unpatch_model(model):
+        ...     model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2).shape
+        torch.Size([1, 5])
+    """
+    inner = inner_model(model)
+    if not is_patched(inner):
+        raise PackingError(f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched")
+    return _Unpatched(model, remove(inner))
+
+
+@contextmanager
+def patched(model: Model) -> Iterator[Model]:
+    """Context manager: within the block, the model is patched by `patch_model`. After the block, the patch is removed,
+    unless the model was already patched before the block.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> with hfp.patched(model):
+        ...     hfp.check_isolation(model).isolated
+        True
+    """
+    inner = inner_model(model)
+    if is_patched(inner):
+        yield model
+        return
+    patch_model(model)
+    try:
+        yield model
+    finally:
+        if is_patched(inner):
+            unpatch_model(model)
+
+
+class _Unpatched(AbstractContextManager[Any]):
+    """The context manager that `unpatch_model` returns. At the end of the block, the model is patched with the same
+    route as before. The route is not proven again."""
+
+    def __init__(self, model: nn.Module, route: Route) -> None:
+        self.model = model
+        self.route = route
+
+    def __enter__(self) -> nn.Module:
+        return self.model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        inner = inner_model(self.model)
+        if not is_patched(inner):
+            install(inner, self.route)

@@ -4,8 +4,7 @@ A route consists of an attention function, a format for the model's inputs, and 
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,11 +29,17 @@ READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "
 Other arguments are never dropped."""
 
 
+class LocalMaskError(ModelNotSupportedError):
+    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
+
+
 @dataclass(frozen=True)
-class InputFormat:
-    """The format of a patched model's inputs: the arguments that its own forward gets in addition to the tokens.
+class Method:
+    """An attention function, and a format of the model's inputs: what the model's own forward gets besides the tokens.
 
     Args:
+        attention: name of the attention function that the patch sets in the model. If None, the model keeps its own
+            attention function, and attention modules run segment by segment.
         positions: whether the model gets position_ids that restart at every segment; otherwise, the model computes
             positions itself.
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
@@ -43,10 +48,21 @@ class InputFormat:
         one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
+    attention: str | None = NAME
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
     one_row: bool = False
+
+    def check(self, observed: Observed) -> None:
+        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
+        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
+        if self.attention == NAME and lost:
+            lost_masks = " and ".join(sorted(map(str, lost)))
+            raise LocalMaskError(
+                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
+                "not get this limit"
+            )
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
@@ -58,7 +74,7 @@ class InputFormat:
                 model as one row without borders, since its segments are not documents.
 
         Raises:
-            PackingError: this format does not support the caller's position_ids, cache, labels or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         is_tree = row.has_branches
@@ -120,42 +136,14 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
             torch._dynamo.maybe_mark_dynamic(value, changing)
 
 
-class LocalMaskError(ModelNotSupportedError):
-    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """An attention function and an input format. A route consists of a method and the modules that run by segment.
-
-    Args:
-        attention: name of the attention function that the patch sets in the model. If None, the model keeps its own
-            attention function, and attention modules run segment by segment.
-        inputs: format of the model's inputs.
-    """
-
-    attention: str | None
-    inputs: InputFormat
-
-    def check(self, observed: Observed) -> None:
-        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
-        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
-        if self.attention == NAME and lost:
-            lost_masks = " and ".join(sorted(map(str, lost)))
-            raise LocalMaskError(
-                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
-                "not get this limit"
-            )
-
-
 METHODS = (
-    Method(NAME, InputFormat()),
-    Method(NAME_WITH_LOCAL_MASKS, InputFormat()),
-    Method(NAME, InputFormat(borders=False)),
-    Method(NAME_WITH_LOCAL_MASKS, InputFormat(borders=False)),
-    Method(NAME, InputFormat(borders=False, positions=False)),
-    Method(None, InputFormat(borders=False, mask_of_ones=True)),
-    Method(None, InputFormat(borders=False, mask_of_ones=True, positions=False)),
+    Method(NAME),
+    Method(NAME_WITH_LOCAL_MASKS),
+    Method(NAME, borders=False),
+    Method(NAME_WITH_LOCAL_MASKS, borders=False),
+    Method(NAME, borders=False, positions=False),
+    Method(None, borders=False, mask_of_ones=True),
+    Method(None, borders=False, mask_of_ones=True, positions=False),
 )
 """The methods, from the fastest to the most general. A model that keeps its own attention function gets a mask of ones,
 since without a mask the model would detect packed rows by their positions. Such detection may work on short test
@@ -163,26 +151,53 @@ documents and fail on long documents. An example is a model that attends only to
 all tokens of a short document."""
 
 
-def methods_for(model: PreTrainedModel, module: nn.Module) -> Iterator[Method]:
-    """Yield the methods that can be tried on this model, without duplicates, from the fastest to the slowest. A method
-    consists of an attention function and an input format. `module` is the model itself or its backbone, which gets
-    the packed rows."""
-    signature = Signature(module)
-    takes_borders = signature.takes("cu_seq_lens_q")
+def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
+    """Return the methods that can be tried on this model, from the fastest to the slowest. `module` is the model itself
+    or its backbone, which gets the packed rows."""
+    takes_borders = Signature(module).takes("cu_seq_lens_q")
     takes_positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
-    tried = set()
+    found: list[Method] = []
     for method in METHODS:
         if method.attention and not model._can_set_attn_implementation():
             continue
-        borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
-        formats = [replace(method.inputs, borders=borders, positions=positions)]
-        if method.inputs.mask_of_ones and not takes_positions:
+        borders, positions = method.borders and takes_borders, method.positions and takes_positions
+        own = replace(method, borders=borders, positions=positions)
+        if own.mask_of_ones and not takes_positions:
             # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
-            formats.insert(0, replace(formats[0], mask_of_ones=False))
-        for inputs in formats:
-            if (own := Method(method.attention, inputs)) not in tried:
-                tried.add(own)
-                yield own
+            found.append(replace(own, mask_of_ones=False))
+        found.append(own)
+    return list(dict.fromkeys(found))
+
+
+@dataclass
+class Facts:
+    """What is learnt about a patched model. Each fact is set once, when it is known."""
+
+    takes_packed_rows: bool = True
+    """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
+    padded batches only."""
+    sees_labels: bool = False
+    """True if the model sees the input token at each label's position, as masked language models do."""
+    refused_token: int | None = None
+    """The id of a pad token that the model treats as padding even inside a document, or None. The patched model raises
+    an error if a document contains this token."""
+    unproven: str = ""
+    """The reason why the route was not fully proven in training mode; an empty string if it was."""
+    unpadding: Unpadding | None = None
+    """The way in which the model runs padded batches; None as long as this is not proven."""
+    takes_trees: bool = False
+    """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
+    fewest_shared: int | None = None
+    """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
+
+    def check_tokens(self, input_ids: Tensor | None) -> None:
+        """Raise PackingError if the tokens contain `refused_token`."""
+        refused = self.refused_token
+        if refused is not None and input_ids is not None and bool((input_ids == refused).any()):
+            raise PackingError(
+                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
+                "even inside a document; remove the pad tokens from the documents before packing"
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,22 +211,8 @@ class Route:
     """The share of the model's parameters, from 0 to 1, in modules that run on a whole packed row at once."""
     tried: tuple[str, ...] = ()
     """The reasons why faster methods failed."""
-    refused_token: int | None = None
-    """The id of a pad token that the model treats as padding even inside a document, or None. The patched model raises
-    an error if a document contains this token."""
-    sees_labels: bool = False
-    """True if the model sees the input token at each label's position, as masked language models do."""
-    unproven: str = ""
-    """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
-    unpadding: Unpadding | None = None
-    """The way in which the model runs padded batches; None as long as this is not proven."""
-    takes_trees: bool = False
-    """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
-    fewest_shared: int | None = None
-    """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
-    takes_packed_rows: bool = True
-    """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
-    padded batches only."""
+    facts: Facts = field(default_factory=Facts, compare=False)
+    """What is known about the model in which this route is installed."""
 
     @property
     def name(self) -> str:
@@ -224,14 +225,10 @@ class Route:
         """A dictionary from class names of modules that run by segment to the number of such modules."""
         return dict(Counter(plan.kind for plan in self.by_segment))
 
-    def check_tokens(self, input_ids: Tensor | None) -> None:
-        """Raise PackingError if the tokens contain `refused_token`."""
-        refused = self.refused_token
-        if refused is not None and input_ids is not None and bool((input_ids == refused).any()):
-            raise PackingError(
-                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
-                "even inside a document; remove the pad tokens from the documents before packing"
-            )
+    @property
+    def unproven(self) -> str:
+        """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
+        return self.facts.unproven
 
     def describe(self) -> str:
         """Return a description of the route in a few lines.
@@ -240,13 +237,17 @@ class Route:
         packed row, the modules that run by segment, and, once it is proven, how the model runs padded batches. If the
         proof was not completed in training mode, the description also contains the reason.
         """
+        facts = self.facts
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
-        lines += [f"padded batch: {self.unpadding.describe()}"] if self.unpadding else []
-        if self.takes_trees:
-            by_path = f", {sum(self.modules.values())} modules on each path" if self.by_segment else ""
+        if facts.unpadding:
+            lines.append(f"padded batch: {facts.unpadding.describe()}")
+        if facts.takes_trees:
+            by_path = f", {len(self.by_segment)} modules on each path" if self.by_segment else ""
             lines.append(f"trees: shared prefixes are computed once{by_path}")
-        return "\n".join(lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else []))
+        if facts.unproven:
+            lines.append(f"training mode not proven: {facts.unproven}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"Route({self.name!r}, modules={self.modules}, packed_share={self.packed_share:.2f})"
@@ -268,15 +269,6 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
     return 1 - sum(by_segment.values()) / max(sum(everything.values()), 1)
 
 
-def have_equal_plans(one: Route, other: Route) -> bool:
-    """Return whether two routes run the same modules segment by segment, in the same way."""
-    plans = (
-        [vars(plan) | {axes: vars(vars(plan)[axes]) for axes in ("inputs", "outputs", "between")} for plan in each]
-        for each in (one.by_segment, other.by_segment)
-    )
-    return next(plans) == next(plans)
-
-
 def is_patched(model: PreTrainedModel) -> bool:
     """Return whether a model is patched by `patch_model`. The model must be passed without wrappers, such as PEFT's."""
     return hasattr(model, PATCH)
@@ -294,7 +286,7 @@ def sees_labels(model: PreTrainedModel) -> bool:
     Return False for a model that is not patched.
     """
     route = route_of(model)
-    return route is not None and route.sees_labels
+    return route is not None and route.facts.sees_labels
 
 
 known_routes: dict[Any, Route] = {}

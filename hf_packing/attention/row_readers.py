@@ -5,8 +5,8 @@ of tokens. In a packed row, it has to get each document in a row of its own. In 
 the row, such as the first or the last one, where there is padding.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.layout import Layout, Sharing, current_layout
-from hf_packing.attention.padded import PaddedRows, current_rows
-from hf_packing.attention.token_axes import map_leaves, tensors_in
+from hf_packing.attention.padded import current_rows
+from hf_packing.attention.token_axes import Path, leaves, map_leaves, tensors_in
 
 
 class RowReader(ReplacedForward):
@@ -33,29 +33,28 @@ class RowReader(ReplacedForward):
         self.sharing = sharing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed:
+        layout, rows, inputs = current_layout.get(), current_rows.get(), (args, kwargs)
+        if self.installed and layout is None and rows is not None:
+            layout, inputs = rows.layout, rows.lay_end_to_end(inputs)
+        if not self.installed or layout is None or not layout.is_unpadded or not _have_tokens(inputs, layout):
             return self.forward(*args, **kwargs)
-        row, rows = current_layout.get(), current_rows.get()
-        inputs = args, kwargs
-        if row is None and rows is not None:
-            row, inputs = rows.layout, rows.lay_end_to_end(inputs)
-        if row is None or not row.is_unpadded or not _has_tokens(inputs, (1, row.tokens)):
-            return self.forward(*args, **kwargs)
-        output = self._run(row, inputs)
-        return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
-
-    def _run(self, row: Layout, inputs: Any) -> Any:
-        calls = row.calls(self.sharing)
-        found: list[list[Tensor]] = []
+        parts: list[dict[Path, Tensor]] = [{} for _ in layout.slices]
         output: Any = None
-        for call in calls:
-            args, kwargs = into_rows(inputs, row, [row.slices[segment] for segment in call.segments])
+        for call in layout.calls(self.sharing):
+            args, kwargs = into_rows(inputs, layout, [layout.slices[segment] for segment in call.segments])
             output = self.forward(*args, **kwargs)
-            found.append(tensors_in(output))
-        order = [segment for call in calls for segment in call.segments]
-        place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=found[0][0].device)
-        joined = (torch.cat(parts).index_select(0, place) for parts in zip(*found, strict=True))
-        return map_leaves(output, lambda _, leaf: next(joined) if isinstance(leaf, Tensor) else leaf)
+            for path, leaf in leaves(output):
+                if isinstance(leaf, Tensor):
+                    for segment, part in zip(call.segments, leaf, strict=True):
+                        parts[segment][path] = part
+
+        def join(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            joined = torch.stack([part[path] for part in parts])
+            return joined if rows is None else rows.with_empty_rows(joined)
+
+        return map_leaves(output, join)
 
 
 class RowsInBackbone(ReplacedForward):
@@ -66,27 +65,23 @@ class RowsInBackbone(ReplacedForward):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.forward(*args, **kwargs)
-        if not self.installed or (row := current_layout.get()) is None or not row.is_unpadded:
+        output, layout = self.forward(*args, **kwargs), current_layout.get()
+        if not self.installed or layout is None or not layout.is_unpadded:
             return output
-        return into_rows(output, row, row.slices)
+        return into_rows(output, layout, layout.slices)
 
 
-def into_rows(value: Any, row: Layout, slices: list[tuple[int, int]]) -> Any:
+def into_rows(value: Any, layout: Layout, slices: list[tuple[int, int]]) -> Any:
     """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
     each slice in a row of its own, padded on the right with zeros."""
     start, end = np.array(slices).reshape(-1, 2).T
-    length = end - start
-    longest = int(length.max())
-    offset = np.arange(longest)
-    real = offset < length[:, None]
-    places = (start[:, None] + offset)[real]  # of the tokens in the packed row, document by document
-    takes_all = len(places) == row.tokens and bool((places == np.arange(row.tokens)).all())
+    places = start[:, None] + np.arange((end - start).max())
+    real = places < end[:, None]
 
-    def cut(_: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.shape[:2] != (1, row.tokens) or not longest:
+    def cut(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape[:2] != (1, layout.tokens) or not real.size:
             return leaf
-        taken = leaf[0] if takes_all else leaf[0].index_select(0, torch.from_numpy(places).to(leaf.device))
+        taken = leaf[0].index_select(0, torch.from_numpy(places[real]).to(leaf.device))
         if not real.all():
             within = torch.from_numpy(np.flatnonzero(real)).to(leaf.device)
             taken = taken.new_zeros(real.size, *taken.shape[1:]).index_copy(0, within, taken)
@@ -95,12 +90,18 @@ def into_rows(value: Any, row: Layout, slices: list[tuple[int, int]]) -> Any:
     return map_leaves(value, cut)
 
 
-def _has_tokens(value: Any, shape: tuple[int, int]) -> bool:
-    return any(tensor.ndim > 2 and tensor.shape[:2] == shape for tensor in tensors_in(value))
+def _have_tokens(value: Any, layout: Layout) -> bool:
+    return any(tensor.ndim > 2 and tensor.shape[:2] == (1, layout.tokens) for tensor in tensors_in(value))
 
 
-def _with_empty_rows(leaf: Any, rows: PaddedRows) -> Any:
-    return rows.with_empty_rows(leaf) if isinstance(leaf, Tensor) else leaf
+class _Call(NamedTuple):
+    """One call of a module in a forward of the model."""
+
+    name: str
+    given: list[Tensor]
+    returned: list[Tensor]
+    shape: tuple[int, ...]
+    """The numbers of rows and tokens that the module ran on."""
 
 
 def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list[str]:
@@ -110,37 +111,19 @@ def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list
         model: a patched model.
         forward: function that runs the model on a padded batch.
     """
+    calls, _ = _watch([each for each in model.named_modules() if each[0]], forward)
     found: list[str] = []
-
-    def look(name: str) -> Callable[..., None]:
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            row, rows = current_layout.get(), current_rows.get()
-            if row is not None:
-                shape = 1, row.tokens
-            elif rows is not None:
-                shape = rows.shape
-            else:
-                return
-            given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
-            returned = tensors_in(output)
-            loses_tokens = returned and not any(shape[1] in each.shape for each in returned)
-            if _has_tokens(given, shape) and loses_tokens and all(each.shape[:1] == shape[:1] for each in returned):
-                found.append(name)
-
-        return after
-
-    hooks = [
-        module.register_forward_hook(look(name), with_kwargs=True) for name, module in model.named_modules() if name
-    ]
-    try:
-        forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for name, given, returned, shape in calls:
+        takes_tokens = any(each.is_floating_point() and each.ndim > 2 and each.shape[:2] == shape for each in given)
+        pools = [each.shape[:1] == shape[:1] and shape[1] not in each.shape for each in returned]
+        if takes_tokens and pools and all(pools):
+            found.append(name)
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
-def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:
+def find_last_of_tokens(
+    model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], layout: Layout
+) -> str | None:
     """Return the name of the last inner module of a backbone that returns a value for every token, if the backbone
     itself then computes something from all tokens of a packed row; otherwise, return None.
 
@@ -148,25 +131,36 @@ def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable
         model: a patched model.
         backbone: the backbone of the model.
         forward: function that runs the backbone on a packed row, and returns its output.
-        row: the borders of this row.
+        layout: the layout of this row.
     """
-    last: list[str] = []
+    children = set(backbone.children())
+    calls, output = _watch([each for each in model.named_modules() if each[1] in children], forward)
+    shape = 1, layout.tokens
+    last = [call.name for call in calls if any(each.ndim == 3 and each.shape[:2] == shape for each in call.returned)]
+    pools = any(
+        each.ndim > 1 and layout.tokens not in each.shape and len(each) != len(layout.lengths)
+        for each in tensors_in(output)
+    )
+    return last[-1] if pools and last else None
 
-    def look(name: str) -> Callable[..., None]:
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            if any(each.ndim == 3 and each.shape[:2] == (1, row.tokens) for each in tensors_in(output)):
-                last.append(name)
+
+def _watch(modules: Iterable[tuple[str, nn.Module]], forward: Callable[[], Any]) -> tuple[list[_Call], Any]:
+    """Return the calls of modules in a packed row or a padded batch during a forward, and the output of the forward."""
+    calls: list[_Call] = []
+
+    def record(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            layout, rows = current_layout.get(), current_rows.get()
+            if layout is not None:
+                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), (1, layout.tokens)))
+            elif rows is not None:
+                calls.append(_Call(name, tensors_in((args, kwargs)), tensors_in(output), rows.shape))
 
         return after
 
-    children = set(backbone.children())
-    named = [(name, module) for name, module in model.named_modules() if module in children]
-    hooks = [module.register_forward_hook(look(name)) for name, module in named]
+    hooks = [module.register_forward_hook(record(name), with_kwargs=True) for name, module in modules]
     try:
-        output = forward()
+        return calls, forward()
     finally:
         for hook in hooks:
             hook.remove()
-    found = [each for each in tensors_in(output) if each.ndim > 1 and row.tokens not in each.shape]
-    pooled = [each for each in found if len(each) != len(row.lengths)]
-    return last[-1] if pooled and last else None

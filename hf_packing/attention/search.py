@@ -5,35 +5,37 @@ row equals the joined outputs for the row's segments. Linear layers, norms and e
 rotary embeddings if the positions restart at 0 in every segment. A module that is not segment-local has to run segment
 by segment. Some of these modules let documents affect each other, as attention, recurrent layers and convolutions do.
 Others count tokens along the row.
+
+The price is about five calls of each module. Of modules that are built alike, as in a stack of layers, only one pays.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, SegmentedForward
-from hf_packing.attention.inspect_model import inputs_are_alike, kinds_of_modules
+from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
+from hf_packing.attention.inspect_model import configurations
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import (
-    CopyingDropout,
+    WatchFunctions,
+    counts_by_itself,
     depends_on_far_positions,
-    differs_on_other_rows,
+    fails_on_long_rows,
     find_sharing,
-    is_most_of,
+    is_stack,
     outputs_differ,
-    refuse_changed_scalars,
     refuse_row_outputs,
     run_one_by_one,
     scalars_of,
 )
-from hf_packing.attention.projections import RunAfter, RunAhead
-from hf_packing.attention.snapshot import restored
+from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
 
 _OTHER_CALLS = ({"embedded": True, "output_hidden_states": True}, {"embedded": True}, {"output_hidden_states": True})
@@ -57,29 +59,17 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Local:
-    """The finding that a module can run on the whole packed row, since the module is segment-local, or since its input
-    or its output has no token axis."""
+class _Finding:
+    """What a call has shown of a module. By default, the module can run on the whole packed row, since it is
+    segment-local, or since its input or its output has no token axis."""
 
-
-@dataclass(frozen=True)
-class _Unsliceable:
-    """The finding that a module cannot be called on single segments. The module itself is left unchanged, but a module
-    that contains it may still run segment by segment."""
-
-    error: str
-
-
-@dataclass(frozen=True)
-class _BySegment:
-    """The finding that a module has to run segment by segment."""
-
-    forward: SegmentedForward
-    output: Any
+    forward: SegmentedForward | None = None
+    """The forward that runs the module segment by segment, if it has to."""
+    output: Any = None
     """The joined outputs of the module for the segments of the row."""
-
-
-_Finding = _Local | _Unsliceable | _BySegment
+    error: str = ""
+    """The reason why the module cannot be called on single segments. It is then left unchanged, but a module that
+    contains it may still run segment by segment."""
 
 
 class Search:
@@ -106,7 +96,6 @@ class Search:
         self, model: PreTrainedModel, row: Layout, only: Collection[str] | None = None, thorough: bool = False
     ) -> None:
         self.model, self.row, self.only = model, row, only
-        self.embedding = model.get_input_embeddings()
         self.found: dict[str, SegmentedForward] = {}
         """Maps the name of each module that runs segment by segment to the module's new forward."""
         self.unsliceable: dict[str, str] = {}
@@ -117,20 +106,15 @@ class Search:
         self._first_of_kind: dict[int, tuple[_Call, _Finding]] = {}
         self._called: dict[str, None] = {}
         self._found_late = False  # whether a module was found only at its second call
-        self._ignored = ""  # name of the running module whose inner modules are not watched
+        self._running = ""  # name of the module that is checked, or whose finding is assumed
         self._open_calls: list[_Call] = []
 
-    def run(self, forward: Callable[..., Any], check: Callable[[], None] = lambda: None) -> list[ModulePlan]:
-        """Run the search, and return a plan for every module that has to run segment by segment.
-
-        Args:
-            forward: function that runs the model on the packed row, without arguments or with those in `_OTHER_CALLS`.
-            check: function that is called after the first forward, and may raise an error to end the search.
-        """
+    def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
+        """Run the search, and return a plan for every module that has to run segment by segment. `forward` runs the
+        model on the packed row, without arguments or with those in `_OTHER_CALLS`."""
         try:
             with self._watching():
                 forward()
-            check()
             if self._found_late:  # this forward also records the arguments of earlier calls
                 forward()
             for options in _OTHER_CALLS if self.found else ():
@@ -150,13 +134,13 @@ class Search:
     def _watching(self) -> Iterator[None]:
         hooks = []
         for name, module in self.model.named_modules():
-            is_searched = self.only is None or any(_is_in(name, outer) for outer in self.only)
+            is_searched = self.only is None or any(is_inside(name, outer) for outer in self.only)
             if module is not self.model and is_searched:
                 # no other hook runs between these hooks and the forward, so they see the forward's inputs and outputs
                 hooks.append(module.register_forward_pre_hook(self._before_call(name), with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
         try:
-            with CopyingDropout():
+            with WatchFunctions(self.row.tokens):
                 yield
         finally:
             for hook in hooks:
@@ -164,12 +148,12 @@ class Search:
 
     def _before_call(self, name: str) -> Callable[..., None]:
         def record(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self._ignored:
+            if self._running:
                 return
             inputs = args, kwargs
             has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors_in(inputs))
             if self._is_like_first_of_kind(name, inputs):
-                self.has_assumed, self._ignored, has_tokens = True, name, False
+                self.has_assumed, self._running, has_tokens = True, name, False
             elif name in self.found and name not in self._called:  # the plan for the first call does not fit
                 self.found.pop(name).remove()
             self._open_calls.append(_Call(name, inputs, detached_copy(inputs) if has_tokens else inputs))
@@ -181,41 +165,31 @@ class Search:
         if (first := self._first_of_kind.get(self._kinds.get(name, -1))) is None:
             return False
         call, finding = first
-        by_segment = isinstance(finding, _BySegment)
-        return by_segment == (name in self.found) and inputs_are_alike(call.inputs, inputs, self.row.tokens)
+        return (finding.forward is not None) == (name in self.found) and _are_alike(
+            call.inputs, inputs, self.row.tokens
+        )
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
-            if self._ignored not in ("", name):
+            if self._running not in ("", name):
                 return None
             call = self._open_calls.pop()
             call.output = output
             if self._open_calls:
                 self._open_calls[-1].inner.append(call)
-            if self._ignored:  # the finding for the first call of this kind is assumed
-                self._called |= {each: None for each in self.found if _is_in(each, name)}
+            if self._running:  # the finding for the first call of this kind is assumed
+                self._called |= {each: None for each in self.found if is_inside(each, name)}
             else:
-                self._ignored = name
+                self._running = name
                 finding = self._classify(call, module)
                 self._apply(finding, call)
-                call.output = finding.output if isinstance(finding, _BySegment) else output
+                if finding.forward is not None:
+                    call.output = finding.output
             self._called[name] = None
-            self._ignored = ""
+            self._running = ""
             return call.output
 
         return classify_and_apply
-
-    def _apply(self, finding: _Finding, call: _Call) -> None:
-        """Note the finding for a module, and for all modules that are built alike."""
-        kind, alike = self._kinds.get(call.name, -1), [call.name]
-        if self._kinds and kind not in self._first_of_kind:
-            self._first_of_kind[kind] = call, finding
-            alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
-        if isinstance(finding, _Unsliceable):
-            self.unsliceable |= dict.fromkeys(alike, finding.error)
-        if isinstance(finding, _BySegment):
-            self._found_late |= call.name in self._called
-            self._run_by_segment_from_now_on(call, finding, alike)
 
     def _classify(self, call: _Call, module: nn.Module) -> _Finding:
         """Decide from one call of a module whether the module has to run segment by segment, and return the finding.
@@ -223,48 +197,58 @@ class Search:
         The module is left unchanged.
         """
         inputs, row = call.inputs_copy, self.row
-        if self._kinds and is_most_of(self.model, module):  # the proof itself tests nothing else
-            self.has_assumed = True
-            return _Local()
+        has_layers = is_stack(module)
+        if self._kinds and has_layers and 2 * len(list(module.modules())) > len(self._kinds):
+            self.has_assumed = True  # the proof itself tests nothing else than a stack of all layers
+            return _Finding()
         plan = ModulePlan.record(call.name, module, row.tokens)
-        plan.inputs.record(inputs)
-        plan.outputs.record(call.output)
-        if not plan.inputs.any_in(inputs) or not plan.outputs.most_in_one_tensor(call.output):
-            return _Local()
+        outputs = plan.outputs.found_in(call.output)
+        if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
+            return _Finding()
         forward = SegmentedForward(module, plan)
         depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
         try:
             with restored(*module.modules()) as changed:
                 before = scalars_of(module)
                 output = run_one_by_one(forward, inputs, row)
-                refuse_changed_scalars(before, scalars_of(module), plan.inputs.where)
+                after = scalars_of(module)
             if changed and not plan.is_stateful:
                 plan.is_stateful = True
                 output = run_one_by_one(forward, inputs, row)
-            refuse_row_outputs(call.output, output, plan.outputs)
+            refuse_row_outputs(call.output, output, plan.outputs, before, after)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            return _Unsliceable(f"{type(error).__name__}: {error}")
+            return _Finding(error=f"{type(error).__name__}: {error}")
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
-            or differs_on_other_rows(forward, inputs, row, self.embedding)
+            or (not has_layers and counts_by_itself(forward, inputs, row))
+            or (not has_layers and fails_on_long_rows(forward, inputs, row, self.model.get_input_embeddings()))
         ):
-            return _BySegment(forward, output)
-        return _Local()
+            return _Finding(forward, output)
+        return _Finding()
 
-    def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment, alike: list[str]) -> None:
-        """Replace the module's forward by the forward in `finding`, which runs the module segment by segment.
+    def _apply(self, finding: _Finding, call: _Call) -> None:
+        """Note the finding for a module, and for all modules that are built alike. If they have to run segment by
+        segment, they do so from now on. Inner modules that did get their original forwards back.
 
-        Inner modules that ran segment by segment get their original forwards back. The module's projections, such as
-        the query and key projections of an attention layer, still run once on the whole row if this does not change the
-        module's output. The modules in `alike` get the same forwards as the module.
+        The projections of a module, such as the query and key projections of an attention layer, still run once on the
+        whole row if this does not change the module's output.
         """
-        for name in [name for name in self.found if any(_is_in(name, each) for each in alike)]:
+        kind, alike = self._kinds.get(call.name, -1), [call.name]
+        if self._kinds and kind not in self._first_of_kind:
+            self._first_of_kind[kind] = call, finding
+            alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
+        if finding.error:
+            self.unsliceable |= dict.fromkeys(alike, finding.error)
+        if (forward := finding.forward) is None:
+            return
+        self._found_late |= call.name in self._called
+        for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
-        forward, plan = finding.forward, finding.forward.plan
-        plan.ahead, plan.after = self._projections(call, plan)
-        if not self._agrees(forward, call, finding.output):
-            plan.ahead, plan.after = [], None
+        plan = forward.plan
+        self._find_projections(call, plan)
+        if plan.packed_modules() and not self._agrees(forward, call, finding.output):
+            plan.ahead, plan.after = {}, None
         plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
         for name in alike:
             other = SegmentedForward(self.model.get_submodule(name), _renamed(plan, name))
@@ -280,54 +264,31 @@ class Search:
         except Exception:  # the module cannot use segments of the projections' outputs
             return False
 
-    def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Find the projections that may run once on the whole row, inside a module that runs segment by segment.
-
-        Args:
-            call: a recorded call of the module.
-            plan: the plan for running the module. This function records the token axes of the projections' outputs in
-                `plan.between`.
-
-        Returns:
-            First, the projections that run before the module, on the module's input or on the output of another such
-            projection. Second, the projection that computes the module's output, or None.
-        """
+    def _find_projections(self, call: _Call, plan: ModulePlan) -> None:
+        """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
+        on the module's input or on the output of another such projection; and the one that computes its output."""
         known: dict[int, Path | str] = {
-            id(leaf): path
-            for path, leaf in leaves(call.inputs)
-            if isinstance(leaf, Tensor) and plan.inputs.of(path, leaf)
+            id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs) if isinstance(leaf, Tensor)
         }
         times_called = Counter(inner.name for inner in call.inner)
-        ahead = []
         for inner in call.inner:
-            if not self._is_projection(inner, call.name) or times_called[inner.name] > 1:
+            if times_called[inner.name] > 1 or not self._is_projection(inner, call.name):
                 continue
-            source = inner.inputs[0][0]
+            name, source = inner.name.removeprefix(f"{call.name}."), inner.inputs[0][0]
             if id(source) in known:
-                name = inner.name.removeprefix(f"{call.name}.")
-                ahead.append(RunAhead(name, known[id(source)]))
+                plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
-                plan.between.record({name: inner.output})
-        last = call.inner[-1] if call.inner else None
-        if last is None or not self._is_projection(last, call.name) or times_called[last.name] > 1:
-            return ahead, None
-        path = next((path for path, leaf in leaves(call.output) if leaf is last.output), None)
-        same_axes = last.inputs[0][0].ndim == last.output.ndim
-        runs_ahead = id(last.output) in known
-        if path is None or not same_axes or runs_ahead or not plan.outputs.of(path, last.output):
-            return ahead, None
-        return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
+            elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
+                paths = [path for path, leaf, _ in plan.outputs.found_in(call.output) if leaf is inner.output]
+                plan.after = (name, paths[0]) if paths else None
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
-        """Return whether the module that was called in `call` is a projection inside the module named `outer`.
-
-        A projection is a segment-local module that has weights, takes a single tensor, and returns a tensor with one
-        token axis.
-        """
+        """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
+        segment-local module that has weights, takes a single tensor, and returns a tensor with one token axis."""
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        if any(_is_in(name, call.name) for name in (*self.found, *self.unsliceable)):
+        if any(is_inside(name, call.name) for name in (*self.found, *self.unsliceable)):
             return False
         module = self.model.get_submodule(call.name)
         has_tokens = isinstance(call.output, Tensor) and list(call.output.shape).count(self.row.tokens) == 1
@@ -338,13 +299,72 @@ class Search:
 def _renamed(plan: ModulePlan, name: str) -> ModulePlan:
     """Return a copy of a plan for a module that is built alike. The copy has the same token axes, and does not record
     any: whatever is recorded for the plan also holds for the copy."""
-    axes = [copy(each) for each in (plan.inputs, plan.outputs, plan.between)]
-    for each in axes:
-        each.where = f"{plan.kind} ({name})"
-        each.freeze()
-    return replace(plan, name=name, inputs=axes[0], outputs=axes[1], between=axes[2])
+    inputs, outputs = (
+        replace(each, where=f"{plan.kind} ({name})", row_length=None) for each in (plan.inputs, plan.outputs)
+    )
+    return replace(plan, name=name, inputs=inputs, outputs=outputs)
 
 
-def _is_in(name: str, outer: str) -> bool:
-    """Return whether the module named `name` is the module named `outer`, or is inside that module."""
-    return name == outer or name.startswith(f"{outer}.")
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
+"""Names of attributes in which modules of transformers store the number of their layer."""
+
+
+def kinds_of_modules(model: nn.Module) -> dict[str, int]:
+    """Return a number for each module of a model, by name. Modules that are built alike have the same number.
+
+    Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
+    same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
+    they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
+    """
+    numbers: dict[Any, int] = {}
+    kinds: dict[int, int] = {}
+    found: dict[str, int] = {}
+    settings = [value for config in configurations(model) for value in vars(config).values()]
+    lists = [value for value in settings if isinstance(value, (list, tuple))]
+    for name, module in reversed(list(model.named_modules())):  # inner modules first
+        place = tuple("*" if part.isdigit() else part for part in name.split("."))
+        own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
+        layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
+        of_layers = [_describe(each[number], None) for number in layers for each in lists if 0 <= number < len(each)]
+        attributes = own | module._parameters | module._buffers | {"training": module.training}
+        described = [(each, _describe(value, module)) for each, value in attributes.items()]
+        hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
+        inner = [(each, kinds.get(id(child))) for each, child in module._modules.items()]
+        key = place, type(module), *map(tuple, (of_layers, described, hooks, inner))
+        found[name] = kinds[id(module)] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def _describe(value: Any, owner: nn.Module | None) -> Any:
+    """Return a description of an attribute of the module `owner`. Attributes with equal descriptions are alike."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_describe(each, owner) for each in value)
+    if isinstance(value, dict):
+        return type(value), tuple((repr(key), _describe(each, owner)) for key, each in value.items())
+    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device)):
+        return type(value), value
+    if getattr(value, "__self__", None) is owner is not None:
+        return "method", value.__func__
+    return "object", id(value)
+
+
+def _are_alike(one: Any, other: Any, tokens: int) -> bool:
+    """Return whether two modules get the same positional and keyword arguments, apart from the values of hidden states.
+    A floating-point tensor with two axes of the size `tokens` is a mask."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    if left.keys() != right.keys():
+        return False
+    for path, one in left.items():
+        other = right[path]
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            if type(one) is not type(other) or (isinstance(one, (bool, int, float, str)) and one != other):
+                return False
+        elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            return False
+        else:
+            is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
+            if one is not other and not is_hidden and not torch.equal(one, other):
+                return False
+    return True

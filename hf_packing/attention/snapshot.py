@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import accumulate, chain, pairwise
-from operator import is_, methodcaller
+from itertools import chain
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,8 +30,14 @@ adds hooks when a caller requests hidden states."""
 _NOT_RESTORED = ("forward", "training")
 """Names of module attributes that `restored` leaves alone, since code within the block may set them on purpose."""
 
-_ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has."""
 
+_PLACES = (list, dict, set, deque, CellType)
+"""Types of objects whose items a forward may change."""
+
+_LIBRARIES = ("accelerate", "deepspeed", "hf_packing", "peft", "torch", "transformers", "trl")
+"""Packages whose hooks are part of how a model runs, and that keep their own state in order."""
 
 Attention = list[tuple[PreTrainedConfig, Any]]
 """Pairs of a configuration and the name of its attention function."""
@@ -47,7 +53,8 @@ class ModuleSnapshot:
 
     It includes what a user's forward hooks keep in Python, such as a list of losses.
 
-    A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out.
+    A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out: it
+    takes a millisecond for 1,000 modules.
 
     Args:
         *modules: the modules. Inner modules are included only if they are passed, too.
@@ -57,34 +64,26 @@ class ModuleSnapshot:
         self._dictionaries: list[dict[str, Any]] = [
             each for module in modules for each in (vars(module), *(vars(module)[name] for name in _CHANGED_IN_PLACE))
         ]
-        kept = _KeptByHooks()
-        for module in modules:
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                kept.add(hook)
-        self._cells = [(cell, cell.cell_contents) for cell in kept.cells]
-        self._dictionaries += kept.attributes
-        self._sizes, self._names, self._values = self._contents()
-        self._collections = [
-            (name, value, _items(value))
-            for name, value in (*zip(self._names, self._values, strict=True), *kept.variables)
-            if name not in _ATTRIBUTES_OF_EVERY_MODULE and isinstance(value, (list, dict, set, deque))
-        ]
+        seen: set[int] = set()
+        hooks = (h for m in modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+        kept = [place for hook in hooks for place in _kept_by(hook, seen)]
+        self._before = list(map(dict, self._dictionaries))
+        self._sizes, self._values = self._contents()
+        own = ((name, vars(module)[name]) for module in modules for name in vars(module).keys() - OF_EVERY_MODULE)
+        self._places = [(name, place, _items(place)) for name, place in (*own, *kept) if isinstance(place, _PLACES)]
 
-    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
-        """Return the sizes, all keys and all values of the dictionaries, as flat lists, which are fast to compare."""
-        values = chain.from_iterable(map(methodcaller("values"), self._dictionaries))
-        return list(map(len, self._dictionaries)), [*chain.from_iterable(self._dictionaries)], [*values]
+    def _contents(self) -> tuple[list[int], list[Any]]:
+        """Return the sizes and all values of the dictionaries, as flat lists, which are fast to compare."""
+        return [*map(len, self._dictionaries)], [*chain.from_iterable(map(dict.values, self._dictionaries))]
 
     @property
     def is_current(self) -> bool:
         """True if the modules are now in the state of this snapshot."""
-        sizes, names, values = self._contents()
+        sizes, values = self._contents()
         return (
             sizes == self._sizes
-            and names == self._names
             and all(map(is_, values, self._values))
-            and all(cell.cell_contents is before for cell, before in self._cells)
-            and not any(_differ(value, items) for _, value, items in self._collections)
+            and not any(_differ(_items(place), items) for _, place, items in self._places)
         )
 
     def restore(self) -> list[str]:
@@ -100,62 +99,41 @@ class ModuleSnapshot:
         if self.is_current:
             return []
         changed: list[str] = []
-        for cell, before in self._cells:
-            cell.cell_contents = before
-        borders = pairwise(accumulate(self._sizes, initial=0))
-        for dictionary, (start, end) in zip(self._dictionaries, borders, strict=True):
-            names, values = self._names[start:end], self._values[start:end]
-            if [*dictionary] != names or not all(map(is_, dictionary.values(), values)):
-                changed += _restore_items(dictionary, dict(zip(names, values, strict=True)))
-        for name, value, before in self._collections:
-            if _differ(value, before):
-                _refill(value, before)
+        for now, before in zip(self._dictionaries, self._before, strict=True):
+            if _differ([*now, *now.values()], [*before, *before.values()]):
+                changed += _restore_items(now, before)
+        for name, place, items in self._places:
+            if _differ(_items(place), items):
+                _refill(place, items)
                 changed.append(name)
         return changed
 
 
-_LIBRARIES = ("accelerate", "deepspeed", "hf_packing", "peft", "torch", "transformers", "trl")
-"""Packages whose hooks are part of how a model runs, and that keep their own state in order."""
-
-
-class _KeptByHooks:
-    """The places in which hooks may keep what they see: closures, attributes of objects, and global collections."""
-
-    def __init__(self) -> None:
-        self.cells: list[CellType] = []
-        self.attributes: list[dict[str, Any]] = []
-        self.variables: list[tuple[str, Any]] = []
-        self._seen: set[int] = set()
-
-    def add(self, hook: Any) -> None:
-        """Add the places of a hook, a function or any other object that can be called."""
-        if id(hook) in self._seen or (getattr(hook, "__module__", None) or "").split(".")[0] in _LIBRARIES:
-            return
-        self._seen.add(id(hook))
-        if isinstance(hook, partial):
-            for each in (hook.func, *hook.args, *hook.keywords.values()):
-                self._add_value("", each)
-        elif isinstance(hook, MethodType):
-            self._add_value("", hook.__self__)
-            self.add(hook.__func__)
-        elif isinstance(hook, FunctionType):
-            for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
-                with suppress(ValueError):  # a cell that is still empty
-                    self._add_value(name, cell.cell_contents)
-                    self.cells.append(cell)
-            for name in hook.__code__.co_names:
-                if isinstance(hook.__globals__.get(name), (list, dict, set, deque)):
-                    self.variables.append((name, hook.__globals__[name]))
-        else:
-            self._add_value("", hook)
-
-    def _add_value(self, name: str, value: Any) -> None:
+def _kept_by(hook: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for all values in which a hook may keep what it sees: cells of closures, attributes of
+    objects, and collections. Hooks in `seen` are left out."""
+    if id(hook) in seen or (getattr(hook, "__module__", None) or "").split(".")[0] in _LIBRARIES:
+        return
+    seen.add(id(hook))
+    values: list[tuple[str, Any]] = []
+    if isinstance(hook, partial):
+        values += [("items", each) for each in (hook.func, *hook.args, *hook.keywords.values())]
+    elif isinstance(hook, MethodType):
+        values += [("items", hook.__self__), ("items", hook.__func__)]
+    elif isinstance(hook, FunctionType):
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell that is still empty
+                values.append((name, cell.cell_contents))
+                yield name, cell
+        yield from ((name, hook.__globals__.get(name)) for name in hook.__code__.co_names)
+    else:
+        values.append(("items", hook))
+    for name, value in values:
+        yield name, value
         if isinstance(value, (FunctionType, MethodType, partial)):
-            self.add(value)
-        elif isinstance(value, (list, dict, set, deque)):
-            self.variables.append((name, value))
+            yield from _kept_by(value, seen)
         elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type, ModuleType)):
-            self.attributes.append(vars(value))
+            yield from (("attributes", vars(value)), *vars(value).items())
 
 
 @contextmanager
@@ -178,26 +156,29 @@ def restored(*modules: nn.Module) -> Iterator[list[str]]:
         changed += snapshot.restore()
 
 
-def _differ(value: Any, items: list[Any]) -> bool:
-    """Return whether the items of a list, dictionary, set or deque are not the objects in `items`."""
-    now = _items(value)
-    return len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True))
+def _differ(now: list[Any], before: list[Any]) -> bool:
+    """Return whether two lists do not contain the same objects."""
+    return len(now) != len(before) or not all(map(is_, now, before))
 
 
-def _items(value: Any) -> list[Any]:
-    """Return the items of a list, set or deque. For a dictionary, return all keys, followed by all values."""
-    return [*value, *(value.values() if isinstance(value, dict) else ())]
+def _items(place: Any) -> list[Any]:
+    """Return the items of a list, set or deque, the keys and values of a dictionary, or the contents of a cell."""
+    if isinstance(place, CellType):
+        return [place.cell_contents]
+    return [*place, *(place.values() if isinstance(place, dict) else ())]
 
 
-def _refill(value: Any, items: list[Any]) -> None:
-    value.clear()
-    if isinstance(value, dict):
+def _refill(place: Any, items: list[Any]) -> None:
+    """Put the result of `_items` back."""
+    if isinstance(place, CellType):
+        place.cell_contents = items[0]
+        return
+    place.clear()
+    if isinstance(place, dict):
         half = len(items) // 2
-        value.update(zip(items[:half], items[half:], strict=True))
-    elif isinstance(value, set):
-        value.update(items)
+        place.update(zip(items[:half], items[half:], strict=True))
     else:
-        value.extend(items)
+        (place.update if isinstance(place, set) else place.extend)(items)
 
 
 def _restore_items(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
@@ -235,16 +216,13 @@ class WeightSnapshot(TorchFunctionMode):
         self._not_copied: dict[int, list[Tensor]] = {}
         """Maps the address of a storage to the tensors in this storage that have not been copied yet."""
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for parameter in model.parameters():
-            if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
-                self._not_copied.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-        for buffer in model.buffers():
-            if type(buffer) is not Tensor or not buffer.numel() or buffer.is_meta:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) not in (nn.Parameter, Tensor) or not tensor.numel() or tensor.is_meta:
                 continue
-            if buffer.numel() <= _SMALL_BUFFER:
-                self._copies.append((buffer, buffer.detach().clone()))
+            if type(tensor) is Tensor and tensor.numel() <= _SMALL_BUFFER:
+                self._copies.append((tensor, tensor.detach().clone()))
             else:
-                self._not_copied.setdefault(buffer.untyped_storage().data_ptr(), []).append(buffer)
+                self._not_copied.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if writes(getattr(function, "__name__", "")) and args and isinstance(args[0], Tensor):

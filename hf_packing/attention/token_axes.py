@@ -5,13 +5,13 @@ joined.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.token_pairs import LINE_TOLERANCE, block_diagonal, grows_along_diagonal
 from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
@@ -25,6 +25,14 @@ int64 [tokens], in a row of trees, where the tokens of a path are not next to ea
 Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
+LARGEST_FINITE = 1e30
+"""Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
+infinity."""
+
+_LINE_TOLERANCE = 0.01
+"""An attention bias counts as linear if its distance from a straight line is at most this share of its largest value.
+Biases in half precision are not exact."""
+
 
 def length_of(place: Place) -> int:
     """Return the number of tokens of a part of a row."""
@@ -34,11 +42,9 @@ def length_of(place: Place) -> int:
 def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Return a copy of nested tuples, lists and dictionaries in which every leaf is replaced by change(path, leaf). A
     leaf is a value of any other type. If a value in a dictionary is None, it is not replaced."""
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         items = [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
     if isinstance(value, dict):  # such as the outputs of transformers' models
         named = {name: map_leaves(item, change, (*path, name)) for name, item in value.items() if item is not None}
         return {**value, **named} if type(value) is dict else type(value)(**named)
@@ -48,11 +54,8 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for every leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
     type."""
-    if isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from leaves(item, (*path, number))
-    elif isinstance(value, dict):
-        for name, item in value.items():
+    if isinstance(value, (tuple, list, dict)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*path, name))
     else:
         yield path, value
@@ -66,14 +69,7 @@ def detached_copy(value: Any) -> Any:
     return map_leaves(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
-def dotted(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _is_integer(leaf: Any) -> bool:
-    return isinstance(leaf, int) and not isinstance(leaf, bool)
-
-
+@dataclass
 class TokenAxes:
     """A record of the axes that run along the tokens of a row, in the arguments or in the outputs of a module.
 
@@ -83,35 +79,21 @@ class TokenAxes:
 
     Args:
         where: the module's class and name, for error messages.
-        row_length: number of tokens in the row on which token axes are recorded.
+        row_length: number of tokens in the row on which token axes are recorded; None after `freeze`.
     """
 
-    def __init__(self, where: str, row_length: int) -> None:
-        self.where = where
-        self._row_length: int | None = row_length
-        self._known: dict[tuple[Path, int], tuple[int, ...]] = {}
-        """Maps (path, number of dimensions) of a tensor to the token axes. An integer is stored with -1 dimensions; its
-        token axes are (0,) if it is the number of tokens, otherwise ()."""
-        self._counting: set[Path] = set()
-        """Paths of tensors that count the tokens of the row, such as positions. The count restarts in every segment: a
-        segment gets the first values of such a tensor, wherever the segment is in the row."""
-
-    @property
-    def is_recording(self) -> bool:
-        return self._row_length is not None
+    where: str
+    row_length: int | None
+    known: dict[tuple[Path, int], tuple[int, ...]] = field(default_factory=dict)
+    """Maps (path, number of dimensions) of a tensor to the token axes. An integer is stored with -1 dimensions; its
+    token axes are (0,) if it is the number of tokens, otherwise ()."""
+    counting: set[Path] = field(default_factory=set)
+    """Paths of tensors that count the tokens of the row, such as positions. The count restarts in every segment: a
+    segment gets the first values of such a tensor, wherever the segment is in the row."""
 
     def freeze(self) -> None:
         """End the recording of token axes."""
-        self._row_length = None
-
-    def record(self, value: Any) -> None:
-        """Record the token axes of every leaf in `value` whose path and number of dimensions are not recorded yet."""
-        for path, leaf in leaves(value):
-            if (key := _key(path, leaf)) is None or key in self._known:
-                continue
-            self._known[key] = self._axes_by_size(leaf)
-            if isinstance(leaf, Tensor) and counts_along(leaf, self._known[key]):
-                self._counting.add(path)
+        self.row_length = None
 
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
         """Return the token axes of a leaf: (0,) if it is an integer that is the number of tokens, () if it has none.
@@ -119,71 +101,52 @@ class TokenAxes:
         Raises:
             PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
         """
-        if (key := _key(path, leaf)) is None:
+        if isinstance(leaf, Tensor):
+            key = path, leaf.ndim
+        elif isinstance(leaf, int) and not isinstance(leaf, bool):
+            key = path, -1
+        else:
             return ()
-        if key in self._known:
-            return self._known[key]
-        if self.is_recording:
-            return self._axes_by_size(leaf)
-        if isinstance(leaf, Tensor) and leaf.ndim:
+        if key not in self.known and self.row_length is not None:
+            sizes: Sequence[int] = leaf.shape if isinstance(leaf, Tensor) else [leaf]
+            self.known[key] = tuple(axis for axis, size in enumerate(sizes) if size == self.row_length)
+            if isinstance(leaf, Tensor) and counts_along(leaf, self.known[key]):
+                self.counting.add(path)
+        if key not in self.known and isinstance(leaf, Tensor) and leaf.ndim:
             raise PackingError(
-                f"{self.where}: the tensor {dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
+                f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
                 "was patched, so its token axis is unknown; call the model with the usual inputs of training, such as "
                 "input_ids and labels"
             )
-        return ()
+        return self.known.get(key, ())
 
-    def _axes_by_size(self, leaf: Any) -> tuple[int, ...]:
-        sizes: Sequence[int] = leaf.shape if isinstance(leaf, Tensor) else [leaf]
-        return tuple(axis for axis, size in enumerate(sizes) if size == self._row_length)
-
-    def any_in(self, value: Any) -> bool:
-        """Return whether any leaf of the nested `value` has a token axis."""
-        return any(self.of(path, leaf) for path, leaf in leaves(value))
-
-    def most_in_one_tensor(self, value: Any) -> int:
-        """Return the largest number of token axes that a single tensor in `value` has; 0 if `value` has no tensors."""
-        return max((len(self.of(path, leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)), default=0)
-
-    def has_count(self, value: Any) -> bool:
-        """Return whether any leaf of the nested `value` is an integer that stands for the number of tokens."""
-        return any(_is_integer(leaf) and self.of(path, leaf) for path, leaf in leaves(value))
-
-    def is_counting(self, path: Path) -> bool:
-        return path in self._counting
-
-    def check(self, value: Any) -> None:
-        """Raise PackingError if `value` contains a tensor whose token axes were not recorded before `freeze`."""
-        for path, leaf in leaves(value):
-            self.of(path, leaf)
+    def found_in(self, value: Any) -> list[tuple[Path, Any, tuple[int, ...]]]:
+        """Return (path, leaf, token axes) of every leaf in `value` that has token axes. While token axes are recorded,
+        record those of every leaf."""
+        found = [(path, leaf, self.of(path, leaf)) for path, leaf in leaves(value)]
+        return [each for each in found if each[2]]
 
     def check_row(self, value: Any, tokens: int) -> None:
         """Raise PackingError if a token axis in `value` does not have the size `tokens`, or if integers that counted
         the tokens of the recorded row, as positions do, no longer rise by 1 from token to token in `value`."""
-        for path, leaf in leaves(value):
+        for path, leaf, axes in self.found_in(value):
             if not isinstance(leaf, Tensor):
                 continue
-            axes = self.of(path, leaf)
-            for axis in axes:
-                if leaf.shape[axis] != tokens:
-                    raise PackingError(
-                        f"{self.where}: expected {tokens} tokens along axis {axis} of the tensor {dotted(path)}, "
-                        f"got shape {list(leaf.shape)}"
-                    )
-            is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
-            if path in self._counting and not is_float and not counts_along(leaf, axes):
+            if wrong := [axis for axis in axes if leaf.shape[axis] != tokens]:
                 raise PackingError(
-                    f"{self.where}: expected the values of {dotted(path)} to rise by 1 from token to token, got other "
+                    f"{self.where}: expected {tokens} tokens along axis {wrong[0]} of the tensor {_dotted(path)}, got "
+                    f"shape {list(leaf.shape)}"
+                )
+            is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
+            if path in self.counting and not is_float and not counts_along(leaf, axes):
+                raise PackingError(
+                    f"{self.where}: expected the values of {_dotted(path)} to rise by 1 from token to token, got other "
                     "steps; a padding token in a document may be the cause, since some models do not count padding"
                 )
 
 
-def _key(path: Path, leaf: Any) -> tuple[Path, int] | None:
-    """Return the key (path, number of dimensions) under which `TokenAxes` stores a leaf's token axes. An integer has -1
-    dimensions. Return None for a leaf that is neither a tensor nor an integer."""
-    if isinstance(leaf, Tensor):
-        return path, leaf.ndim
-    return (path, -1) if _is_integer(leaf) else None
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
@@ -195,7 +158,7 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
     if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
         return False
     if len(axes) == 2 and leaf.is_floating_point():
-        return grows_along_diagonal(leaf.detach().movedim(axes, (-2, -1)).double())
+        return _grows_along_diagonal(leaf.detach().movedim(axes, (-2, -1)).double())
     if len(axes) > 1:
         return False
     tokens = leaf.shape[axes[0]]
@@ -204,10 +167,27 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
         return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
     last = by_token[:, -1:].double()
     line = torch.arange(tokens, device=leaf.device) * last / (tokens - 1)
-    return bool(last.any()) and bool(((by_token - line).abs() <= LINE_TOLERANCE * last.abs()).all())
+    return bool(last.any()) and bool(((by_token - line).abs() <= _LINE_TOLERANCE * last.abs()).all())
 
 
-def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill | None = None) -> Any:
+def _grows_along_diagonal(mask: Tensor) -> bool:
+    """Return whether a mask [..., tokens, tokens] has a bias that grows with the position, as some ALiBi masks have.
+
+    In such a mask, the top left and the bottom right quarter hide the same entries. The visible entries of the two
+    quarters differ by a constant that is not 0.
+    """
+    size = mask.shape[-1] // 2
+    first, last = mask[..., :size, :size], mask[..., -size:, -size:]
+    visible = first.abs() < LARGEST_FINITE
+    if not torch.equal(visible, last.abs() < LARGEST_FINITE):
+        return False
+    added = torch.where(visible, last - first, 0).abs()
+    most = added.amax((-2, -1), keepdim=True)
+    uneven = torch.where(visible, added - most, 0).abs()
+    return bool(most.any()) and bool((uneven <= _LINE_TOLERANCE * most).all())
+
+
+def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill = Tensor.new_zeros) -> Any:
     """Cut parts out of a module's arguments for a row, and return arguments for a batch with one row per part.
 
     Shorter parts are padded on the right to the length of the longest part.
@@ -216,13 +196,12 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
         value: nested arguments of the module for the whole row.
         axes: token axes of the arguments.
         places: the tokens of each part.
-        fill: function that returns the padding; by default, the padding is zeros.
+        fill: function that returns the padding.
 
     Raises:
         PackingError: a tensor's first axis is a token axis, so that several parts cannot be stacked as rows.
     """
-    lengths = list(map(length_of, places))
-    longest = max(lengths)
+    longest = max(map(length_of, places))
 
     def cut_leaf(path: Path, leaf: Any) -> Any:
         along = axes.of(path, leaf)
@@ -231,39 +210,28 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
         if not isinstance(leaf, Tensor):
             return longest
         if along[0] == 0 and len(places) > 1:
-            raise PackingError(f"{axes.where}: expected {dotted(path)} to have an axis for rows before its token axis")
+            raise PackingError(f"{axes.where}: expected {_dotted(path)} to have an axis for rows before its token axis")
         parts = []
-        for place, length in zip(places, lengths, strict=True):
-            part = _take(leaf, along, place, length, axes.is_counting(path))
-            if length < longest:
-                for axis in along:
-                    part = _pad(part, axis, longest - length, fill)
+        for place in places:
+            # for tokens that are not next to each other, a mask with two token axes is taken from the first tokens of
+            # the row: the model made it from places in the row, and a window would be measured there
+            from_first = path in axes.counting or (len(along) > 1 and isinstance(place, Tensor))
+            part = leaf
+            for axis in along:
+                part = _take(part, axis, (0, length_of(place)) if from_first else place)
+                if (missing := longest - length_of(place)) > 0:
+                    shape = (*part.shape[:axis], missing, *part.shape[axis + 1 :])
+                    part = torch.cat([part, fill(part, shape)], dim=axis)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return map_leaves(value, cut_leaf)
 
 
-def _take(leaf: Tensor, along: tuple[int, ...], place: Place, length: int, from_first: bool) -> Tensor:
-    """Return the part of a tensor for some tokens along its token axes.
-
-    For tokens that are not next to each other, a mask with two token axes is taken from the first tokens of the row:
-    the model made it from places in the row, and a window would be measured there, not along the path.
-    """
-    for axis in along:
-        if not isinstance(place, Tensor):
-            leaf = leaf.narrow(axis, 0 if from_first else place[0], length)
-        elif from_first or len(along) > 1:
-            leaf = leaf.narrow(axis, 0, length)
-        else:
-            leaf = leaf.index_select(axis, place)
-    return leaf
-
-
-def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
-    if fill is None:
-        return F.pad(tensor, [0, 0] * (tensor.ndim - axis - 1) + [0, missing])
-    return torch.cat([tensor, fill(tensor, (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]))], dim=axis)
+def _take(leaf: Tensor, axis: int, place: Place) -> Tensor:
+    if isinstance(place, Tensor):
+        return leaf.index_select(axis, place)
+    return leaf.narrow(axis, place[0], place[1] - place[0])
 
 
 def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
@@ -276,9 +244,10 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
+        is_tensor = isinstance(leaf, Tensor)
         if not along:
             each: Sequence[Any] = [leaf] * len(lengths)
-        elif not isinstance(leaf, Tensor):  # an integer that is the number of tokens
+        elif not is_tensor:  # an integer that is the number of tokens
             each = lengths
         elif len(lengths) == 1:
             each = [leaf]
@@ -290,10 +259,9 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
                 )
             each = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, each, lengths, strict=True):
-            shortened = piece
-            for axis in along if isinstance(leaf, Tensor) else ():
-                shortened = shortened.narrow(axis, 0, length)
-            part[path] = shortened
+            part[path] = piece
+            for axis in along if is_tensor else ():
+                part[path] = part[path].narrow(axis, 0, length)
     return parts
 
 
@@ -308,30 +276,38 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
         value: output of one call of the module. The result is nested in the same way.
         axes: token axes of the module's outputs.
         parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
+
+    Raises:
+        PackingError: such a number differs, so that the number for the whole row is unknown; or a tensor has more than
+            two token axes.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
         each = [part[path] for part in parts]
-        along = axes.of(path, each[0])
-        if not isinstance(each[0], Tensor):
-            return sum(each) if along else each[-1]
+        last = each[-1]
+        along = axes.of(path, last)
+        if not isinstance(last, Tensor):
+            return sum(each) if along else last
         if not along:
-            _check_equal_numbers(each, axes.where)
-            return each[-1]
-        if len(along) == 1:
-            return torch.cat(each, dim=along[0])
+            if last.is_floating_point() and not last.ndim and any(not torch.equal(last, other) for other in each[:-1]):
+                raise PackingError(
+                    f"{axes.where}: the module returns a number computed from all tokens of a row, such as the loss of "
+                    "a router; the number for a row cannot be computed from the numbers for the row's segments"
+                )
+            return last
         if len(along) > 2:
             raise PackingError(f"{axes.where}: the module returns a tensor with {len(along)} token axes, not 1 or 2")
-        return block_diagonal(each, *along)
+        return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
 
     return map_leaves(value, join_leaf)
 
 
-def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError if the tensors in `each`, one per segment, are single floating-point numbers that differ. The
-    number for the whole row is then unknown."""
-    if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
-        raise PackingError(
-            f"{where}: the module returns a number computed from all tokens of a row, such as the loss of a router; "
-            "the number for a row cannot be computed from the numbers for the row's segments"
-        )
+def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:
+    """Join the parts of a tensor with two token axes, one per segment. The entries for two tokens in different segments
+    are 0."""
+    sizes = [block.shape[column_axis] for block in blocks]
+    padded = [
+        F.pad(block.movedim(column_axis, -1), (sum(sizes[:number]), sum(sizes[number + 1 :]))).movedim(-1, column_axis)
+        for number, block in enumerate(blocks)
+    ]
+    return torch.cat(padded, dim=row_axis)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.token_pairs import LARGEST_FINITE
+from hf_packing.attention.token_axes import LARGEST_FINITE
 from hf_packing.errors import ModelNotSupportedError
 
 

@@ -5,7 +5,6 @@ its outputs for a prefix do not depend on what follows. Otherwise, a prefix cann
 """
 
 from contextlib import suppress
-from dataclasses import replace
 from itertools import combinations
 from math import nan
 from typing import NamedTuple
@@ -76,12 +75,12 @@ def prove_trees(model: PreTrainedModel) -> TreeProof:
     with torch.inference_mode(False):
         try:
             evaluation, training = _run_alone(model, patch)
-            patch.take_trees(True)
+            patch.facts.takes_trees = True
             leak, _ = _pass(evaluation, patch)
             _, gradient_leak = _pass(training if training.can_be_run else evaluation, patch)
             return TreeProof(leak, gradient_leak, training.unproven)
         except BaseException as error:
-            patch.take_trees(False)
+            patch.facts.takes_trees = False
             if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
                 raise
             raise ModelNotSupportedError(f"the model cannot be called on a row of trees: {error}") from error
@@ -99,21 +98,21 @@ def share_prefixes(model: PreTrainedModel, fewest: int | None) -> None:
     """
     patch: Patch = getattr(model, PATCH)
     if fewest is not None:
-        unpadding = patch.route.unpadding
-        if not patch.route.takes_packed_rows or (unpadding is not None and (unpadding.by_length or unpadding.readers)):
+        unpadding = patch.facts.unpadding
+        if not patch.facts.takes_packed_rows or (unpadding is not None and (unpadding.by_length or unpadding.readers)):
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: rows of a padded batch can share prefixes only if the model returns outputs "
                 "for each token, and nothing for whole rows"
             )
-        if not patch.route.takes_trees:
+        if not patch.facts.takes_trees:
             prove_trees(model)
-    patch.route = replace(patch.route, fewest_shared=fewest)
+    patch.facts.fewest_shared = fewest
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
     """Return whether a patched model computes the prefixes that rows of a padded batch share only once."""
     route = route_of(model)
-    return route is not None and route.fewest_shared is not None
+    return route is not None and route.facts.fewest_shared is not None
 
 
 class TreeProbe(Probe):

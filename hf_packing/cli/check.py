@@ -16,15 +16,19 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_packing.attention import IsolationReport, architectures, check_isolation, patch_model, small_copy_of, tiny_model
+from hf_packing.attention import IsolationReport, check_isolation, patch_model, small_copy_of
 from hf_packing.cli.screen import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 
-_AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
-"""The Auto class of each kind of language model."""
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked": (AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+}
+"""The Auto class of each kind of language model, and the architectures that have this kind."""
 _WITHOUT_PATCH = re.compile(r"\. hf_packing\.patch_model\(.*|\nroute: none.*")
 """What a stock model's report says of patch_model. It is left out, since the command calls patch_model next."""
 
@@ -91,10 +95,13 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
     name = given.model
     buildable = f"MODEL: expected a configuration from which a model can be built, but building {name!r} failed"
     if not given.weights and not Path(name).exists():
-        for kind in _AUTO_CLASSES:
-            if name in architectures(kind):
+        for kind, (head, architectures) in _KINDS.items():
+            if name in architectures:
                 with _expecting(buildable):
-                    return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
+                    config = AutoConfig.for_model(name)
+                    if kind == "causal" and hasattr(config, "is_decoder"):
+                        config.is_decoder = True
+                    return _small(head, config), f"a small {kind} model of this architecture, with random weights"
     code = {"trust_remote_code": given.trust_remote_code}
     with _expecting(f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, got {name!r}"):
         config = AutoConfig.from_pretrained(name, **code)
@@ -107,11 +114,15 @@ def _model_named(given: argparse.Namespace) -> tuple[PreTrainedModel, str]:
             note = f", {drawn}, such as {missing[0]}{note}"
         return model.to("cuda") if torch.cuda.is_available() else model, f"the model itself{note}"
     with _expecting(buildable):
-        with torch.device("meta"):
-            is_auto = hasattr(head, "from_config")
-            large = head.from_config(config, **code) if is_auto else head._from_config(config)
-        small = small_copy_of(large)
+        small = _small(head, config, **code)
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
+
+
+def _small(head: Any, config: PreTrainedConfig, **code: Any) -> PreTrainedModel:
+    """Return a small copy of the model that a class of transformers, or an Auto class, builds of a configuration."""
+    with torch.device("meta"):
+        large = head.from_config(config, **code) if hasattr(head, "from_config") else head._from_config(config)
+    return small_copy_of(large)
 
 
 @contextmanager
@@ -148,7 +159,7 @@ def _head_of(config: PreTrainedConfig, given: argparse.Namespace) -> tuple[Any, 
     heads = [*brought, *known] if given.trust_remote_code else [*known, *brought]
     if heads:
         return heads[0], ""
-    by_type = [head for kind, head in _AUTO_CLASSES.items() if config.model_type in architectures(kind)]
+    by_type = [head for head, architectures in _KINDS.values() if config.model_type in architectures]
     if not by_type:
         raise PackingError(
             "MODEL: expected a causal or a masked language model, but "

@@ -116,7 +116,7 @@ def _patch_and_prove(
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
                     route = route_of(inner)  # patch_model may have proven padded batches, without autocast
-                    if not (route and route.unpadding) or trainer.accelerator.mixed_precision != "no":
+                    if not (route and route.facts.unpadding) or trainer.accelerator.mixed_precision != "no":
                         prove_unpadding(inner)
                     if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
                         share_prefixes(inner, fewest_shared)
@@ -176,7 +176,7 @@ def _modules_in(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
 
 def _describe(model: PreTrainedModel) -> str:
     route = route_of(model)
-    unpadding = route.unpadding if route else None
+    unpadding = route.facts.unpadding if route else None
     shared = "; prefixes that rows share are computed once" if shares_prefixes(model) else ""
     proven = f"{unpadding.describe()}; isolation proven" if unpadding else "not proven on padded batches yet"
     return f"{type(model).__name__}, {proven}{shared}"

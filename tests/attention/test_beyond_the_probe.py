@@ -15,8 +15,8 @@ import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.route import InputFormat
-from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.route import Method
+from tools.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -81,7 +81,7 @@ def test_an_argument_that_nobody_knows_is_passed_on():
 
     row = Layout.of([2, 3])
     given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
-    assert InputFormat().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
+    assert Method().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
 def difference(model, documents):

@@ -20,7 +20,7 @@ from hf_packing.attention.compiled_exact_attention import attend_by_segment_comp
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout, roots, use_layout
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from hf_packing.attention.flex import block_mask
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import Call
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.trees.segments import TreeSegments
+from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

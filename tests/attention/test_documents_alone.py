@@ -24,9 +24,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import hf_packing as hfp
 from hf_packing.attention.forward import KeepLayout, install_unpadding
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.trees.segments import TreeSegments
 from tools.survey.measure import VARIANTS
+from tools.tiny_model import tiny_model
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 
@@ -140,7 +140,7 @@ def kind_of(name):
 @pytest.mark.parametrize(("name", "form"), fast_only(CASES, *FAST))
 def test_documents_are_as_alone(name, form):
     stock, model = stock_and_patched(name, form)
-    refused = getattr(route_of(model).unpadding, "refused", {})
+    refused = getattr(route_of(model).facts.unpadding, "refused", {})
     if form in refused:
         with pytest.raises(hfp.ModelNotSupportedError, match="padding .* the tokens is not supported"):
             model(**FORMS[form]().inputs)
@@ -209,7 +209,7 @@ def test_layers_that_run_again_in_the_backward_pass(name, form, way):
     batch = FORMS[form.removesuffix(", by length")]()
     if form == RIGHT_BY_LENGTH:
         assert route_of(model).by_segment
-        install_unpadding(model, replace(route_of(model).unpadding, by_length=True))
+        install_unpadding(model, replace(route_of(model).facts.unpadding, by_length=True))
     WAYS[way](model)
     model.enable_input_require_grads()
     found = outputs_of(model, batch, kind)

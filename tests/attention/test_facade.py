@@ -4,7 +4,7 @@ import torch
 
 from hf_packing import attention
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.route import InputFormat, Method, Route
+from hf_packing.attention.route import Facts, Method, Route
 
 
 def test_every_name_is_there():
@@ -16,7 +16,7 @@ def test_a_route_in_one_line_and_in_several():
     plans = tuple(ModulePlan.record(f"layers.{i}.mixer", torch.nn.Identity(), 41) for i in range(2))
     for plan in plans:
         plan.kind = "Mixer"
-    route = Route(Method("packed_varlen", InputFormat()), plans, 0.5, unproven="the model draws random numbers")
+    route = Route(Method("packed_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))
     assert repr(route) == "Route('varlen + segments', modules={'Mixer': 2}, packed_share=0.50)"
     assert route.describe().splitlines() == [
         "route: varlen + segments, 50% of the parameters stay packed",

@@ -35,10 +35,10 @@ from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import kernel_of, packed_varlen
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import CASES, PAGE, call, newest_of_each_minor, with_tables
+from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 

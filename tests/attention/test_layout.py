@@ -17,7 +17,7 @@ from hf_packing.attention.layout import (
     read_layout,
     use_layout,
 )
-from hf_packing.attention.route import InputFormat
+from hf_packing.attention.route import Method
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
@@ -63,7 +63,7 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    return InputFormat().build(Signature(Anything()), *read_layout(inputs))
+    return Method().build(Signature(Anything()), *read_layout(inputs))
 
 
 def full_cache():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.module_checks import _NoteRanking, outputs_differ
+from hf_packing.attention.module_checks import WatchFunctions, outputs_differ
 from hf_packing.attention.token_axes import TokenAxes
 
 ROW = Layout.of((5, 8, 4))
@@ -18,12 +18,12 @@ def hidden():
 @pytest.mark.parametrize("function", ["topk", "sort", "argsort", "argmax", "argmin", "kthvalue"])
 def test_ranking_is_noticed_along_tokens_only(function):
     arguments = [2] if function in ("topk", "kthvalue") else []
-    with _NoteRanking(ROW.tokens) as seen:
+    with WatchFunctions(ROW.tokens) as seen:
         getattr(torch, function)(torch.randn(3, WIDTH), *arguments)
         torch.randn(3, ROW.tokens).cumsum(1)
-        assert not seen.seen
+        assert not seen.ranks
         getattr(torch, function)(torch.randn(3, ROW.tokens), *arguments)
-    assert seen.seen
+    assert seen.ranks
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import transformers
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 

@@ -12,7 +12,7 @@ from hf_packing.attention import forward, inspect_model, is_patched, probe
 from hf_packing.attention.layout import Layout, read_layout
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 def llama(**changes):

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from training_by_hand import batch_of, check_packed, losses_alone
 
 import hf_packing as hfp
+from hf_packing.attention.by_segment import refuse_uneven_gathers
 from hf_packing.attention.route import packed_share, route_of
-from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
+from tools.tiny_model import tiny_model
 
 ON_A_SMALL_ONE = "proved isolation on a small"
 

@@ -10,7 +10,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention import probe, varlen
 from hf_packing.attention.probe import Probe
-from hf_packing.attention.route import InputFormat
+from hf_packing.attention.route import Method
 from hf_packing.attention.tolerance import ALWAYS_ALLOWED, NEVER_ALLOWED, ROUNDING_FACTOR, Tolerance, measure_rounding
 
 
@@ -130,7 +130,7 @@ def test_wrong_attention_is_found(monkeypatch, name, fault, dtype):
 
 @pytest.mark.parametrize("name", fast_only(["Mistral", NOISY], "Mistral"))
 def test_one_wrong_position_is_found(monkeypatch, name):
-    exact = InputFormat.build
+    exact = Method.build
 
     def one_off(*args):
         inputs = exact(*args)
@@ -139,9 +139,9 @@ def test_one_wrong_position_is_found(monkeypatch, name):
             inputs["position_ids"][0, -1] += 1
         return inputs
 
-    monkeypatch.setattr(InputFormat, "build", one_off)
+    monkeypatch.setattr(Method, "build", one_off)
     route = hfp.check_isolation(hfp.patch_model(model_of(name))).route
-    assert not route.method.inputs.positions
+    assert not route.method.positions
     assert "a document's logits differ by" in route.tried[0]
 
 

@@ -13,7 +13,7 @@ from tiny_models import build, enable_checkpointing
 from torch import nn
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 class Centred(nn.Module):

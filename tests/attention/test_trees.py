@@ -18,10 +18,10 @@ import hf_packing as hfp
 from hf_packing.attention import layout, prove_on_batch, tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
+from tools.tiny_model import tiny_model
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
@@ -32,7 +32,7 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
     del packed["labels"]
     assert torch.equal(model(**batch).logits, model(**packed).logits)
-    assert not route_of(model).takes_trees, "a row without branches needs no proof of trees"
+    assert not route_of(model).facts.takes_trees, "a row without branches needs no proof of trees"
 
 
 def test_a_model_takes_trees_once_they_are_proven():
@@ -41,14 +41,14 @@ def test_a_model_takes_trees_once_they_are_proven():
         model(**inputs_of(CHAT))
     hfp.patch_model(model, trees=True)
     logits = model(**inputs_of(CHAT)).logits
-    assert route_of(model).takes_trees
+    assert route_of(model).facts.takes_trees
     assert model.training
     assert kernel_of(model) == "exact attention, path by path"
     again = model(**inputs_of(CHAT)).logits
     assert torch.equal(logits, again)
     with hfp.unpatch_model(model):
         pass
-    assert route_of(model).takes_trees, "the route is installed again as it was"
+    assert route_of(model).facts.takes_trees, "the route is installed again as it was"
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
@@ -83,12 +83,12 @@ def without_window(*arguments, **options):
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
-    assert route_of(patched(name, trees=True)).takes_trees, "without the fault"
+    assert route_of(patched(name, trees=True)).facts.takes_trees, "without the fault"
     model = patched(name)
     monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
 
 
 def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch):
@@ -97,9 +97,9 @@ def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch
     with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
         hfp.patch_model(model, trees=True)
     monkeypatch.undo()
-    assert not route_of(model).takes_trees
+    assert not route_of(model).facts.takes_trees
     hfp.patch_model(model, trees=True)
-    assert route_of(model).takes_trees
+    assert route_of(model).facts.takes_trees
 
 
 def test_only_descendants_notice(monkeypatch):

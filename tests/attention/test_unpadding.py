@@ -16,7 +16,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 def test_padding_that_a_head_reads_is_refused():
@@ -50,8 +50,8 @@ def with_embeddings(size, dtype, factor):
 
 def test_large_gradients_are_not_taken_for_wrong_ones():
     model = hfp.patch_model(with_embeddings(1e-3, torch.float32, 1 + 2e-5))
-    assert not route_of(model).unpadding.refused
-    assert not route_of(model).unpadding.by_length
+    assert not route_of(model).facts.unpadding.refused
+    assert not route_of(model).facts.unpadding.by_length
 
 
 def test_small_gradients_are_not_taken_for_right_ones():
@@ -155,9 +155,9 @@ def test_a_language_model_takes_padded_batches_once_they_are_proven():
     with pytest.raises(hfp.PackingError, match=r"call patch_model\(model, padded=True\)"):
         model(**batch)
     hfp.patch_model(model, padded=True)
-    proven = route_of(model).unpadding
+    proven = route_of(model).facts.unpadding
     model(**batch)
-    assert route_of(hfp.patch_model(model, padded=True)).unpadding is proven
+    assert route_of(hfp.patch_model(model, padded=True)).facts.unpadding is proven
 
 
 def test_memory_kept_for_the_backward_pass():

@@ -16,7 +16,7 @@ from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 DOUBLE = torch.float64
 

@@ -13,8 +13,8 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
+from tools.tiny_model import tiny_model
 
 UNDONE = ("llama", "mamba", "jamba", "bart")
 
@@ -123,7 +123,7 @@ def test_a_forward_that_takes_no_borders():
     torch.manual_seed(0)
     model = hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
     assert hfp.check_isolation(model).isolated
-    assert not hfp.check_isolation(model).route.method.inputs.borders
+    assert not hfp.check_isolation(model).route.method.borders
 
 
 def test_a_model_that_fails_without_a_mask():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.cli import main
 from hf_packing.cli.screen import WIDE
+from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

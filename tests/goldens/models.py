@@ -8,7 +8,7 @@ from tiny_models import exact
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 ARCHITECTURES = {
     "GPT-2": ("gpt2", "causal", {}),

@@ -9,7 +9,7 @@ import trl
 from trainers import tokenizer
 from whole_rows import arguments
 
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 def texts(number, seed=0, **columns):

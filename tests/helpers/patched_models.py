@@ -9,7 +9,7 @@ from tiny_models import build, exact
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 
 @cache

@@ -141,7 +141,7 @@ def on_ranks(function, folder, *arguments, ranks, fails=False):
         fails: whether the processes are expected to fail, as when they are killed.
     """
     folder.mkdir(exist_ok=True)
-    paths = [str(IN_THE_FAMILY), str(RECIPES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(IN_THE_FAMILY), str(RECIPES), str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     given = inspect.getfile(function), function.__name__, json.dumps(arguments)

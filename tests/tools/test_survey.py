@@ -11,7 +11,6 @@ from tree_faults import to_the_whole_row, with_far_gradients
 from hf_packing.attention import tree_attention
 from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.find_route import known_routes
-from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from hf_packing.attention.tree_proof import TREES as PROVEN
 from hf_packing.trees.segments import TreeSegments
 from tools.survey import measure as measure_module
@@ -20,6 +19,7 @@ from tools.survey.heads import HEADS, head_jobs, measure_head, measure_heads
 from tools.survey.measure import EXACT, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.pictures import measure_all_pictures, measure_pictures, picture_jobs
 from tools.survey.trees import FOREST, LONGER, measure_all_trees, measure_trees, tree_jobs
+from tools.tiny_model import THRESHOLDS, tiny_model
 
 MEASURES = {
     **{kind: partial(measure, kind) for kind in ("causal", "masked")},

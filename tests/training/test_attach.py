@@ -15,11 +15,11 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
+from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 

@@ -77,7 +77,7 @@ def test_lost_documents_are_counted(tmp_path):
 
 
 def test_prefixes_that_are_not_stable_are_refused(tmp_path):
-    from hf_packing.attention.tiny_model import tiny_model
+    from tools.tiny_model import tiny_model
 
     trainer = trainer_of(tmp_path, model=tiny_model("axk2", "causal"), data=DATA)
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):

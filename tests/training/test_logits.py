@@ -25,12 +25,12 @@ from trainers import logged, trainer_of
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention import architectures, takes_argument
-from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention import takes_argument
 from hf_packing.errors import PackingError
 from hf_packing.training import logits as module
 from hf_packing.training.logits import Logits, observed_logits
 from hf_packing.training.model_loss import own_loss_of, predicts_next, run_with_loss
+from tools.tiny_model import architectures, tiny_model
 
 DOCUMENTS = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], list(range(40, 60))]
 LABELS = [[*DOCUMENTS[0]], [-100, 17, 22], [-100] * 9 + list(range(50, 61))]

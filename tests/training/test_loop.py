@@ -10,9 +10,9 @@ from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
+from tools.tiny_model import tiny_model
 
 
 def loader_of(accelerator=None, steps=1, data=None, budget=64, **settings):

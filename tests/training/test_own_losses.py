@@ -26,7 +26,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model
-from hf_packing.attention.tiny_model import tiny_model
+from tools.tiny_model import tiny_model
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL and PEFT use names that transformers has renamed

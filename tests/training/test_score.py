@@ -17,9 +17,9 @@ from tree_documents import DOCUMENTS, LABELS
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.training import log_probs, score
 from hf_packing.training.rows_to_score import rows_to_score
+from tools.tiny_model import tiny_model
 
 LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
 

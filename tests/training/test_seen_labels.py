@@ -13,8 +13,8 @@ from trainers import documents, logged, trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
+from tools.tiny_model import tiny_model
 
 REPEATED = "labels: expected labels that differ from input_ids, got .* sees .* mask tokens before packing"
 MASK = 4
@@ -71,7 +71,7 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
         hfp.evaluation_loss(Accelerator(cpu=True), model, data)
     causal = patched("Llama", torch.float64)
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=causal)
-    assert not route_of(causal).sees_labels
+    assert not route_of(causal).facts.sees_labels
     assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
 
 
@@ -189,7 +189,7 @@ def test_models_that_see_what_labels_ask_for(kind):
     else:
         assert torch.isfinite(model(**batch).loss)
     again = hfp.patch_model(make())  # by a route that is known
-    assert route_of(model).sees_labels == route_of(again).sees_labels == sees
+    assert route_of(model).facts.sees_labels == route_of(again).facts.sees_labels == sees
 
 
 def test_a_model_that_cannot_be_run_is_known_by_a_small_one():
@@ -197,4 +197,4 @@ def test_a_model_that_cannot_be_run_is_known_by_a_small_one():
         model = transformers.BertForMaskedLM(bert().config)
     with pytest.warns(UserWarning, match="proved isolation on a small copy of BertForMaskedLM"):
         hfp.patch_model(model, prove="small")
-    assert route_of(model).sees_labels
+    assert route_of(model).facts.sees_labels

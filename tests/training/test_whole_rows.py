@@ -28,10 +28,10 @@ from whole_rows import (
 )
 
 import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.training import loss_units
 from hf_packing.training.loss_units import find_loss_unit
 from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
+from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, patch_model
-from tools.internals import architectures, route_of, tiny_model
+from tools.internals import route_of
 from tools.survey.measure import in_processes, make_documents
+from tools.tiny_model import architectures, tiny_model
 
 HEADS = ("sequence classification", "token classification", "question answering", "multiple choice")
 
@@ -116,7 +117,7 @@ def _measure_patched(
         return replace(found, status="WRONG", reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
-    found = replace(found, route=route.name, by_length=bool(route.unpadding and route.unpadding.by_length))
+    found = replace(found, route=route.name, by_length=bool(route.facts.unpadding and route.facts.unpadding.by_length))
     for side in ("right", "left"):
         try:
             outputs = _padded(model, documents, found.head, side)

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, PackingCollator, check_isolation, patch_model, unpatch_model
-from tools.internals import VOCABULARY, Probe, architectures, comparable, logits_of, spread, tiny_model
+from tools.internals import Probe, comparable, logits_of, spread
+from tools.tiny_model import VOCABULARY, architectures, tiny_model
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from tools.internals import inner_configs, small_config, tiny_model
+from tools.tiny_model import inner_configs, small_config, tiny_model
 
 PICTURE, START, END = 5, 3, 4
 """Token ids for places of a picture, and before and after a picture."""

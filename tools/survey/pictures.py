@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing import PackingError, patch_model
-from tools.internals import architectures, route_of
+from tools.internals import route_of
 from tools.survey.heads import EXACT
 from tools.survey.measure import in_processes
 from tools.survey.picture_inputs import Document, batch_of, make_documents
 from tools.survey.picture_models import picture_model
+from tools.tiny_model import architectures
 
 STOCK_MIXES = 1e-3
 """A larger difference between the rows of an unpatched model's batch and the rows alone is no rounding."""
@@ -123,7 +124,7 @@ def _measure_patched(
         return replace(found, status="WRONG", reason=f"{type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
-    found = replace(found, by_length=bool(route.unpadding and route.unpadding.by_length))
+    found = replace(found, by_length=bool(route.facts.unpadding and route.facts.unpadding.by_length))
     found = replace(found, difference=max(differences), gradient=max(relative))
     return found if max(found.difference, found.gradient) <= EXACT else replace(found, status="WRONG")
 

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from hf_packing import ModelNotSupportedError, PackingCollator, patch_model
-from tools.internals import VOCABULARY, logits_of, route_of, tiny_model
+from tools.internals import logits_of, route_of
 from tools.survey.measure import EXACT, VARIANTS, all_jobs, explained_by_rounding, in_processes, largest, make_documents
+from tools.tiny_model import VOCABULARY, tiny_model
 
 LOSSES = ("token", "sequence")
 """The losses of documents: the summed cross-entropies of all their tokens, or the sum of each document's mean."""

@@ -1,23 +1,30 @@
 """Build tiny language models with random weights, for any model type of transformers.
 
-The functions come first, and the tables of small settings follow.
+Tests and the survey use them. The functions come first, and the tables of small settings follow.
 """
 
 import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
+
+__all__ = [
+    "SETTINGS",
+    "THRESHOLDS",
+    "VOCABULARY",
+    "architectures",
+    "inner_configs",
+    "small_config",
+    "tiny_config",
+    "tiny_model",
+]
+
 _MAX_PARAMETERS = 10_000_000
 """The largest number of parameters that a tiny model may have."""
-
-_KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
-"""Words in the names of parameters. A parameter whose name contains one of these words keeps its initial values, since
-the parameter's module relies on them."""
-
 
 _AUTO_CLASSES = {
     "causal": ("CAUSAL_LM", modeling_auto.AutoModelForCausalLM),
@@ -74,45 +81,6 @@ def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
     return small_config(CONFIG_MAPPING[model_type], kind, changes)
 
 
-def randomize(model: nn.Module) -> None:
-    """Replace the weights of a model by random weights that are large enough for every part to affect the outputs.
-
-    Initial weights are often too small for this purpose.
-    """
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            name = name.lower()
-            if not parameter.is_floating_point() or name.endswith(".d"):
-                continue
-            if any(part in name for part in _KEPT_PARAMETERS):
-                continue
-            if "sink" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _scale_of(name, parameter))
-
-
-def _scale_of(name: str, parameter: nn.Parameter) -> float:
-    """Return the standard deviation with which `randomize` draws the entries of a parameter.
-
-    Args:
-        name: name of the parameter, in lower case.
-        parameter: a parameter with two or more dimensions.
-    """
-    if any(part in name for part in ("embed", "wte", "wpe")):
-        return 0.7
-    if "conv1d" in name and parameter.dim() == 3:
-        return 0.5
-    if parameter.dim() == 2:
-        inputs = parameter.shape[-1]
-    elif "experts" in name:
-        inputs = parameter.shape[-2]
-    else:
-        inputs = parameter[0].numel()
-    return float(1.2 / max(inputs, 1) ** 0.5)
-
-
 def small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
     """Build a configuration of a class with small sizes. Where the class rejects one, it has the default value."""
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -159,93 +127,17 @@ def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[st
     return _accepted(cls, {name: size for name, size in small.items() if name != rejected}, fixed)
 
 
-VOCABULARY = 128
-
-THRESHOLDS = dict.fromkeys(
-    (
-        *("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size", "window_size"),
-        "index_topk",
-    ),
-    8,
-) | {"block_size": 2}
-"""Small values for thresholds, such as windows: settings that affect only documents with more tokens than the setting's
-value. Most test documents have more tokens than these values. `block_size` is smaller than the other settings, since
-BigBird's block size affects only documents of more than eleven blocks."""
-
-_NAMES_BY_SIZE = {
-    64: (
-        *("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "input_embedding_size", "lru_width"),
-        *("output_embedding_size", "attention_hidden_size", "embedding_dim", "prediction_head_size", "rel_extent"),
-        *("max_source_positions", "max_2d_position_embeddings", "local_attention_window_len"),
-    ),
-    96: (
-        *(
-            "intermediate_size",
-            "ffn_dim",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "hidden_dim",
-            "dff",
-            "dim_ff",
-            "n_inner",
-        ),
-        *("ffn_hidden_size", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "d_inner"),
-        *("prefix_dense_intermediate_size",),
-    ),
-    256: (
-        *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx", "max_target_positions"),
-    ),
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size", "unpadded_vocab_size"),
-    32: (
-        *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "num_buckets"),
-        *("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
-        *("pronunciation_vocab_size", "shape_vocab_size", "encoder_hash_byte_group_vocab"),
-    ),
-    24: ("q_lora_rank",),
-    16: (
-        *("head_dim", "kv_lora_rank", "v_head_dim", "qk_head_dim", "mamba_d_state", "mamba_d_head", "state_size"),
-        *("mamba_head_dim", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
-        *("index_head_dim", "swa_head_dim", "o_lora_rank", "kv_channels", "query_pre_attn_scalar", "dim_head"),
-        *("attention_head_size", "d_head", "pronunciation_embed_dim", "shape_embed_dim", "attention_head_dim"),
-        *("router_hidden_size", "ple_embed_dim", "embedding_rank", "local_attention"),
-    ),
-    8: (
-        *("qk_rope_head_dim", "qk_nope_head_dim", "mamba_n_heads", "mamba_num_heads", "rotary_dim", "adapter_rank"),
-        *("laurel_rank", "hidden_size_per_layer_input", "hc_lowrank", "mamba_chunk_size", "chunk_size", "d_rel"),
-        *("num_landmarks", "num_latents"),
-    ),
-    5: ("image_token_id",),
-    50: ("ngram_vocab_size_base",),
-    6: ("video_token_id",),
-    7: ("audio_token_id",),
-    4: (
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head", "n_heads"),
-        *("num_heads", "decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"),
-        *("num_encoder_attention_heads", "attention_heads", "num_experts", "n_routed_experts", "num_local_experts"),
-        *("moe_num_experts", "mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"),
-        *("swa_num_attention_heads", "mask_token_id", "prompt_length", "index_block_size", "gated_norm_rank"),
-    ),
-    3: ("decoder_layers", "num_decoder_layers", "moe_layer_end_index", "sep_token_id", "loop_layer_index_end"),
-    2: (
-        *("encoder_layers", "num_encoder_layers", "num_key_value_heads", "num_kv_heads", "num_experts_per_tok"),
-        *("moe_k", "moe_topk", "linear_num_key_heads", "type_vocab_size", "index_n_heads", "swa_num_key_value_heads"),
-        *("zero_expert_num", "n_mamba_heads", "hc_sinkhorn_iters", "eos_token_id", "o_groups", "index_topk_blocks"),
-        *("expansion_ratio", "n_layers_per_attn_res_block", "split_ngram_parts", "num_codebooks"),
-    ),
-    1: (
-        *("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"),
-        *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "mamba_n_groups", "n_groups"),
-        *("mamba_ngroups", "pretraining_tp", "decoder_start_token_id", "cls_token_id", "loop_layer_index_start"),
-    ),
-    0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
-}
-"""Names of settings of transformers' configurations, grouped by the small value that tiny models use for them."""
-
-SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names} | dict.fromkeys(
-    (
-        *("forced_eos_token_id", "final_logit_softcapping", "use_bidirectional_attention", "moe_latent_size"),
-        *("mtp_layers_block_type",),
-    )
+SETTINGS: dict[str, Any] = (
+    dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4)
+    | dict.fromkeys(("decoder_layers", "num_decoder_layers", "moe_layer_end_index"), 3)
+    | dict.fromkeys(("encoder_layers", "num_encoder_layers"), 2)
+    | dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1)
+    | {"num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 3}
+    | {"mask_token_id": 4, "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7}
+    | dict.fromkeys(("decoder_start_token_id", "cls_token_id"), 1)
+    | dict.fromkeys(("forced_eos_token_id", "final_logit_softcapping", "use_bidirectional_attention"))
+    | dict.fromkeys(("moe_latent_size", "mtp_layers_block_type"))
+    | SIZES
 )
 """Maps the name of each setting in transformers' configurations to the value that tiny models use."""
 

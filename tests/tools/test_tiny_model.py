@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
+from tools.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
 
 
 def test_tiny_models():
