@@ -404,14 +404,10 @@ class PatchedForward(ReplacedForward):
 
     def _check_labels(self, inputs: Mapping[str, Any], rows: PaddedRows | None, layout: Layout) -> None:
         """Raise PackingError if the model is trained to copy its input, until it is known that it is not."""
-        ids, labels = inputs.get("input_ids"), inputs.get("labels")
-        if not self.module.training or self.patch.knows_labels or not self.patch.facts.sees_labels:
-            return
-        if rows is not None and isinstance(ids, Tensor) and isinstance(labels, Tensor):
-            if not labels.shape == ids.shape == rows.shape:
-                return
-            ids, labels = rows.lay_end_to_end([ids, labels])
-        refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+        if self.module.training and self.patch.facts.sees_labels and not self.patch.knows_labels:
+            given = [inputs.get("input_ids"), inputs.get("labels")]
+            ids, labels = given if rows is None else rows.lay_end_to_end(given)
+            refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:

@@ -103,6 +103,8 @@ class Layout:
     @cached_property
     def path_lengths(self) -> list[int]:
         """The number of tokens in each path, from a root to a segment that has nothing below it."""
+        if not self.has_branches:
+            return list(self.lengths)
         ends = self.trees.depths + self.lengths
         return [int(ends[leaf]) for leaf in self.trees.leaves]
 

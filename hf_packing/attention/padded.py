@@ -411,25 +411,23 @@ class SharedRows:
 
     def take(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a backbone for the trees, given those for all rows laid end to end."""
-        raw = len(self.given)
-
-        def take(_: Path, leaf: Any) -> Any:
-            return leaf[:, self.taken] if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, raw) else leaf
-
-        taken: dict[str, Any] = map_leaves(dict(inputs), take)
+        taken: dict[str, Any] = _gather(dict(inputs), len(self.given), self.taken)
         return taken
 
     def give(self, outputs: Any) -> Any:
         """Return the outputs of a backbone for all rows laid end to end, given those for the trees."""
+        return _gather(outputs, self.layout.tokens, self.given)
 
-        def give(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
-                return leaf
-            if leaf.shape[:2] == (1, self.layout.tokens):
-                return leaf[:, self.given]
-            return leaf[self.given] if path[:1] == ("router_logits",) and len(leaf) == self.layout.tokens else leaf
 
-        return map_leaves(outputs, give)
+def _gather(value: Any, tokens: int, places: Tensor) -> Any:
+    """Return nested tensors, with the values at some places instead of those of all tokens."""
+
+    def gather(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, tokens):
+            return leaf[:, places]
+        return leaf[places] if path[:1] == ("router_logits",) and len(leaf) == tokens else leaf
+
+    return map_leaves(value, gather)
 
 
 def _not_shared(values: Mapping[str, Tensor], tokens: int) -> str:

@@ -116,11 +116,10 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
         if not is_patched(inner):
             _patch(model, prove)
         route = route_of(inner)
-        assert route is not None
-        if trees and not route.facts.takes_trees:
+        if trees and not (route and route.facts.takes_trees):
             with random_where_zero(inner):
                 prove_trees(inner)
-        if padded and route.facts.unpadding is None:
+        if padded and not (route and route.facts.unpadding):
             with random_where_zero(inner):
                 prove_unpadding(inner)
     return model

@@ -225,7 +225,7 @@ def with_lora(model):
 @pytest.mark.parametrize(("name", "loss"), [("GPT2", "token"), ("Llama", "sequence"), ("LoRA", "token")])
 def test_checkpointing_and_lora(name, loss):
     if name == "LoRA":
-        stock, model = with_lora(exact("Llama")), hfp.patch_model(with_lora(exact("Llama")))
+        stock, model = with_lora(exact("Llama")), hfp.patch_model(with_lora(exact("Llama")), trees=True)
         share_parameters(stock, model)
     else:
         stock, model = None, patched_with_stock(name)
