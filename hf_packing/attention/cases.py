@@ -39,6 +39,7 @@ from hf_packing.attention.runs import (
     what_is_missing,
     with_sampled_vocabulary,
 )
+from hf_packing.attention.snapshot import random_state, seed_all
 from hf_packing.attention.tolerance import (
     BATCH,
     PROBE,
@@ -105,7 +106,7 @@ class Run:
     @property
     def are_finite(self) -> bool:
         """True if every segment has a finite output."""
-        return len(self.segments[comparable(self.outputs).any(1)].unique()) == len(self.sizes)
+        return len(torch.unique(self.segments[comparable(self.outputs).any(1)])) == len(self.sizes)
 
 
 @dataclass
@@ -209,6 +210,10 @@ class Case(ABC):
         """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
         return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.tokens.device)
 
+    def by_segment(self, values: Tensor) -> list[Tensor]:
+        """Return values [tokens, ...] of the batch, segment by segment."""
+        return [*torch.split(values, [*self.trees.lengths])]
+
     def may_notice(self, replaced: Sequence[int]) -> list[int]:
         """Return replaced segments and those below them."""
         return [below for each in replaced for below in range(each, self.trees.ends_below[each])]
@@ -297,10 +302,6 @@ class Case(ABC):
         """Return the outputs of documents alone, of which the outputs in the batch have to equal one."""
         self.known = [self.alone()]
         return self.known
-
-    def memory(self, packed: Run) -> list[str] | None:  # noqa: ARG002
-        """Return the names of buffers through which a run affects the next one; None if none does."""
-        return None
 
     def on_any_rank(self, found: bool) -> bool:
         """Return whether `found` is True on any of the ranks that make the same calls."""
@@ -445,11 +446,11 @@ class RowCase(Case):
     @property
     def segments(self) -> DocumentTokens:
         """The tokens of each segment."""
-        return [each.tolist() for each in self.tokens.split(self.trees.lengths)]
+        return [each.tolist() for each in self.by_segment(self.tokens)]
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment."""
-        segments = [each.tolist() for each in tokens.split(self.trees.lengths)]
+        segments = [each.tolist() for each in self.by_segment(tokens)]
         batch = {name: value for name, value in self.make_batch(segments).items() if name != "labels"}
         places = _find_documents(segments, batch["input_ids"])
         if embedded:
@@ -461,9 +462,9 @@ class RowCase(Case):
     @cached_property
     def own_tokens(self) -> list[Tensor]:
         """The token ids that only one segment has, for each segment: some models add others themselves."""
-        segments = self.tokens.split(self.trees.lengths)
-        ids, owners = torch.cat([each.unique() for each in segments]).unique(return_counts=True)
-        return [each.unique()[torch.isin(each.unique(), ids[owners == 1])] for each in segments]
+        segments = self.by_segment(self.tokens)
+        ids, owners = torch.unique(torch.cat([*map(torch.unique, segments)]), return_counts=True)
+        return [own[torch.isin(own, ids[owners == 1])] for own in map(torch.unique, segments)]
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]
@@ -494,12 +495,15 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone, in evaluation mode.
         """
         failures: list[Exception] = []
+        self.known = []
         ways = [(attention, copies) for attention in {None: 0, self.other_attention: 0} for copies in (2, 1)]
         for attention, self.copies in ways:
             try:
                 with self.undisturbed():
-                    self.known = [self.alone(attention)]
-                    self.unproven = self.randomness(partial(self._joined, attention)) if self.training else ""
+                    if self.training:
+                        self.unproven = self.randomness(partial(self._add_alone, attention))
+                    else:
+                        self._add_alone(attention)
             except Exception as error:  # custom model code may raise anything; some models take single rows only
                 failures.append(error)
                 continue
@@ -519,13 +523,19 @@ class RowCase(Case):
                 f"{what_is_missing(self.model)}"
             ) from failures[0]
 
-    def _joined(self, attention: str | None) -> Tensor:
-        """Run every document alone, and return all outputs."""
-        return torch.cat([*self.alone(attention).outputs.values()])
+    def _add_alone(self, attention: str | None) -> Tensor:
+        """Run every document alone, and return all outputs, which are known then if none were."""
+        found = self.alone(attention)
+        self.known = self.known or [found]
+        return torch.cat([*found.outputs.values()])
 
     def randomness(self, run: Callable[[], Tensor]) -> str:
         """Return how the outputs of `run` depend on the random seed, or vary for the same seed; empty if neither."""
+        seed_all(self.runner.seed)
+        before = random_state(self.runner.device)
         one = run()
+        if random_state(self.runner.device) == before:
+            return ""
         self.runner.seed += 1
         other = run()
         self.runner.seed -= 1
@@ -537,8 +547,7 @@ class RowCase(Case):
         return not self.tolerance().explains(apart(other, one))
 
     def memory(self, packed: Run) -> list[str] | None:
-        if not self.training or not self.replacements:
-            return None
+        """Return the names of buffers through which a run affects the next one; None if none does."""
         with self.runner.in_series():
             self.run(range(len(self.trees.lengths)))
             written = self.runner.buffers_written()
@@ -596,7 +605,7 @@ class PaddedCase(RowCase):
         """Run every document alone, and before that find documents that the model takes: two of them end in an end
         token, which some heads look for; or all, as BART needs for classification; or none. If the model does not take
         rows of tokens, it gets rows with a single choice each, as models for multiple choice need."""
-        if self.training or self.known:
+        if self.training or self.unit:
             super().examine()
             return
         end, pad = getattr(self.model.config.get_text_config(), "eos_token_id", None), pad_token_of(self.model)
@@ -617,7 +626,7 @@ class PaddedCase(RowCase):
         return spread(torch.cat(outputs))
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        rows = tokens.split(self.trees.lengths)
+        rows = self.by_segment(tokens)
         longest = max(self.trees.lengths)
         ids = torch.full((len(rows), longest), pad_token_of(self.model) or 0)
         mask, slices = torch.zeros_like(ids), []
@@ -704,10 +713,10 @@ class BatchCase(Case):
         if has_trees(batch):
             read_tree_row(self._inputs)
             trees = TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu(), batch[PARENTS].cpu())
-            ends = trees.leaves if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
+            ends = [*trees.leaves] if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
         else:
             lengths = read_row(self._inputs, training=True)[1].lengths
-            trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), range(len(lengths))
+            trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), [*range(len(lengths))]
         super().__init__(runner, training, trees, ends, ids.flatten(), _other_tokens(ids.flatten(), runner.model))
         self.per_token = {
             name: value.flatten(0, 1)
@@ -738,7 +747,7 @@ class BatchCase(Case):
                 f"model: expected an output for each of {len(tokens)} tokens, but {type(self.model).__name__} returns "
                 f"{list(logits.shape)}"
             )
-        return [*logits.flatten(0, 1).split(self.trees.lengths)]
+        return self.by_segment(logits.flatten(0, 1))
 
     def cut(self, shape: torch.Size) -> torch.Size | None:
         return shape
@@ -771,7 +780,8 @@ def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
     known, index = torch.unique(tokens, return_inverse=True)
     if len(known) < 2:
         known = torch.cat([known, (known + 1) % len(embedding_of(model).weight)])
-    return known[(index + 1) % len(known)]
+    others: Tensor = known[(index + 1) % len(known)]
+    return others
 
 
 def _segments_to_replace(trees: TreeSegments) -> list[int]:

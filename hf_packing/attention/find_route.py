@@ -35,11 +35,14 @@ from hf_packing.attention.search import Search
 from hf_packing.attention.snapshot import Attention, attention_of
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _ROWS = ((18,), (9, 9))
 """Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
 between documents, which shows whether every row gets its own borders."""
+
+_PLACES_OF_PADS = [2, 17, 20, 26, 29, 35]
+"""Where pad tokens stand in these documents: in the third and in the last place of each."""
 
 _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
@@ -118,8 +121,12 @@ def _examined(runner: Runner) -> list[RowCase]:
     middle = case.trees.tokens - case.lengths[-1] // 2
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
-    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
-    rows.examine()
+    rows = _rows(runner, with_pads=True)
+    try:
+        rows.examine()
+    except ModelNotSupportedError:  # the model refuses pad tokens itself
+        rows = _rows(runner)
+        rows.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
     examine_in_training(training, case)
     return [case, rows, training]
@@ -132,14 +139,20 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
+def _rows(runner: Runner, with_pads: bool = False) -> RowCase:
+    """Return a case of several packed rows. Documents with pad tokens show whether the model treats them as padding."""
+    case = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
+    if with_pads and (token := pad_token_of(runner.model)) is not None:
+        case.tokens[_PLACES_OF_PADS] = token
+    return case
+
+
 def _treats_pad_as_padding(rows: RowCase) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
-    have different logits in packed rows and in a row of their own."""
-    token = pad_token_of(rows.model)
-    if token is None:
+    have different logits in packed rows and in a row of their own. `rows` is the case that the model has passed."""
+    case = _rows(rows.runner, with_pads=True)
+    if torch.equal(case.tokens, rows.tokens):
         return False
-    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1)
-    case.tokens[[2, 17, 20, 26, 29, 35]] = token
     case.replacements = []
     try:
         case.examine()
@@ -270,24 +283,39 @@ def _prove(model: PreTrainedModel, route: Route, before: Attention, cases: list[
     unproven = "; ".join(case.unproven for case in cases if case.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
-    case = cases[0]
+    number = 0
     try:
-        for case in cases:
-            if case.can_be_run:
-                # rows that run as one row are known from another case
-                is_known = case is cases[1] and route.method.inputs.one_row
-                case.replacements = [] if is_known else [[each] for each in range(len(case.paths))]
-                require(case)
+        for number, case in enumerate(cases):
+            is_known = number == 1 and route.method.inputs.one_row  # rows run as one row, which another case has
+            cases[number] = case = _pass(case, [] if is_known else [[each] for each in range(len(case.paths))])
     except BaseException as error:
         if is_patched(model):
             remove(model)
         if not isinstance(error, Exception):
             raise
         known = isinstance(error, ModelNotSupportedError)
-        if case is cases[1]:
+        if number == 1:
             reason = str(error) if known else f"the model cannot be called on several packed rows: {error}"
             raise _SeveralRowsError(reason) from error
         if known:
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
+
+
+def _pass(case: RowCase, replacements: list[list[int]]) -> RowCase:
+    """Prove a case, and return it. If its documents contain pad tokens, they may be the reason for a failure; other
+    documents are then proven."""
+    case.replacements = replacements
+    try:
+        if case.can_be_run:
+            require(case)
+        return case
+    except PackingError:
+        others = _rows(case.runner)
+        if case.lengths != others.lengths or torch.equal(case.tokens, others.tokens):
+            raise
+    others.replacements = replacements
+    others.examine()
+    require(others)
+    return others

@@ -43,6 +43,7 @@ def prove_trees(model: PreTrainedModel) -> Proof:
             evaluation.examine()
             _refuse_unstable_prefixes(evaluation)
             training = evaluation.in_training()
+            training.replacements = []
             examine_in_training(training, evaluation)
             patch.take_trees(True)
             found = require(evaluation)
