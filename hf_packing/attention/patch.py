@@ -32,6 +32,7 @@ from hf_packing.attention.small_copy import (
 )
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
+from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -44,7 +45,7 @@ Prove = Literal["model", "small"]
 
 
 @torch.inference_mode(False)  # gradients are compared
-def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) -> Model:
+def patch_model(model: Model, *, prove: Prove = "model", padded: bool = False, trees: bool = False) -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
     A route is a way of keeping packed documents apart. The patch installs the fastest route that passes the proof
@@ -77,8 +78,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
     Padded batches are proven in the same way, with padding on each side: for a language model, when its first padded
-    batch comes; for other models, now. Rows of trees, in which documents share their prefixes, are proven when the
-    first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows; every document has
+    batch comes, or now with `padded`; for other models, now. Rows of trees, in which documents share their prefixes, are
+    proven when the first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows; every document has
     to have the logits and gradients that it has alone; and replacing a segment must change nothing but the segment and
     what is below it.
 
@@ -91,13 +92,14 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
         prove: "model" to run the proof on the model itself; "small" to run it on a small copy of the model with the
             same number of layers, and to issue a warning. Pass "small" if the weights are on the meta device or sharded
             over processes, and call `check_isolation(model, batch=...)` before training. `attach` does this itself.
+        padded: whether to prove now that a language model runs padded batches. Other models do so in any case.
         trees: whether to prove now that the model runs rows of trees, as `pack(..., share_prefixes=True)` makes them.
 
     Returns:
         The same model. A model that is already patched is returned unchanged.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
+        ModelNotSupportedError: isolation cannot be proven, or padded batches or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
             its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
@@ -115,11 +117,15 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     check_choice("prove", prove, Prove)
     refuse_meta_device()
     inner = inner_model(model)
-    if trees and not ((route := route_of(inner)) and route.takes_trees):
+    if padded or trees:
         with unpatched_on_error(model):
             patch_model(model, prove=prove)
+            route = route_of(inner)
             with random_where_zero(inner):
-                prove_trees(inner)
+                if padded and route is not None and route.unpadding is None:
+                    prove_unpadding(inner)
+                if trees and route is not None and not route.takes_trees:
+                    prove_trees(inner)
     if is_patched(inner):
         return model
     _check_configuration(inner)

@@ -150,6 +150,12 @@ def test_names_weights_and_methods_are_the_users(tmp_path):
     assert torch.equal(model(**batch).logits, expected)
 
 
+def test_padded_batches_are_proven_when_asked():
+    model = hfp.patch_model(build("Llama"), padded=True)
+    assert route_of(model).unpadding is not None
+    assert hfp.patch_model(model, padded=True) is model
+
+
 def test_padded_batches_of_a_language_model_are_proven_once(monkeypatch):
     from hf_packing.attention import unpadding_proof
     from hf_packing.attention.patched_forward import Patch
