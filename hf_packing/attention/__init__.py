@@ -23,14 +23,14 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (patched_forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
-7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
-   snapshot). Two results count as equal if rounding can explain their difference (tolerance).
-8. The proof shows that replacing one document does not change the results of other documents, and that every document
-   has the same logits and gradients in a packed row as when it is run alone (proof). `check_isolation` only tests
-   whether documents affect each other, in any model, patched or not (isolation).
-9. The same proof runs on a real training batch, before the first step, at the lengths, in the dtype and on the weights
-   that the model trains with (batch_proof, batch_runs). If it fails, another run finds the module in which the
-   difference begins (locate_leak).
+7. A case runs a model on a batch of documents, and on each document alone: packed rows of a few random documents,
+   padded rows, trees, or a training batch. It runs the model without dropout, and restores it (cases, runs, snapshot).
+8. The proof of a case shows that replacing documents does not change the results of other documents, and that every
+   document has the same outputs and gradients in the batch as when it is run alone (proof). Two results count as equal
+   if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
+   model, patched or not, and reports what it has seen (report).
+9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
+   trains with. If the proof fails, another run finds the module in which the difference begins (locate).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
    tiny sizes from tiny_model).
@@ -41,11 +41,11 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     model, with padding on each side (unpadding_proof).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
-    to copy them (label_check).
+    to copy them (label_check). Which tokens a model's own loss depends on is found together with the route (own_loss).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (tree_row,
     tree_attention, exact_tree_attention). Kernels get keys that are gathered along paths, or a mask (path_keys,
-    flex_trees). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
+    flex_trees). A proof runs before the first such row (tree_proof). The rows of a
     padded batch can share their prefixes in the same way (shared_rows).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the

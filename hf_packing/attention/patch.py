@@ -78,10 +78,10 @@ def patch_model(model: Model, *, prove: Prove = "model", padded: bool = False, t
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
     Padded batches are proven in the same way, with padding on each side: for a language model, when its first padded
-    batch comes, or now with `padded`; for other models, now. Rows of trees, in which documents share their prefixes, are
-    proven when the first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows; every document has
-    to have the logits and gradients that it has alone; and replacing a segment must change nothing but the segment and
-    what is below it.
+    batch comes, or now with `padded`; for other models, now. Rows of trees, in which documents share their prefixes,
+    are proven when the first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows;
+    every document has to have the logits and gradients that it has alone; and replacing a segment must change nothing
+    but the segment and what is below it.
 
     The proof takes about thirty forwards of few tokens, and more if a model needs several searches. It covers only the
     kernel for the model's current device and dtype, so move the model there first.
@@ -99,8 +99,8 @@ def patch_model(model: Model, *, prove: Prove = "model", padded: bool = False, t
         The same model. A model that is already patched is returned unchanged.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be proven, or padded batches or trees cannot. The message contains the reason, and the
-            model is left unpatched if it was unpatched before.
+        ModelNotSupportedError: isolation cannot be proven, or padded batches or trees cannot. The message contains the
+            reason, and the model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
             its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
             "model", and the weights are not in memory; or the default device is meta.
