@@ -146,6 +146,8 @@ class Case(ABC):
     where = "the packed row"
     leaks = "changing one document changed the logits of another document"
     what = "logits"
+    is_in_series = False
+    """True if the model is not restored between runs, so that what it remembers shows as a leak."""
 
     def __init__(
         self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
@@ -160,8 +162,8 @@ class Case(ABC):
         """The documents that run alone, for each call. Those of a call have the same length."""
         self.graded = self.sample
         """The documents whose outputs have gradients, for each backward pass."""
-        self.copies = 2
-        """How often a document runs in a call alone: the second time with rounding errors."""
+        self.noise: Noise | None = None
+        """The effect of rounding, if it is known from another case of the same model."""
         self.wants_gradients = training
         self.known: list[Alone] = []
         """The outputs of documents alone, as they were found so far."""
@@ -184,8 +186,8 @@ class Case(ABC):
         return self.known[0].unit if self.known else None
 
     def tolerance(self, *noise: Noise) -> Tolerance:
-        known = noise or [each.noise for each in self.known[:1]]
-        return Tolerance(self.runner.dtype, has_experts(self.model), max(known, default=Noise()), self.profile)
+        known = noise or [each.noise for each in self.known[:1]] or [self.noise or Noise()]
+        return Tolerance(self.runner.dtype, has_experts(self.model), max(known), self.profile)
 
     @property
     def is_noisy(self) -> bool:
@@ -279,20 +281,30 @@ class Case(ABC):
             for documents in self.sample:
                 dummy = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
                 places = [self.tokens_of(number) for number in documents] or [dummy]
-                stacked = ([value[place] for place in places] * self.copies for value in self.per_token.values())
-                inputs = dict(zip(self.per_token, map(torch.stack, stacked), strict=True))
-                shape, noisy = inputs["input_ids"].shape, slice(len(places), None)
-                with self.runner.embeddings.leaves(self.cut(shape), noisy) as embedded, watch(documents, shape):
-                    rows = self.outputs_alone(inputs)
-                    graded = self.gradients_alone(rows, embedded, documents) if self.wants_gradients else []
-                rows, others = [each.detach() for each in rows], len(documents)
+                rows: list[Tensor] = []
+                graded: list[Tensor] = []
+                for at, noisy in self.calls(places):
+                    stacked = (torch.stack([value[place] for place in at]) for value in self.per_token.values())
+                    inputs = dict(zip(self.per_token, stacked, strict=True))
+                    shape = inputs["input_ids"].shape
+                    with self.runner.embeddings.leaves(self.cut(shape), noisy) as embedded, watch(documents, shape):
+                        found = self.outputs_alone(inputs)
+                        graded += self.gradients_alone(found, embedded, documents) if self.wants_gradients else []
+                    rows += [each.detach() for each in found]
+                number = len(documents)
                 outputs |= zip(documents, rows, strict=False)
                 gradients |= zip(documents, graded, strict=False)
-                copies += zip(rows[others:], rows[:others], strict=False)
-                copied_gradients += zip(graded[others:], graded[:others], strict=False)
+                copies += zip(rows[number:], rows[:number], strict=False)
+                copied_gradients += zip(graded[number:], graded[:number], strict=False)
         unit = self.unit_of([*outputs.values()])
-        noise = Noise.of([apart(*pair, unit) for pair in copies])
+        noise = self.noise or Noise.of([apart(*pair, unit) for pair in copies])
         return Alone(outputs, gradients, noise, Noise.of([apart(*pair) for pair in copied_gradients]), unit)
+
+    def calls(self, places: list[Tensor]) -> list[tuple[list[Tensor], slice | None]]:
+        """Return the calls in which documents run alone, given where their tokens are in the batch: the documents of
+        each call, and the rows that get rounding errors. A document has a call of its own, since models may mix rows.
+        """
+        return [(places, None), *([(places, slice(None))] if self.noise is None else [])]
 
     def unit_of(self, outputs: list[Tensor]) -> float | None:  # noqa: ARG002
         """Return the standard deviation of all outputs of documents alone, if single ones have too few."""
@@ -436,6 +448,7 @@ class RowCase(Case):
     def in_training(self) -> Self:
         """Return the case in training mode."""
         case = copy(self)
+        case.noise = self.known[0].noise if self.known else Noise()
         case.training, case.wants_gradients, case.known = True, True, []
         return case
 
@@ -496,15 +509,14 @@ class RowCase(Case):
         """
         failures: list[Exception] = []
         self.known = []
-        ways = [(attention, copies) for attention in {None: 0, self.other_attention: 0} for copies in (2, 1)]
-        for attention, self.copies in ways:
+        for attention in dict.fromkeys((None, self.other_attention)):
             try:
                 with self.undisturbed():
                     if self.training:
                         self.unproven = self.randomness(partial(self._add_alone, attention))
                     else:
                         self._add_alone(attention)
-            except Exception as error:  # custom model code may raise anything; some models take single rows only
+            except Exception as error:  # custom model code may raise anything
                 failures.append(error)
                 continue
             if self.unproven:
@@ -698,6 +710,7 @@ class BatchCase(Case):
     where = "the packed batch"
     leaks = "replacing documents changed the outputs of other documents"
     what = "outputs"
+    is_in_series = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], training: bool) -> None:
         if batch.get("input_ids") is None:
@@ -751,6 +764,9 @@ class BatchCase(Case):
 
     def cut(self, shape: torch.Size) -> torch.Size | None:
         return shape
+
+    def calls(self, places: list[Tensor]) -> list[tuple[list[Tensor], slice | None]]:
+        return [(places * 2, slice(len(places), None))]
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]

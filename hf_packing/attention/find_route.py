@@ -121,13 +121,14 @@ def _examined(runner: Runner) -> list[RowCase]:
     middle = case.trees.tokens - case.lengths[-1] // 2
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
-    rows = _rows(runner, with_pads=True)
+    rows = _rows(case, with_pads=True)
     try:
         rows.examine()
     except ModelNotSupportedError:  # the model refuses pad tokens itself
-        rows = _rows(runner)
+        rows = _rows(case)
         rows.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
+    training.noise = rows.noise
     examine_in_training(training, case)
     return [case, rows, training]
 
@@ -139,10 +140,12 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _rows(runner: Runner, with_pads: bool = False) -> RowCase:
-    """Return a case of several packed rows. Documents with pad tokens show whether the model treats them as padding."""
-    case = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
-    if with_pads and (token := pad_token_of(runner.model)) is not None:
+def _rows(like: RowCase, with_pads: bool = False) -> RowCase:
+    """Return a case of several packed rows of the same model. Documents with pad tokens show whether the model treats
+    them as padding."""
+    case = RowCase(like.runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
+    case.noise = like.known[0].noise
+    if with_pads and (token := pad_token_of(like.model)) is not None:
         case.tokens[_PLACES_OF_PADS] = token
     return case
 
@@ -150,7 +153,7 @@ def _rows(runner: Runner, with_pads: bool = False) -> RowCase:
 def _treats_pad_as_padding(rows: RowCase) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
     have different logits in packed rows and in a row of their own. `rows` is the case that the model has passed."""
-    case = _rows(rows.runner, with_pads=True)
+    case = _rows(rows, with_pads=True)
     if torch.equal(case.tokens, rows.tokens):
         return False
     case.replacements = []
@@ -312,7 +315,7 @@ def _pass(case: RowCase, replacements: list[list[int]]) -> RowCase:
             require(case)
         return case
     except PackingError:
-        others = _rows(case.runner)
+        others = _rows(case) if case.known else case
         if case.lengths != others.lengths or torch.equal(case.tokens, others.tokens):
             raise
     others.replacements = replacements
