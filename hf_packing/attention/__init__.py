@@ -22,14 +22,14 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (forward). Checkpointed layers run again in the backward pass, on the same layout. torch.compile
    compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
-7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
-   snapshot). Two results count as equal if rounding can explain their difference (tolerance).
-8. The proof shows that replacing one document does not change the results of other documents, and that every document
-   has the same logits and gradients in a packed row as when it is run alone (proof). `check_isolation` only tests
-   whether documents affect each other, in any model, patched or not (isolation).
-9. The same proof runs on a real training batch, before the first step, at the lengths, in the dtype and on the weights
-   that the model trains with (batch_proof, batch_runs). If it fails, another run finds the module in which the
-   difference begins (locate_leak).
+7. A case runs a model on a batch of documents, and on each document alone: packed rows of a few random documents,
+   padded rows, trees, or a training batch. It runs the model without dropout, and restores it (cases, runs, snapshot).
+8. The proof of a case shows that replacing documents does not change the results of other documents, and that every
+   document has the same outputs and gradients in the batch as when it is run alone (proof). Two results count as equal
+   if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
+   model, patched or not, and reports what it has seen (report).
+9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
+   trains with. If the proof fails, another run finds the module in which the difference begins (locate).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except

@@ -39,6 +39,7 @@ from hf_packing.attention.runs import (
     what_is_missing,
     with_sampled_vocabulary,
 )
+from hf_packing.attention.snapshot import random_state, seed_all
 from hf_packing.attention.tolerance import (
     BATCH,
     PROBE,
@@ -104,7 +105,7 @@ class Run:
     @property
     def are_finite(self) -> bool:
         """True if every segment has a finite output."""
-        return len(self.segments[comparable(self.outputs).any(1)].unique()) == len(self.sizes)
+        return len(torch.unique(self.segments[comparable(self.outputs).any(1)])) == len(self.sizes)
 
 
 @dataclass
@@ -144,6 +145,8 @@ class Case(ABC):
     where = "the packed row"
     leaks = "changing one document changed the logits of another document"
     what = "logits"
+    is_in_series = False
+    """True if the model is not restored between runs, so that what it remembers shows as a leak."""
 
     def __init__(
         self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
@@ -158,8 +161,8 @@ class Case(ABC):
         """The documents that run alone, for each call. Those of a call have the same length."""
         self.graded = self.sample
         """The documents whose outputs have gradients, for each backward pass."""
-        self.copies = 2
-        """How often a document runs in a call alone: the second time with rounding errors."""
+        self.noise: Noise | None = None
+        """The effect of rounding, if it is known from another case of the same model."""
         self.wants_gradients = training
         self.known: list[Alone] = []
         """The outputs of documents alone, as they were found so far."""
@@ -182,8 +185,8 @@ class Case(ABC):
         return self.known[0].unit if self.known else None
 
     def tolerance(self, *noise: Noise) -> Tolerance:
-        known = noise or [each.noise for each in self.known[:1]]
-        return Tolerance(self.runner.dtype, has_experts(self.model), max(known, default=Noise()), self.profile)
+        known = noise or [each.noise for each in self.known[:1]] or [self.noise or Noise()]
+        return Tolerance(self.runner.dtype, has_experts(self.model), max(known), self.profile)
 
     @property
     def is_noisy(self) -> bool:
@@ -207,6 +210,10 @@ class Case(ABC):
     def tokens_of(self, document: int) -> Tensor:
         """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
         return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.tokens.device)
+
+    def by_segment(self, values: Tensor) -> list[Tensor]:
+        """Return values [tokens, ...] of the batch, segment by segment."""
+        return [*torch.split(values, [*self.trees.lengths])]
 
     def may_notice(self, replaced: Sequence[int]) -> list[int]:
         """Return replaced segments and those below them."""
@@ -273,20 +280,30 @@ class Case(ABC):
             for documents in self.sample:
                 dummy = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
                 places = [self.tokens_of(number) for number in documents] or [dummy]
-                stacked = ([value[place] for place in places] * self.copies for value in self.per_token.values())
-                inputs = dict(zip(self.per_token, map(torch.stack, stacked), strict=True))
-                shape, noisy = inputs["input_ids"].shape, slice(len(places), None)
-                with self.runner.embeddings.leaves(self.cut(shape), noisy) as embedded, watch(documents, shape):
-                    rows = self.outputs_alone(inputs)
-                    graded = self.gradients_alone(rows, embedded, documents) if self.wants_gradients else []
-                rows, others = [each.detach() for each in rows], len(documents)
+                rows: list[Tensor] = []
+                graded: list[Tensor] = []
+                for at, noisy in self.calls(places):
+                    stacked = (torch.stack([value[place] for place in at]) for value in self.per_token.values())
+                    inputs = dict(zip(self.per_token, stacked, strict=True))
+                    shape = inputs["input_ids"].shape
+                    with self.runner.embeddings.leaves(self.cut(shape), noisy) as embedded, watch(documents, shape):
+                        found = self.outputs_alone(inputs)
+                        graded += self.gradients_alone(found, embedded, documents) if self.wants_gradients else []
+                    rows += [each.detach() for each in found]
+                number = len(documents)
                 outputs |= zip(documents, rows, strict=False)
                 gradients |= zip(documents, graded, strict=False)
-                copies += zip(rows[others:], rows[:others], strict=False)
-                copied_gradients += zip(graded[others:], graded[:others], strict=False)
+                copies += zip(rows[number:], rows[:number], strict=False)
+                copied_gradients += zip(graded[number:], graded[:number], strict=False)
         unit = self.unit_of([*outputs.values()])
-        noise = Noise.of([apart(*pair, unit) for pair in copies])
+        noise = self.noise or Noise.of([apart(*pair, unit) for pair in copies])
         return Alone(outputs, gradients, noise, Noise.of([apart(*pair) for pair in copied_gradients]), unit)
+
+    def calls(self, places: list[Tensor]) -> list[tuple[list[Tensor], slice | None]]:
+        """Return the calls in which documents run alone, given where their tokens are in the batch: the documents of
+        each call, and the rows that get rounding errors. A document has a call of its own, since models may mix rows.
+        """
+        return [(places, None), *([(places, slice(None))] if self.noise is None else [])]
 
     def unit_of(self, outputs: list[Tensor]) -> float | None:  # noqa: ARG002
         """Return the standard deviation of all outputs of documents alone, if single ones have too few."""
@@ -296,10 +313,6 @@ class Case(ABC):
         """Return the outputs of documents alone, of which the outputs in the batch have to equal one."""
         self.known = [self.alone()]
         return self.known
-
-    def memory(self, packed: Run) -> list[str] | None:  # noqa: ARG002
-        """Return the names of buffers through which a run affects the next one; None if none does."""
-        return None
 
     def on_any_rank(self, found: bool) -> bool:
         """Return whether `found` is True on any of the ranks that make the same calls."""
@@ -434,6 +447,7 @@ class RowCase(Case):
     def in_training(self) -> Self:
         """Return the case in training mode."""
         case = copy(self)
+        case.noise = self.known[0].noise if self.known else Noise()
         case.training, case.wants_gradients, case.known = True, True, []
         return case
 
@@ -444,11 +458,11 @@ class RowCase(Case):
     @property
     def segments(self) -> DocumentTokens:
         """The tokens of each segment."""
-        return [each.tolist() for each in self.tokens.split(self.trees.lengths)]
+        return [each.tolist() for each in self.by_segment(self.tokens)]
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment."""
-        segments = [each.tolist() for each in tokens.split(self.trees.lengths)]
+        segments = [each.tolist() for each in self.by_segment(tokens)]
         batch = {name: value for name, value in self.make_batch(segments).items() if name != "labels"}
         places = _find_documents(segments, batch["input_ids"])
         if embedded:
@@ -460,9 +474,9 @@ class RowCase(Case):
     @cached_property
     def own_tokens(self) -> list[Tensor]:
         """The token ids that only one segment has, for each segment: some models add others themselves."""
-        segments = self.tokens.split(self.trees.lengths)
-        ids, owners = torch.cat([each.unique() for each in segments]).unique(return_counts=True)
-        return [each.unique()[torch.isin(each.unique(), ids[owners == 1])] for each in segments]
+        segments = self.by_segment(self.tokens)
+        ids, owners = torch.unique(torch.cat([*map(torch.unique, segments)]), return_counts=True)
+        return [own[torch.isin(own, ids[owners == 1])] for own in map(torch.unique, segments)]
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]
@@ -493,13 +507,15 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone, in evaluation mode.
         """
         failures: list[Exception] = []
-        ways = [(attention, copies) for attention in {None: 0, self.other_attention: 0} for copies in (2, 1)]
-        for attention, self.copies in ways:
+        self.known = []
+        for attention in dict.fromkeys((None, self.other_attention)):
             try:
                 with self.undisturbed():
-                    self.known = [self.alone(attention)]
-                    self.unproven = self.randomness(partial(self._joined, attention)) if self.training else ""
-            except Exception as error:  # custom model code may raise anything; some models take single rows only
+                    if self.training:
+                        self.unproven = self.randomness(partial(self._add_alone, attention))
+                    else:
+                        self._add_alone(attention)
+            except Exception as error:  # custom model code may raise anything
                 failures.append(error)
                 continue
             if self.unproven:
@@ -518,13 +534,19 @@ class RowCase(Case):
                 f"{what_is_missing(self.model)}"
             ) from failures[0]
 
-    def _joined(self, attention: str | None) -> Tensor:
-        """Run every document alone, and return all outputs."""
-        return torch.cat([*self.alone(attention).outputs.values()])
+    def _add_alone(self, attention: str | None) -> Tensor:
+        """Run every document alone, and return all outputs, which are known then if none were."""
+        found = self.alone(attention)
+        self.known = self.known or [found]
+        return torch.cat([*found.outputs.values()])
 
     def randomness(self, run: Callable[[], Tensor]) -> str:
         """Return how the outputs of `run` depend on the random seed, or vary for the same seed; empty if neither."""
+        seed_all(self.runner.seed)
+        before = random_state(self.runner.device)
         one = run()
+        if random_state(self.runner.device) == before:
+            return ""
         self.runner.seed += 1
         other = run()
         self.runner.seed -= 1
@@ -536,8 +558,7 @@ class RowCase(Case):
         return not self.tolerance().explains(apart(other, one))
 
     def memory(self, packed: Run) -> list[str] | None:
-        if not self.training or not self.replacements:
-            return None
+        """Return the names of buffers through which a run affects the next one; None if none does."""
         with self.runner.in_series():
             self.run(range(len(self.trees.lengths)))
             written = self.runner.buffers_written()
@@ -595,7 +616,7 @@ class PaddedCase(RowCase):
         """Run every document alone, and before that find documents that the model takes: two of them end in an end
         token, which some heads look for; or all, as BART needs for classification; or none. If the model does not take
         rows of tokens, it gets rows with a single choice each, as models for multiple choice need."""
-        if self.training or self.known:
+        if self.training or self.unit:
             super().examine()
             return
         end, pad = getattr(self.model.config.get_text_config(), "eos_token_id", None), pad_token_of(self.model)
@@ -616,7 +637,7 @@ class PaddedCase(RowCase):
         return spread(torch.cat(outputs))
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        rows = tokens.split(self.trees.lengths)
+        rows = self.by_segment(tokens)
         longest = max(self.trees.lengths)
         ids = torch.full((len(rows), longest), pad_token_of(self.model) or 0)
         mask, slices = torch.zeros_like(ids), []
@@ -688,6 +709,7 @@ class BatchCase(Case):
     where = "the packed batch"
     leaks = "replacing documents changed the outputs of other documents"
     what = "outputs"
+    is_in_series = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], training: bool) -> None:
         if batch.get("input_ids") is None:
@@ -703,10 +725,10 @@ class BatchCase(Case):
         if has_trees(batch):
             read_layout(self._inputs)
             trees = TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu(), batch[PARENTS].cpu())
-            ends = trees.leaves if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
+            ends = [*trees.leaves] if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
         else:
             lengths = read_layout(self._inputs, training=True)[1].lengths
-            trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), range(len(lengths))
+            trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), [*range(len(lengths))]
         super().__init__(runner, training, trees, ends, ids.flatten(), _other_tokens(ids.flatten(), runner.model))
         self.per_token = {
             name: value.flatten(0, 1)
@@ -737,10 +759,13 @@ class BatchCase(Case):
                 f"model: expected an output for each of {len(tokens)} tokens, but {type(self.model).__name__} returns "
                 f"{list(logits.shape)}"
             )
-        return [*logits.flatten(0, 1).split(self.trees.lengths)]
+        return self.by_segment(logits.flatten(0, 1))
 
     def cut(self, shape: torch.Size) -> torch.Size | None:
         return shape
+
+    def calls(self, places: list[Tensor]) -> list[tuple[list[Tensor], slice | None]]:
+        return [(places * 2, slice(len(places), None))]
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]
@@ -770,7 +795,8 @@ def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
     known, index = torch.unique(tokens, return_inverse=True)
     if len(known) < 2:
         known = torch.cat([known, (known + 1) % len(embedding_of(model).weight)])
-    return known[(index + 1) % len(known)]
+    others: Tensor = known[(index + 1) % len(known)]
+    return others
 
 
 def _segments_to_replace(trees: TreeSegments) -> list[int]:

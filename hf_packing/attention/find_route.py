@@ -45,6 +45,9 @@ _ROWS = ((18,), (9, 9))
 """Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
 between documents, which shows whether every row gets its own borders."""
 
+_PLACES_OF_PADS = [2, 17, 20, 26, 29, 35]
+"""Where pad tokens stand in these documents: in the third and in the last place of each."""
+
 _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
 documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
@@ -98,7 +101,7 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     sees_labels = model_sees_labels(cases[0], width)
     facts = _install_proven_route(cases, only).facts
     refuse_loss_across_borders(cases[0], cases[-1], width)
-    facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[1]) else None
+    facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
     facts.sees_labels, facts.takes_packed_rows = sees_labels, module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
@@ -113,9 +116,10 @@ def _examined(runner: Runner) -> list[RowCase]:
     middle = case.trees.tokens - case.lengths[-1] // 2
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
-    rows = RowCase(runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
+    rows = _several_rows(case)
     rows.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
+    training.noise = case.known[0].noise
     examine_in_training(training, case)
     return [case, rows, training]
 
@@ -127,14 +131,21 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _treats_pad_as_padding(rows: RowCase) -> bool:
+def _several_rows(like: RowCase) -> RowCase:
+    """Return a case of several packed rows of the same model, in which rounding is as large."""
+    case = RowCase(like.runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
+    case.noise = like.known[0].noise
+    return case
+
+
+def _treats_pad_as_padding(like: RowCase) -> bool:
     """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
     have different logits in packed rows and in a row of their own."""
-    token = pad_token_of(rows.model)
+    token = pad_token_of(like.model)
     if token is None:
         return False
-    case = RowCase(rows.runner, lengths=rows.lengths, make_batch=_pack_in_rows, seed=1)
-    case.tokens[[2, 17, 20, 26, 29, 35]] = token
+    case = _several_rows(like)
+    case.tokens[_PLACES_OF_PADS] = token
     case.replacements = []
     try:
         case.examine()

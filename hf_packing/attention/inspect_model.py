@@ -5,8 +5,7 @@ embedding, the place where the weights are stored, and modules that are built al
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -18,9 +17,6 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
-
-Embedded = list[tuple[Tensor, Tensor]]
-"""A list of pairs (token ids, embeddings), with one pair for each call of an embedding module."""
 
 GATHERED = "ds_id"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
@@ -174,49 +170,6 @@ def input_device(model: PreTrainedModel) -> torch.device:
     device: torch.device = embedding.weight.device
     hook = getattr(embedding, "_hf_hook", None)
     return device if device.type != "meta" or hook is None else torch.device(hook.execution_device)
-
-
-@contextmanager
-def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
-    """Context manager that yields a list. Within the block, every call of the model's embedding adds a pair (token ids,
-    embeddings) to the list. The recorded embeddings are leaf tensors, so gradients can be computed for them."""
-    embedded: Embedded = []
-
-    def record(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        leaf = first.detach().requires_grad_()
-        embedded.append((args[0] if args else next(iter(kwargs.values())), leaf))
-        return (leaf.clone(), *output[1:]) if isinstance(output, tuple) else leaf.clone()
-
-    embedding = model.get_input_embeddings()
-    tables = [module for module in model.modules() if getattr(module, "weight", None) is embedding.weight]
-    tables = [embedding, *(module for module in tables if _is_embedding(module) and module is not embedding)]
-    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in tables]
-    try:
-        with torch.enable_grad():
-            yield embedded
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def gradient_by_token(score: Tensor, embedded: Embedded, largest_token: int, keep: bool = False) -> Tensor:
-    """Return the gradient of `score` with respect to the embedding of each token id, summed over all positions of the
-    token: float [token ids, embedding size], for all ids up to at least `largest_token`. If `keep`, the graph is kept
-    for further gradients."""
-    outputs = [output for _, output in embedded]
-    found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
-    tokens = torch.cat([ids.flatten() for ids, _ in embedded])
-    flat = [torch.zeros_like(o) if g is None else g for g, o in zip(found, outputs, strict=True)]
-    gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
-    size = max(int(tokens.max()), largest_token) + 1
-    return gradient.new_zeros(size, gradient.shape[-1]).index_add_(0, tokens, gradient)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an embedding, judged by its class. An output layer that shares the embedding's weight
-    is not an embedding."""
-    return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
 
 
 def has_vocabulary(model: PreTrainedModel) -> bool:

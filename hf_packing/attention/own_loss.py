@@ -36,7 +36,7 @@ def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) 
     if not case.runner.signature.takes("labels"):
         return
     first, middle, last = case.segments
-    other, other_middle, another = (each.tolist() for each in case.others.split(case.trees.lengths))
+    other, other_middle, another = (each.tolist() for each in case.by_segment(case.others))
 
     def loss(labels: list[int], before: list[int] = first, after: list[int] = last) -> Tensor:
         """Return the loss of a packed row in which only the middle document has labels, from its second token."""

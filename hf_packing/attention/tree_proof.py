@@ -13,7 +13,7 @@ from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH, route_of
 from hf_packing.attention.runs import Runner
-from hf_packing.attention.tolerance import Noise, apart
+from hf_packing.attention.tolerance import Noise, apart, differences
 from hf_packing.errors import ModelNotSupportedError
 
 
@@ -43,6 +43,7 @@ def prove_trees(model: PreTrainedModel) -> Proof:
             evaluation.examine()
             _refuse_unstable_prefixes(evaluation)
             training = evaluation.in_training()
+            training.replacements = []
             examine_in_training(training, evaluation)
             patch.facts.takes_trees = True
             found = require(evaluation)
@@ -58,15 +59,15 @@ def prove_trees(model: PreTrainedModel) -> Proof:
 
 def _refuse_unstable_prefixes(case: TreeCase) -> None:
     """Raise ModelNotSupportedError if the outputs for a prefix depend on what follows it, in the model itself."""
-    alone = case.known[0]
-    widest = case.tolerance(Noise(math.inf))
+    alone, widest = case.known[0].outputs, case.tolerance(Noise(math.inf))
     for one, other in combinations(range(len(case.paths)), 2):
         both = set(case.paths[one]) & set(case.paths[other])
         shared = sum(case.trees.lengths[each] for each in both)
-        if shared and not widest.explains(found := apart(alone.outputs[one][:shared], alone.outputs[other][:shared])):
+        prefixes = alone[one][:shared], alone[other][:shared]
+        if shared and not widest.explains(apart(*prefixes)):
             raise ModelNotSupportedError(
                 f"{type(case.model).__name__}: the outputs for a prefix are not stable: without any packing, the "
-                f"logits of a prefix differ by {float(found.max()):.2g} standard deviations between two documents that "
+                f"logits of a prefix differ by {float(differences(*prefixes).max()):.2g} between two documents that "
                 "begin with it, so they depend on what follows; a shared prefix cannot be computed once"
             )
 

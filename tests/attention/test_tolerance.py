@@ -171,19 +171,6 @@ def test_half_precision():
         assert not Tolerance(torch.bfloat16, False, profile=profile).explains(apart(moved, exact))
 
 
-def test_a_model_that_takes_no_batch_of_two(monkeypatch):
-    own, model = RowCase.outputs_alone, build("Llama")
-
-    def only_one(case, inputs):
-        if len(inputs["input_ids"]) > 1:
-            raise RuntimeError
-        return own(case, inputs)
-
-    monkeypatch.setattr(RowCase, "outputs_alone", only_one)
-    assert rounding_of(model) == 0
-    assert hfp.check_isolation(hfp.patch_model(model)).isolated
-
-
 class Quantised(torch.nn.Module):
     """As layers of QLoRA: given and giving float32, computing in half precision."""
 
