@@ -37,12 +37,12 @@ def pack(folder, **options):
     return Path(packed.cache_files[0]["filename"]).parent, packed
 
 
-def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(folder, tmp_path):
+def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(folder):
     on_disk, in_memory = (
         hfp.pack(each, hfp.BestFit(4)) for each in (load_from_disk(folder), Dataset.from_dict(DOCUMENTS))
     )
     assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
-    assert in_memory.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "packed-"))
+    assert in_memory.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
     assert not list(folder.glob(".*"))
 
 

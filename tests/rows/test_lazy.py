@@ -10,8 +10,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -80,7 +81,7 @@ VIEWS = {
 }
 
 
-@settings(max_examples=30)
+@few_examples
 @given(
     st.lists(st.integers(0, 25), min_size=2, max_size=25).filter(any),
     st.sampled_from(STRATEGIES),

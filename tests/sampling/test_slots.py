@@ -4,7 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from any_strategy import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -52,13 +53,12 @@ def micro_batches_of(plan, accumulation, step):
     )
 
 
-@settings(max_examples=150)
 @given(BATCHINGS, st.lists(st.integers(1, 40), min_size=1, max_size=150), st.sampled_from([1, 2, 4, 6, 8, 12, 64]))
 def test_steps_are_those_of_any_split_into_ranks_and_accumulation(batching, lengths, slots):
     check_steps(batching, sizes_for(batching, lengths), slots)
 
 
-@settings(max_examples=50)
+@few_examples
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=24, max_size=90),
     st.sampled_from([2, 4, 6, 12]),

@@ -7,10 +7,11 @@ from itertools import islice
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
 from datasets.distributed import split_dataset_by_node
 from document_streams import NAMES, check_resumed, generated, names_in, stream_of, tokens_in
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only
 
@@ -170,7 +171,7 @@ def test_a_state_of_another_piece_is_refused(pack):
                     next(iter(stream))
 
 
-@settings(max_examples=30)
+@few_examples
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=3),
     st.sampled_from([0, None, 1, 3]),
