@@ -24,6 +24,16 @@ ROOT = Path(__file__).parent.parent
 NUMBERS = itertools.count()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage while files are imported: each time, it would look at all that has been imported before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Files that take longest begin first: a process has a whole file, and none should wait for the last one."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

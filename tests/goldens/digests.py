@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return value if set(map(type, value)) <= {int} else [_plain(each) for each in value]
+        return value if set(map(type, value)) <= {int, bool, str} else [_plain(each) for each in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return f"{value:.9g}" if isinstance(value, float) else value

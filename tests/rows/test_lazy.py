@@ -102,8 +102,9 @@ def test_rows_are_those_of_pack(lengths, strategy, view, masks, labels, position
     assert lazy.column_names == packed.column_names
     assert lazy[:] == packed[:]
     assert [lazy[row] for row in range(len(lazy))] == list(packed)
-    assert hfp.unpack(lazy)[:] == hfp.unpack(packed)[:]
-    assert hfp.unpack(lazy).features == hfp.unpack(packed).features
+    unpacked, expected = hfp.unpack(lazy), hfp.unpack(packed)
+    assert unpacked[:] == expected[:]
+    assert unpacked.features == expected.features
 
 
 def test_rows_of_trees():

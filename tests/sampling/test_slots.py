@@ -7,6 +7,7 @@ import pytest
 from any_strategy import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.sampling.batching import Epoch
@@ -95,7 +96,7 @@ def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
         assert plan.num_micro_batches < hfp.TokenBudget(500).plan(sizes).num_micro_batches + slots
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(8, 1), (4, 2), (8, 4), (2, 16)])
+@pytest.mark.parametrize(("ranks", "accumulation"), fast_only([(8, 1), (4, 2), (8, 4), (2, 16)], (8, 1), (8, 4)))
 @pytest.mark.parametrize("balance", ["attention", "tokens"])
 def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balance):
     sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 40_000), 1, 16384).astype(int))

@@ -118,7 +118,7 @@ def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
         assert max(few) - min(few) <= 1
 
 
-@pytest.mark.parametrize("streams", [3, 8])
+@pytest.mark.parametrize("streams", fast_only([3, 8], 3))
 def test_pieces_of_joined_sharded_and_taken_mixtures(streams):
     mixed = hfp.mix({"a": dataset(0, 30, 5), "b": dataset(1, 30, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
 
