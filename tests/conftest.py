@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,6 +56,8 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    import torch  # the process that hands out the tests needs none
+
     torch.set_num_threads(1)
 
 

@@ -97,13 +97,13 @@ def _first_tokens(examples, number):
 
 
 def test_a_source_with_fewer_documents_than_logical_streams():
-    sources = {"many": generated([documents(0, 200, 10)] * 8), "few": generated([documents(1, 3, 10)])}
+    sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
     shares = {"many": 0.8, "few": 0.2}
-    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=8))
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=4))
     assert share_of_first(rows) == pytest.approx(0.8, abs=0.02)  # also where a logical stream has no document of few
     assert {name // MANY for name in names_in(rows)} == {0, 1}
-    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=8))
-    assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 8), **dict.fromkeys(range(MANY, MANY + 3), 1)}
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=4))
+    assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 4), **dict.fromkeys(range(MANY, MANY + 3), 1)}
 
 
 def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
