@@ -60,11 +60,12 @@ def both(source, strategy=STRATEGIES[0], **options):
     return packed
 
 
-@pytest.fixture
-def pair(tmp_path):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
     """Documents on disk, packed as always, and lazily."""
-    documents().save_to_disk(tmp_path / "documents")
-    packed, _, lazy, _ = both(datasets.load_from_disk(tmp_path / "documents"))
+    folder = str(tmp_path_factory.mktemp("documents"))
+    documents().save_to_disk(folder)
+    packed, _, lazy, _ = both(datasets.load_from_disk(folder))
     assert max(map(len, packed["seq_lengths"])) > 1
     return packed, lazy
 
