@@ -15,7 +15,7 @@ import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.route import InputFormat
+from hf_packing.attention.route import InputFormat, route_of
 from hf_packing.attention.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -200,6 +200,7 @@ def test_a_module_of_the_user_beside_one_that_changes_with_the_length():
     assert (packed_logits(model, documents) - expected).abs().max() <= 1e-4 * float(expected.abs().max())
 
 
+@pytest.mark.usefixtures("one_method")
 def test_long_documents_that_cannot_be_kept_apart_are_refused():
     """Also for the second model of its kind."""
     for _ in range(2):
@@ -282,7 +283,7 @@ def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
 def test_a_module_that_was_exchanged(architecture):
     """Also for one of its kind."""
     model = patched_tiny(architecture, "causal")
-    name = hfp.check_isolation(model).route.by_segment[0].name
+    name = route_of(model).by_segment[0].name
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     for other in (fresh, torch.nn.Identity()):

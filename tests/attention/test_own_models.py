@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_packing as hfp
+from hf_packing.attention.route import route_of
 
 DOCUMENTS = [list(range(10, 70)), [9, 8, 7, 6], [5], list(range(30, 41))]
 
@@ -142,7 +143,7 @@ def test_a_route_that_is_known_of_other_modules():
     stock = copy.deepcopy(model)
     stock.config.use_cache = False
     check(stock, hfp.patch_model(model), packed(DOCUMENTS), close=1e-4)
-    assert hfp.check_isolation(model).route.modules == {"ScaledWhenLong": 1}
+    assert route_of(model).modules == {"ScaledWhenLong": 1}
 
 
 class AcrossRows(nn.Module):

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
+from hf_packing.attention.route import route_of
 
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
@@ -35,7 +36,7 @@ def test_an_attention_of_the_users_own_is_not_replaced(prove):
     model.set_attn_implementation("twice")
     hfp.patch_model(model, prove=prove)
     assert model.config._attn_implementation == "twice"
-    route = hfp.check_isolation(model).route
+    route = route_of(model)
     assert route.modules == {"LlamaAttention": 2}
     assert "a document's logits differ" in route.tried[0]
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import hf_packing as hfp
 from hf_packing.attention.packed_row import CACHES, PackedRow, use_row
+from hf_packing.attention.route import route_of
 
 ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
 ROWS = {"input_ids": torch.full((2, 4), 9)}
@@ -90,7 +91,7 @@ def test_borders_given_again_are_checked_again():
 
 def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
     model = patched_tiny("jamba")
-    name = hfp.check_isolation(model).route.by_segment[0].name
+    name = route_of(model).by_segment[0].name
     module, hidden = model.get_submodule(name), torch.zeros(1, 5, 64)
     with pytest.raises(hfp.PackingError, match=rf"JambaMambaMixer \({name}\) was called outside its model"):
         module(hidden)

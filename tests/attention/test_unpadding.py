@@ -54,6 +54,7 @@ def test_large_gradients_are_not_taken_for_wrong_ones():
     assert not route_of(model).unpadding.by_length
 
 
+@pytest.mark.usefixtures("one_method")
 def test_small_gradients_are_not_taken_for_right_ones():
     with pytest.raises(hfp.ModelNotSupportedError, match="a document's gradients differ by"):
         hfp.patch_model(with_embeddings(1e6, torch.float64, 2))

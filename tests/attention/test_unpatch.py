@@ -13,6 +13,7 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
+from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
 
@@ -122,8 +123,7 @@ def test_a_forward_that_takes_no_borders():
 
     torch.manual_seed(0)
     model = hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
-    assert hfp.check_isolation(model).isolated
-    assert not hfp.check_isolation(model).route.method.inputs.borders
+    assert not route_of(model).method.inputs.borders
 
 
 def test_a_model_that_fails_without_a_mask():
