@@ -18,7 +18,6 @@ from hf_packing.attention.packed_row import CACHES
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 
-
 HYBRID = ("gemma2", "jamba", "qwen3_next")
 
 

@@ -66,6 +66,7 @@ def test_two_heads_are_refused(kind):
     assert not is_patched(model)
 
 
+@pytest.mark.usefixtures("one_method")
 def test_two_texts_are_refused():
     sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
