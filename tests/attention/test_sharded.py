@@ -40,7 +40,7 @@ def filled(model, known):
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba2", "opt", "gemma3_text"], "llama"))
 def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
-    known = tiny_model(architecture, "causal", num_hidden_layers=2)
+    known = tiny_model(architecture, "causal")
     alone = losses_alone(known)
     model = on_meta(known)
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
