@@ -11,14 +11,20 @@ from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
+from hf_packing.attention.unpadding_proof import prove_unpadding
 from tools.survey.picture_inputs import batch_of, make_documents
 from tools.survey.picture_models import picture_model
 
 
 @cache
 def stock_and_patched(name):
+    """Padded batches, too, are proven once."""
     stock = picture_model(name)
-    return stock, hfp.patch_model(copy.deepcopy(stock))
+    text = stock.model.language_model
+    text.layers, text.config.num_hidden_layers = text.layers[:2], 2
+    model = hfp.patch_model(copy.deepcopy(stock))
+    prove_unpadding(model)
+    return stock, model
 
 
 def documents_with_pictures(name):
@@ -70,6 +76,7 @@ def test_masks_of_its_own_for_pictures_are_refused():
 def test_pictures_before_the_tokens_of_a_row_are_refused():
     """GIT lays a picture before the text, in the module that gets the tokens without padding."""
     model = picture_model("git")
+    model.git.encoder.layer, model.config.num_hidden_layers = model.git.encoder.layer[:1], 1
     documents = make_documents(model)
     hfp.patch_model(model)
     for some, more in ((documents, 0), (documents[:1], 0), (documents[:1], 4)):

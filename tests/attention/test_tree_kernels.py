@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, assert_equal_with_gradients, choose, half, of_flash_attn, stand_in, tensors
 from patched_models import patched
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernel_trials, path_keys, tree_attention
@@ -179,7 +179,8 @@ def test_dropout_runs_on_kernels_that_take_it():
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
 def test_models_run_on_kernels(monkeypatch, name):
     choose_kernel.KERNELS[:] = [FLASH]
-    stock, model = build(name, torch.float64), patched(name, torch.float64)
+    layers = {} if "layer_types" in SUPPORTED[name] else {"num_hidden_layers": 1}
+    stock, model = (make(name, torch.float64, **layers) for make in (build, patched))
     monkeypatch.setattr(tree_attention, "attend_along_paths", lambda *_, **__: pytest.fail("not on the kernel"))
     hfp.patch_model(model, trees=True)
     for most in (1000, 40):  # 40 keys at a time need several calls

@@ -24,9 +24,13 @@ from hf_packing.attention.varlen import kernel_of
 from hf_packing.trees.segments import TreeSegments
 
 
+def of_trees(name, trees=True):
+    return patched_tiny(name, "causal", torch.float64, trees, num_hidden_layers=1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
 def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
-    model = patched_tiny(name)
+    model = of_trees(name, trees=False)
     roots = TreeSegments((5, 9, 3), (-1, -1, -1))
     batch = inputs_of(roots)
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
@@ -35,8 +39,12 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
     assert not route_of(model).takes_trees, "a row without branches needs no proof of trees"
 
 
+def llama(trees=False):
+    return patched("Llama", trees=trees, num_hidden_layers=1)
+
+
 def test_the_first_tree_is_proven_when_it_comes():
-    model = patched("Llama")
+    model = llama()
     model.train()
     assert not route_of(model).takes_trees
     logits = model(**inputs_of(CHAT)).logits
@@ -51,8 +59,8 @@ def test_the_first_tree_is_proven_when_it_comes():
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
-    stock = tiny_model("mamba", "causal", torch.float64)
-    model, calls = patched_tiny("mamba", "causal", torch.float64, trees=True), []
+    stock = tiny_model("mamba", "causal", torch.float64, num_hidden_layers=1)
+    model, calls = of_trees("mamba"), []
     trees = TreeSegments((10, *[6] * 5), (-1, *[0] * 5))
     module = next(each for each in model.modules() if type(each).__name__ == "MambaMixer")
     own = type(module).forward
@@ -82,8 +90,8 @@ def without_window(*arguments, **options):
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
-    assert route_of(patched(name, trees=True)).takes_trees, "without the fault"
-    model = patched(name)
+    assert route_of(patched(name, trees=True, num_hidden_layers=1)).takes_trees, "without the fault"
+    model = patched(name, num_hidden_layers=1)
     monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
@@ -91,7 +99,7 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
 
 
 def test_a_model_refuses_trees_until_they_are_proven(monkeypatch):
-    model = patched("Llama")
+    model = llama()
     monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     for _ in range(2):
         with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
@@ -108,12 +116,12 @@ def test_only_descendants_notice(monkeypatch):
     monkeypatch.setattr(tree_proof, "_prove_equal", lambda *_: None)
     monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changes the logits of tokens"):
-        prove_trees(patched("Llama"))
+        prove_trees(llama())
 
 
 @pytest.mark.parametrize("name", fast_only(["xlnet", "cpmant"], "cpmant"))
 def test_unstable_prefixes_are_refused_in_those_words(name):
-    model = tiny_model(name, "causal")
+    model = tiny_model(name, "causal", num_hidden_layers=1)
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable.*what follows"):
         hfp.patch_model(model, trees=True)
     assert route_of(model) is None
@@ -142,10 +150,12 @@ def tree_batch():
     return inputs_of(TreeSegments((9, 14, 6, 17, 5, 12, 20, 7, 7), (-1, 0, 0, 2, 2, 4, -1, 6, 6)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mamba"])
-@pytest.mark.parametrize("training", [False, True])
+PROVEN = [(name, training) for name in ("gpt2", "mamba") for training in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "training"), fast_only(PROVEN, ("gpt2", False), ("mamba", True)))
 def test_a_batch_of_trees_is_proven(name, training):
-    proof = prove_on_batch(patched_tiny(name, dtype=torch.float64, trees=True), tree_batch(), training)
+    proof = prove_on_batch(of_trees(name), tree_batch(), training)
     assert not proof.problem
     assert (proof.tokens, proof.documents, proof.longest) == (97, 5, 32)
     assert proof.alone >= 1
@@ -155,7 +165,7 @@ def test_a_batch_of_trees_is_proven(name, training):
 
 @cache
 def llama_of_trees():
-    model = patched("Llama", trees=True)
+    model = llama(trees=True)
     assert not prove_on_batch(model, tree_batch()).problem, "without a fault"
     return model
 
@@ -186,7 +196,7 @@ def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
 def test_reports_of_trees(monkeypatch):
     with pytest.raises(hfp.PackingError, match="trees: expected a model patched by patch_model"):
         hfp.check_isolation(build("Llama"), trees=True)
-    model = patched("Llama")
+    model = llama()
     with pytest.raises(hfp.PackingError, match="trees: expected True without `collator`"):
         hfp.check_isolation(model, trees=True, rows=2)
     report = hfp.check_isolation(model, trees=True)
