@@ -51,7 +51,7 @@ def attached(kind, folder, budget=None, **changes):
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [*zip(KINDS, (1, 4, 4, 4), strict=True)])
+@pytest.mark.parametrize(("kind", "accumulation"), [*zip(KINDS, (1, 2, 2, 2), strict=True)])
 @pytest.mark.usefixtures("exact_log_probs")
 def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
     trainer = attached(kind, tmp_path, gradient_accumulation_steps=accumulation)
