@@ -126,7 +126,7 @@ def epoch_of(data, budget, loss="token"):
     return batches, {name: each.grad for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("loss", ["token", "sequence"])
+@pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "sequence"))
 def test_an_epoch_is_that_of_the_documents_alone(loss):
     _, expected = epoch_of(DATA, hfp.TokenBudget(8192), loss)
     for data, budget in (
@@ -141,7 +141,7 @@ def test_an_epoch_is_that_of_the_documents_alone(loss):
         assert largest_difference(found, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer], SFTTrainer))
 def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
     rows = list(packed())
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}

@@ -97,7 +97,7 @@ def check_whole(model, reason, caplog, called=None):
     assert not chunks
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.lists(st.lists(st.sampled_from([-100, 5, 60]), min_size=1, max_size=8), min_size=2, max_size=4),
     st.integers(1, 9),

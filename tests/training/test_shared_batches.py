@@ -52,7 +52,7 @@ def test_other_values_of_tokens_split_a_prefix():
     assert find_in_batch(tokens, {"token_type_ids": types}, [3, 3], 1).trees.tokens == 5
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", fast_only(["right", "left"], "right"))
 @pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "mamba"], "gpt2"))
 def test_rows_of_a_padded_batch(name, side):
     model = patched_tiny(name, "causal", torch.float64)

@@ -174,7 +174,7 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
 
 
 def test_a_head_of_the_users_own_is_not_known(tmp_path):
-    trainer = trainer_of("classifier", tmp_path)
+    trainer = trainer_of("classifier", tmp_path, patched=True)
     trainer.model.__class__ = WeightedByTokens
     for unit in (None, "labeled rows"):
         with pytest.raises(hfp.PackingError, match="Trainer with WeightedByTokens"):
