@@ -25,7 +25,7 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention import patch
 
-LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 3
+LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 2
 BUDGET = hfp.TokenBudget(900)
 
 
