@@ -8,7 +8,6 @@ from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-
 SMALLER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 """In place of `SIZES` of recipes/common.py."""
 
