@@ -57,7 +57,7 @@ def own_collator(whole_words=False):
 MAKERS = (collator, own_collator)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(60, 400),
     st.integers(1, 3),
