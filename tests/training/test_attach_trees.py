@@ -79,7 +79,7 @@ def test_lost_documents_are_counted(tmp_path):
 def test_prefixes_that_are_not_stable_are_refused(tmp_path):
     from hf_packing.attention.tiny_model import tiny_model
 
-    trainer = trainer_of(tmp_path, model=tiny_model("axk2", "causal"), data=DATA)
+    trainer = trainer_of(tmp_path, model=tiny_model("axk2", "causal", num_hidden_layers=1), data=DATA)
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
         hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
     assert type(trainer) is Trainer
@@ -87,7 +87,7 @@ def test_prefixes_that_are_not_stable_are_refused(tmp_path):
 
 
 def test_what_is_not_exact_is_said_once(tmp_path):
-    model = build("Mixtral", output_router_logits=True)
+    model = build("Mixtral", output_router_logits=True, num_hidden_layers=1)
     model.config.attention_dropout = 0.1
     trainer = trainer_of(tmp_path, model=model, data=DATA)
     with warnings.catch_warnings(record=True) as said:

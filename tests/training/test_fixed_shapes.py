@@ -111,7 +111,7 @@ def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path, mon
     monkeypatch.setattr(
         modeling_mixtral, "load_balancing_loss_func", lambda logits, experts, top_k, _: stock(logits, experts, top_k)
     )
-    model = patched("Mixtral")
+    model = patched("Mixtral", num_hidden_layers=1)
     model.config.output_router_logits = True
     for call in (
         lambda: hfp.attach(trainer_of(tmp_path, model=model), LIMITED, **SHAPES),

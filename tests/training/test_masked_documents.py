@@ -169,7 +169,7 @@ def seen_in_training(trainer, budget=100, resume=None, **options):
 
 def test_what_the_model_gets(tmp_path):
     """The same masks with another budget and with workers that outlive an epoch, and other masks in the next epoch."""
-    few, first = {"data": documents(6)}, {"num_train_epochs": 1}
+    few, first = {"data": documents(4)}, {"num_train_epochs": 1}
     expected = seen_in_training(trainer_of(tmp_path, **few))
     assert expected.keys() == {0, 1}
     assert expected[0] != expected[1]

@@ -316,7 +316,7 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
     ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
-    ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
+    slow("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
     *(
         ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
         for losses in (["sigmoid", "sft"], ["aot"])

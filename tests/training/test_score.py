@@ -299,7 +299,7 @@ def test_documents_that_differ_in_the_last_token_run_once(share, model_and_stock
 
 
 def test_a_causal_model_without_a_head(rng):
-    model, rows = tiny_model("llama", "causal", torch.float64).base_model, related(rng)
+    model, rows = tiny_model("llama", "causal", torch.float64, num_hidden_layers=1).base_model, related(rng)
     seen = Seen(model, hidden="mean")  # patches the model
     packed = hfp.score(model, rows, hidden="mean", progress=False)
     assert not any(seen.trees)

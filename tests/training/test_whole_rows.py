@@ -10,6 +10,7 @@ import torch
 import transformers
 import trl
 from processes import on_ranks
+from tiers import slow
 from training_by_hand import largest_difference
 from transformers import default_data_collator
 from whole_rows import (
@@ -107,7 +108,7 @@ def test_evaluation_loss_is_a_mean_of_all_labeled_tokens(tmp_path):
 
 @pytest.mark.parametrize(
     ("losses", "unit"),
-    [(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
+    [slow(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
 )
 def test_losses_of_dpo(losses, unit, tmp_path):
     weights = [1.0] * len(losses)
