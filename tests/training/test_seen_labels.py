@@ -134,10 +134,10 @@ def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
     """Its labels are all tokens, and other ones only where there is a mistake."""
     model = patched_bert().train()
     in_training(model, ROW, [6, *ROW[1:]], [40])
-    for _ in range(4096 // 40):
-        in_training(model, ROW, ROW, [40])
-    with pytest.raises(PackingError, match="got 4120 successive labels"):
-        in_training(model, ROW, ROW, [40])
+    for _ in range(4096 // 400):
+        in_training(model, ROW * 10, ROW * 10, [40] * 10)
+    with pytest.raises(PackingError, match="got 4400 successive labels"):
+        in_training(model, ROW * 10, ROW * 10, [40] * 10)
 
 
 def test_a_loop_for_a_corrector_may_begin_without_mistakes():
