@@ -202,7 +202,7 @@ def test_trees():
         assert (positions == 0).nonzero()[:, 0].tolist() == roots
         branches[way] += len(lengths) - len(roots)
 
-    @settings(max_examples=15)
+    @settings(max_examples=50)
     @given(labeled_documents(), st.booleans())
     def check_batch(drawn, is_copy):
         documents, labels = drawn
