@@ -316,7 +316,7 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(comparing_rows(of), WHOLE)),
     ("trainer", lambda of: hfp.attach(comparing_rows(of), WHOLE, loss_unit="labeled rows")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
-    slow("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
+    ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
     *(
         ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
         for losses in (["sigmoid", "sft"], ["aot"])
@@ -330,7 +330,7 @@ WHOLE_ROWS = [
     ("share_prefixes", lambda of: hfp.attach(of.of_rows(), None, share_prefixes=0)),
     ("trainer", lambda of: hfp.attach(of.of_rows(on={"model": None}), None)),
     ("trainer.ref_model", lambda of: hfp.attach(sharing_a_configuration(of), None)),
-    slow("trainer.model", lambda of: hfp.attach(mixing_rows(of), None)),
+    ("trainer.model", lambda of: hfp.attach(mixing_rows(of), None)),
 ]
 
 
