@@ -17,6 +17,9 @@ demo: $(INSTALLED_FOR_DEMO)
 	$(VENV)/bin/python -u recipes/quickstart.py
 	@echo "To run these commands, activate the virtual environment: source $(VENV)/bin/activate"
 
+# Python keeps what it has compiled, also where the machine says otherwise: tests start many processes.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
 

@@ -1,6 +1,7 @@
 """Small documents, tiny models and the shared data, for all tests."""
 
 import gc
+import itertools
 import json
 import os
 from collections import Counter
@@ -10,16 +11,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=150)  # of make test-all
 settings.load_profile("default")
 
 ROOT = Path(__file__).parent.parent
+NUMBERS = itertools.count()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage while files are imported: each time, it would look at all that has been imported before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):
@@ -37,13 +48,16 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Datasets in memory are cached in a folder of the test's own."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+def own_cache(tmp_path_factory, monkeypatch):
+    """Datasets in memory are cached in a folder of the test's own, which is there once something is cached."""
+    folder = tmp_path_factory.getbasetemp() / f"datasets-cache-{next(NUMBERS)}"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    import torch  # the process that hands out the tests needs none
+
     torch.set_num_threads(1)
 
 

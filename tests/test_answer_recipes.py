@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import squad
 from processes import run_script
-from recipe_inputs import questions, write
+from recipe_inputs import SMALLER, questions, write
 from transformers import EvalPrediction
 
 import hf_packing as hfp
@@ -26,7 +26,8 @@ FUNCTIONS = [
 ]
 
 
-def test_squad(tmp_path, capsys):
+def test_squad(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(common, "SIZES", SMALLER)
     data = write(tmp_path / "rows.jsonl", questions())
     flags = ["--data", data, "--max_length", 32, "--doc_stride", 8, "--num_train_epochs", 1]
     flags = [*map(str, flags), "--output_dir", str(tmp_path / "out")]

@@ -125,7 +125,7 @@ def positions_at_attention(model, **inputs):
 def test_flat_batches(way):
     model, filled = patched("Llama", num_hidden_layers=1).eval(), Counter()
 
-    @settings(max_examples=10)
+    @settings(max_examples=30)
     @given(flat_batches(way))
     def check_batch(drawn):
         batch, lengths, filling = drawn
@@ -151,7 +151,7 @@ def test_padded_batches(kind):
     """Their rows reach attention as one row, in which no position of padding is left."""
     model, filled = patched("Llama", padded=True, num_hidden_layers=1).eval(), Counter()
 
-    @settings(max_examples=10)
+    @settings(max_examples=30)
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.data())
     def check_batch(lengths, data):
         longest = max(lengths) + data.draw(st.integers(0, 2))
@@ -174,7 +174,7 @@ def test_documents_in_rows_of_their_own():
     """Modules that run segment by segment, and those that read a document as a whole, get rows that end in padding."""
     filled = Counter()
 
-    @settings(max_examples=20)
+    @settings(max_examples=30)
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     def check_rows(lengths):
         row = Layout.of(lengths)
@@ -202,7 +202,7 @@ def test_trees():
         assert (positions == 0).nonzero()[:, 0].tolist() == roots
         branches[way] += len(lengths) - len(roots)
 
-    @settings(max_examples=15)
+    @settings(max_examples=50)
     @given(labeled_documents(), st.booleans())
     def check_batch(drawn, is_copy):
         documents, labels = drawn

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_namespace():
         hfp.Bestfit  # noqa: B018
 
 
+@cache
 def imports_of(file: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

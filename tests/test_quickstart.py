@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import time
 
 import common
 import nbformat
@@ -82,15 +81,6 @@ def test_both_sides_take_the_same_documents_in_turn(rows, tmp_path, monkeypatch)
     assert losses["packed"] == pytest.approx(losses["padded"], abs=1e-3)
     assert losses["packed"][0] == pytest.approx(losses["padded"][0], abs=1e-5)
     assert threads == {1}
-
-
-def test_the_demo_does_not_count_what_others_do():
-    if quickstart.DEVICE != "cpu":
-        pytest.skip("a card has no CPU seconds")
-    began, wall = quickstart.now(), time.perf_counter()
-    while time.perf_counter() < wall + 0.3:
-        time.sleep(0.1)
-    assert quickstart.now() - began < 0.2
 
 
 def test_a_busy_machine_does_not_change_what_the_demo_says():

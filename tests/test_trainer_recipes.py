@@ -18,7 +18,7 @@ import squad
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from processes import run_script
-from recipe_inputs import prompts, questions, save_tiny_model, weights, write
+from recipe_inputs import SMALLER, prompts, questions, save_tiny_model, weights, write
 from safetensors.torch import load_file
 from tiers import fast_only
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorForLanguageModeling
@@ -52,6 +52,12 @@ ENDS = {
     "pretrain_bucket": "of the last ",
 }
 """What one of two processes prints once at the end."""
+
+
+@pytest.fixture(autouse=True)
+def smaller_models(monkeypatch):
+    """Models from scratch, whose proofs take most of the time."""
+    monkeypatch.setattr(common, "SIZES", SMALLER)
 
 
 def words(number, seed=0):
@@ -120,7 +126,7 @@ def test_classify(pair, tmp_path, capsys):
 
 def test_dpo(tmp_path, capsys):
     test = write(tmp_path / "test.jsonl", [*pairs(7), LONG])
-    model = save_tiny_model(tmp_path / "model")
+    model = save_tiny_model(tmp_path / "model", num_hidden_layers=1)
     flags = ("--max_steps", 2, "--max_length", 25, "--model_name_or_path", model)
     flags += ("--eval_data", test, "--eval_strategy", "steps", "--eval_steps", 1)
     trainer = dpo.main(flags_of("dpo", tmp_path, *flags, rows=[*pairs(), LONG]))
@@ -196,7 +202,7 @@ LORA = [("dpo", AutoPeftModelForCausalLM, {}), ("reward", AutoPeftModelForSequen
 
 @pytest.mark.parametrize(("recipe", "kind", "options"), fast_only(LORA, LORA[1]))
 def test_adapters(recipe, kind, options, tmp_path, capsys):
-    model = save_tiny_model(tmp_path / "model")
+    model = save_tiny_model(tmp_path / "model", num_hidden_layers=1)
     flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--model_name_or_path", model, "--use_peft", "--lora_r", 4)
     MAIN[recipe]([*flags, "--learning_rate", "0.01"])
     assert "ref_model" not in capsys.readouterr().out
@@ -211,7 +217,7 @@ def test_adapters(recipe, kind, options, tmp_path, capsys):
 
 @pytest.mark.parametrize("lora", fast_only([False, True], False))
 def test_grpo(tmp_path, capsys, lora):
-    model = save_tiny_model(tmp_path / "model")
+    model = save_tiny_model(tmp_path / "model", num_hidden_layers=1)
     flags = ("--max_steps", 1, "--reward", "length:20", "--beta", 0.1, "--model_name_or_path", model)
     trainer = grpo.main(flags_of("grpo", tmp_path, *flags, *(["--use_peft"] if lora else [])))
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() == lora

@@ -155,28 +155,30 @@ def _pack_split(
     packing.check_names(table.column_names)
     fingerprint = fingerprint_of(dataset, packing, table.column_names, lazy)
     folder = folder_for(dataset, fingerprint)
-    origin = None
+    origin = rows = None
     if load_from_cache_file:
         with suppress(PackingError, OSError, pa.ArrowException):  # not packed yet, or damaged
             stored = Origin.load(folder)
-            if lazy or MemoryMappedTable.from_file(str(folder / ROWS)).num_rows == stored.plan.num_packs:
+            rows = None if lazy else MemoryMappedTable.from_file(str(folder / ROWS))
+            if rows is None or rows.num_rows == stored.plan.num_packs:
                 origin = stored
     if lazy or origin is None:
         columns = find_token_columns(table, row_numbers(dataset))
     if origin is None:
-        origin = _store(packing, columns, folder, lazy)
+        origin, rows = _store(packing, columns, folder, lazy)
     for change in describe_changes(origin.facts, left_out=columns_left_out(table.schema)):
         warnings.warn(f"pack {change}", stacklevel=3)
     info = _info_of_packed(dataset, origin.plan, packing)
-    if lazy:
+    if rows is None:
         return DocumentRows(dataset, packing, folder / PLAN, columns).as_dataset(info, fingerprint)
-    rows = MemoryMappedTable.from_file(str(folder / ROWS))
     info.features = _features_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
-def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) -> Origin:
+def _store(
+    packing: Packing, columns: TokenColumns, folder: Path, lazy: bool
+) -> tuple[Origin, MemoryMappedTable | None]:
     """Plan documents, write the plan to disk, with the rows if they are not lazy, and return what was written."""
     plan, splits = packing.plan(columns)
     facts = changes_of(columns, plan, splits, repr(packing.strategy))
@@ -190,7 +192,9 @@ def _store(packing: Packing, columns: TokenColumns, folder: Path, lazy: bool) ->
             facts["trained_tokens"] = count_labels(columns, plan.segments)
         origin = Origin(plan, facts, first_labels)
         origin.save(unfinished)
-    return origin
+        # opened here, since another process that packs the same may replace the folder as soon as it is in its place
+        rows = None if lazy else MemoryMappedTable.from_file(str(unfinished / ROWS))
+    return origin, None if rows is None else MemoryMappedTable(rows.table, str(folder / ROWS))
 
 
 def _write_rows(

@@ -23,7 +23,7 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.changes import describe_changes
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
-from hf_packing.streams.packed import StreamPacking, Window
+from hf_packing.streams.packed import Row, StreamPacking, Window, table_of
 from hf_packing.streams.shards import Share, equal_shares, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -42,15 +42,16 @@ class Turn(NamedTuple):
 
     stream: int
     """The number of the logical stream."""
-    row: pa.Table | None
-    """The row of the turn, a table with one row; None if the logical stream has ended."""
+    row: Row | None
+    """The row of the turn; None if the logical stream has ended."""
     position: Position
     """How far the logical stream has come with this turn."""
 
     def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
         """Return the row's values in some columns, integers [tokens] or [segments]."""
         assert self.row is not None
-        return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
+        table = self.row.table
+        return {name: table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
 class PackedExamples(StatefulExamples):
@@ -101,7 +102,7 @@ class PackedExamples(StatefulExamples):
         turns, at_once = self.turns(), 1 if one_row else _ROWS_AT_ONCE
         while taken := list(islice(turns, at_once)):
             if rows := [turn.row for turn in taken if turn.row is not None]:
-                yield pa.concat_tables(rows)
+                yield table_of(rows)
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
@@ -141,7 +142,7 @@ class PackedExamples(StatefulExamples):
 
     def _rows(
         self, stream: int, share: Share | None, window: Window | None, rows_out: int
-    ) -> Iterator[tuple[pa.Table | None, Window, int]]:
+    ) -> Iterator[tuple[Row | None, Window, int]]:
         """Return the rows of a logical stream from a place on. Of a mixture, it reads a piece and not a share."""
         if not self.streams:
             return self.packing.rows(self.ex_iterable, None, window, rows_out)

@@ -15,7 +15,7 @@ import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.route import Method
+from hf_packing.attention.route import Method, route_of
 from tools.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -95,7 +95,7 @@ def difference(model, documents):
     ("model_type", "kind"), fast_only([("xlm", "causal"), ("flaubert", "masked")], ("xlm", "causal"))
 )
 def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
-    model = patched_tiny(model_type, kind)
+    model = patched_tiny(model_type, kind, n_layers=1)
     documents = documents_of([5, 9, 7])
     assert difference(model, documents) <= 1e-4
     documents[1][4] = model.config.pad_token_id
@@ -108,7 +108,7 @@ ORDINARY_PADS = [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")
 
 @pytest.mark.parametrize(("model_type", "kind"), fast_only(ORDINARY_PADS, ("roberta", "masked")))
 def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
-    model = patched_tiny(model_type, kind)
+    model = patched_tiny(model_type, kind, num_hidden_layers=2)
     documents = documents_of([5, 9, 7])
     for document in documents:
         document[-1] = model.config.pad_token_id
@@ -127,7 +127,7 @@ def test_a_model_that_changes_itself_for_short_documents(kind, block_size):
 
 def test_a_scale_of_a_longer_document_is_not_remembered():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    model = tiny_model("llama", "causal", max_position_embeddings=32, rope_parameters=rope)
+    model = tiny_model("llama", "causal", max_position_embeddings=32, rope_parameters=rope, num_hidden_layers=1)
     hfp.patch_model(model)
     for length in (100, 10):
         assert difference(model, documents_of([length])) <= 1e-4
@@ -200,6 +200,7 @@ def test_a_module_of_the_user_beside_one_that_changes_with_the_length():
     assert (packed_logits(model, documents) - expected).abs().max() <= 1e-4 * float(expected.abs().max())
 
 
+@pytest.mark.usefixtures("one_method")
 def test_long_documents_that_cannot_be_kept_apart_are_refused():
     """Also for the second model of its kind."""
     for _ in range(2):
@@ -211,7 +212,7 @@ def test_long_documents_that_cannot_be_kept_apart_are_refused():
 
 def test_what_is_hidden_in_another_document():
     """ESM scales all embeddings by the share of mask tokens in a row."""
-    model = tiny_model("esm", "masked", token_dropout=True)
+    model = tiny_model("esm", "masked", token_dropout=True, num_hidden_layers=1)
     documents = documents_of([10, 20])
     documents[0][3] = model.config.mask_token_id
     expected = alone(model, documents)
@@ -282,7 +283,7 @@ def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
 def test_a_module_that_was_exchanged(architecture):
     """Also for one of its kind."""
     model = patched_tiny(architecture, "causal")
-    name = hfp.check_isolation(model).route.by_segment[0].name
+    name = route_of(model).by_segment[0].name
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     for other in (fresh, torch.nn.Identity()):

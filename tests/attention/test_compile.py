@@ -87,16 +87,34 @@ def compilations(model, *numbers, **shapes):
 FIXED = {"tokens": 300, "max_segments": 21}
 
 
+@pytest.fixture
+def locked_while_compiling(monkeypatch):
+    """Whether dynamo traced each time that a model took its lock. Tracing it would go through the locks of all models,
+    which ends in an error if one of them leaves meanwhile."""
+    is_compiling = []
+
+    class Locks(dict):
+        def setdefault(self, key, lock):
+            is_compiling.append(torch.compiler.is_compiling())
+            return super().setdefault(key, lock)
+
+    monkeypatch.setattr(forward, "_locks", Locks())
+    return is_compiling
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize("fixed", fast_only([False, True], False))
 @pytest.mark.parametrize(("architecture", "graphs"), fast_only([("llama", 1), ("mamba", 4)], ("llama", 1)))
-def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, graphs):
+def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(
+    architecture, graphs, fixed, locked_while_compiling
+):
     """Modules of Mamba that run by segment divide it into graphs; their number does not depend on its layers."""
     model = patched_tiny(architecture, "causal", num_hidden_layers=1)
-    (fixed,) = compilations(model, 4, **FIXED)
-    assert list(fixed.values()) == [1] * graphs
-    (without,) = compilations(model, 6)
-    assert len(without) == graphs
-    assert max(without.values()) <= 4
+    (counted,) = compilations(model, 6, **(FIXED if fixed else {}))
+    assert len(counted) == graphs
+    assert max(counted.values()) <= (1 if fixed else 4)
+    assert locked_while_compiling
+    assert not any(locked_while_compiling)
 
 
 @pytest.mark.slow
@@ -144,12 +162,13 @@ def test_other_models_are_compiled_once_with_fixed_shapes(architecture):
 @pytest.mark.parametrize("fixed", [pytest.param({}, marks=pytest.mark.slow), FIXED])
 def test_activation_checkpointing_in_one_graph(fixed):
     model = patched_tiny("llama", "causal", torch.float64, num_hidden_layers=1).train()
-    batches = list(random_batches(4, **fixed))[:2]
+    batches = list(random_batches(4, **fixed))[: 3 if fixed else 2]  # the third one is a single document
     expected = losses_and_gradients(model, batches)
     model.gradient_checkpointing_enable()
     backend = Compilations()
     assert_as_uncompiled(torch.compile(model, backend=backend), batches, expected, 1e-10)
     assert len(backend.of_graph) == 1
+    assert not fixed or list(backend.of_graph.values()) == [1]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -157,7 +176,7 @@ def test_a_model_that_was_compiled_before_it_is_patched():
     model = tiny_model("llama", "causal", num_hidden_layers=1)
     backend = Compilations()
     compiled = torch.compile(model, backend=backend)
-    batch = batch_of(DOCUMENTS)
+    batch = {name: value for name, value in batch_of(DOCUMENTS).items() if name != "labels"}
     plain = {name: batch[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         before = compiled(**plain, use_cache=False).logits
@@ -178,23 +197,6 @@ def test_an_inner_model_alone_reads_the_borders_itself():
         assert torch.allclose(inner(**batch)[0], model.model(**batch)[0], atol=1e-4)
         with pytest.raises(hfp.PackingError, match="cu_seq_lens_k: expected the same segment borders"):
             inner(**{**batch, "cu_seq_lens_k": torch.tensor([0, 29], dtype=torch.int32)})
-
-
-def test_the_lock_of_a_model_is_taken_in_uncompiled_code(monkeypatch):
-    """Tracing it would go through the locks of all models, which ends in an error if one of them leaves meanwhile."""
-    model, batch = patched_tiny("llama", "causal", num_hidden_layers=1), batch_of(DOCUMENTS)
-    model(**batch)
-    is_compiling = []
-
-    class Locks(dict):
-        def setdefault(self, key, lock):
-            is_compiling.append(torch.compiler.is_compiling())
-            return super().setdefault(key, lock)
-
-    monkeypatch.setattr(forward, "_locks", Locks())
-    torch.compile(model, backend="eager")(**batch)
-    assert is_compiling
-    assert not any(is_compiling)
 
 
 def test_the_mark_for_changing_sizes_exists():
@@ -255,6 +257,10 @@ def test_dropout_is_refused():
         attend_exactly_compiled(*tensors, torch.tensor([0, 4]), scale=1.0, is_causal=True, dropout=0.1)
 
 
+def stock_and_patched(architecture):
+    return [make(architecture, "causal", num_hidden_layers=1) for make in (tiny_model, patched_tiny)]
+
+
 def export(model, strict=False, **inputs):
     return torch.export.export(model, (), inputs, strict=strict).module()(**inputs).logits
 
@@ -265,7 +271,7 @@ def export(model, strict=False, **inputs):
     fast_only([(name, strict) for name in ("llama", "bloom") for strict in (False, True)], ("llama", False)),
 )
 def test_an_exported_model_runs_as_without_the_patch(architecture, strict):
-    stock, model = tiny_model(architecture, "causal"), patched_tiny(architecture, "causal")
+    stock, model = stock_and_patched(architecture)
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]]), "use_cache": False}
     inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     with torch.no_grad():
@@ -273,12 +279,14 @@ def test_an_exported_model_runs_as_without_the_patch(architecture, strict):
         borders = {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
         with pytest.raises((hfp.PackingError, torch._dynamo.exc.TorchDynamoException), match="cu_seq_lens_q: expected"):
             export(model, strict, **inputs, **borders)
-    assert hfp.check_isolation(model).isolated
+    batch = batch_of(DOCUMENTS)
+    assert torch.equal(model(**batch).logits, patched_tiny(architecture, "causal", num_hidden_layers=1)(**batch).logits)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, while it traces
 def test_a_traced_model_runs_as_without_the_patch():
-    stock, model = tiny_model("llama", "causal"), patched_tiny("llama", "causal").requires_grad_(False)
+    stock, model = stock_and_patched("llama")
+    model.requires_grad_(False)
     ids = torch.randint(8, 60, (2, 2, 9), generator=torch.Generator().manual_seed(0))
     traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (ids[0],))
     with torch.no_grad():
@@ -288,7 +296,7 @@ def test_a_traced_model_runs_as_without_the_patch():
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
 @pytest.mark.parametrize("architecture", fast_only(["llama", "bloom", "qwen2_moe"], "llama"))
 def test_generate_compiled_as_one_graph(architecture):
-    stock, model = tiny_model(architecture, "causal"), patched_tiny(architecture, "causal")
+    stock, model = stock_and_patched(architecture)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected = stock.generate(ids, **options)

@@ -11,8 +11,8 @@ from tiny_models import SIZES
 import hf_packing as hfp
 from hf_packing.attention import is_patched
 
-BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"num_hidden_layers": 1}
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
 
 
 def head(name):

@@ -12,7 +12,7 @@ from training_by_hand import check_packed, losses_alone
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_packing as hfp
-from hf_packing.attention.route import BORDER_ARGUMENTS
+from hf_packing.attention.route import BORDER_ARGUMENTS, route_of
 from tools.tiny_model import tiny_model
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
@@ -68,7 +68,7 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     model = tiny_model("qwen3_next", "causal")
     alone = losses_alone(model)
     kernels = [Kernel(monkeypatch, name) for name in honoring]
-    route = hfp.check_isolation(hfp.patch_model(model)).route
+    route = route_of(hfp.patch_model(model))
     assert (route.method.attention, route.modules) == ("packed_varlen", by_segment)
     for kernel in kernels:
         kernel.saw_borders = 0

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_packing as hfp
+from hf_packing.attention.route import route_of
 
 DOCUMENTS = [list(range(10, 70)), [9, 8, 7, 6], [5], list(range(30, 41))]
 
@@ -88,7 +89,7 @@ def test_layers_of_torch(layer):
     stock = copy.deepcopy(model)
     hfp.patch_model(model)
     check(stock, model, packed(DOCUMENTS), close=1e-10)
-    assert hfp.check_isolation(copy.deepcopy(model)).isolated
+    check(stock, copy.deepcopy(model), packed(DOCUMENTS), close=1e-10)
     hfp.unpatch_model(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -135,14 +136,14 @@ class ScaledWhenLong(nn.Module):
 
 def test_a_route_that_is_known_of_other_modules():
     """The search looks at far positions, which a proof does not."""
-    hfp.patch_model(build("Llama"))
-    model = build("Llama").double().eval()
+    hfp.patch_model(build("Llama", num_hidden_layers=1))
+    model = build("Llama", num_hidden_layers=1).double().eval()
     model.float()
     model.model.rotary_emb = ScaledWhenLong(model.model.rotary_emb)
     stock = copy.deepcopy(model)
     stock.config.use_cache = False
     check(stock, hfp.patch_model(model), packed(DOCUMENTS), close=1e-4)
-    assert hfp.check_isolation(model).route.modules == {"ScaledWhenLong": 1}
+    assert route_of(model).modules == {"ScaledWhenLong": 1}
 
 
 class AcrossRows(nn.Module):
@@ -200,11 +201,8 @@ def test_a_forward_that_passes_on_whatever_it_is_given():
 
 def test_another_attention_for_a_part_of_the_model():
     """Of models with several configurations, such as those that see images."""
-    model = hfp.patch_model(build("Llama"))
-    own = copy.deepcopy(model.config)
-    hfp.unpatch_model(model)
-    model.model.config = own
-    own._attn_implementation_internal = "sdpa"
+    model = build("Llama")
+    model.model.config = own = copy.deepcopy(model.config)
     hfp.patch_model(model)
     own._attn_implementation_internal = "eager"
     with pytest.raises(hfp.PackingError, match="in its LlamaConfig, got 'eager'"):

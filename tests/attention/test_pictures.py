@@ -17,7 +17,10 @@ from tools.survey.picture_models import picture_model
 
 @cache
 def stock_and_patched(name):
+    """Padded batches, too, are proven once."""
     stock = picture_model(name)
+    text = stock.model.language_model
+    text.layers, text.config.num_hidden_layers = text.layers[:2], 2
     return stock, hfp.patch_model(copy.deepcopy(stock), padded=True)
 
 
@@ -70,6 +73,7 @@ def test_masks_of_its_own_for_pictures_are_refused():
 def test_pictures_before_the_tokens_of_a_row_are_refused():
     """GIT lays a picture before the text, in the module that gets the tokens without padding."""
     model = picture_model("git")
+    model.git.encoder.layer, model.config.num_hidden_layers = model.git.encoder.layer[:1], 1
     documents = make_documents(model)
     hfp.patch_model(model, padded=True)
     for some, more in ((documents, 0), (documents[:1], 0), (documents[:1], 4)):

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from hf_packing.attention.packed_row import PackedRow, read_row
 from model_state import state_of
 from tiers import fast_only
 from tiny_models import SUPPORTED, build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import inspect_model, is_patched, patched_forward
+from hf_packing.attention import forward, inspect_model, is_patched
 from hf_packing.attention.cases import RowCase
+from hf_packing.attention.layout import Layout, read_layout
+from hf_packing.attention.route import route_of
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.search import Search
 from tools.tiny_model import tiny_model
@@ -69,6 +70,7 @@ def test_a_classifier_is_checked_on_a_padded_batch():
     assert "forward" not in vars(model.bert.pooler)
 
 
+@pytest.mark.usefixtures("one_method")
 def test_nothing_is_proven_where_nothing_could_leak():
     """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
     model = llama()
@@ -78,6 +80,7 @@ def test_nothing_is_proven_where_nothing_could_leak():
         hfp.patch_model(model)
 
 
+@pytest.mark.usefixtures("one_method")
 def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     """If borders were lost on the way, the proof would fail."""
 
@@ -90,6 +93,7 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
         hfp.patch_model(llama())
 
 
+@pytest.mark.usefixtures("one_method")
 def test_nan_logits_are_no_proof():
     model = llama()
     torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
@@ -174,6 +178,7 @@ def test_gradients_that_cross_borders(only_training):
         hfp.patch_model(with_gradient(from_the_next_token, only_training))
 
 
+@pytest.mark.usefixtures("one_method")
 def test_gradients_that_are_not_those_of_documents_alone_are_refused():
     with pytest.raises(hfp.ModelNotSupportedError, match="a document's gradients differ by"):
         hfp.patch_model(with_gradient(lambda gradient: gradient * (1.5 if gradient.shape[1] > 30 else 1.0)))
@@ -188,7 +193,7 @@ def test_the_attention_written_out_is_a_reference_beside_the_models_own(monkeypa
         "sdpa",
         lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs),
     )
-    assert hfp.check_isolation(hfp.patch_model(model)).route.name == "varlen"
+    assert route_of(hfp.patch_model(model)).name == "varlen"
 
 
 def test_a_model_that_does_not_look_at_its_tokens():

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES, Layout, use_layout
+from hf_packing.attention.route import route_of
 
 ROW = {"input_ids": torch.tensor([[5, 6, 7]])}
 ROWS = {"input_ids": torch.full((2, 4), 9)}
@@ -72,7 +73,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "inputs", "changes", "argument"), REFUSED)
 def test_what_does_not_fit_is_refused(model, inputs, changes, argument):
-    model, changes = patched_tiny(*model, padded=model[1] == "masked"), dict(changes)
+    model, changes = patched_tiny(*model, padded=model[1] == "masked", num_hidden_layers=1), dict(changes)
     model.train(changes.pop("training", False))
     if other := changes.pop("attention", None):
         model.set_attn_implementation(other)
@@ -89,8 +90,8 @@ def test_borders_given_again_are_checked_again():
 
 
 def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
-    model = patched_tiny("jamba")
-    name = hfp.check_isolation(model).route.by_segment[0].name
+    model = patched_tiny("jamba", "causal", num_hidden_layers=1)
+    name = route_of(model).by_segment[0].name
     module, hidden = model.get_submodule(name), torch.zeros(1, 5, 64)
     with pytest.raises(hfp.PackingError, match=rf"JambaMambaMixer \({name}\) was called outside its model"):
         module(hidden)
@@ -103,12 +104,12 @@ def test_packed_rows_for_a_classifier_of_rows():
     batch = hfp.PackingCollator()([{"input_ids": tokens} for tokens in ([5, 6], [7, 8, 9])])
     batch.pop("labels")
     with pytest.raises(hfp.PackingError, match="expected a padded batch with an attention_mask, got packed rows"):
-        patched_tiny(*BERT)(**batch)
+        patched_tiny(*BERT, num_hidden_layers=1)(**batch)
 
 
 def test_more_arguments_than_a_forward_has():
     with pytest.raises(hfp.PackingError, match="forward: expected at most"):
-        patched_tiny("llama")(ROW["input_ids"], *[None] * 19)
+        patched_tiny(*LLAMA, num_hidden_layers=1)(ROW["input_ids"], *[None] * 19)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_more_arguments_than_a_forward_has():
 )
 def test_encoders_and_classifiers_take_no_trees(name, kind, message):
     with pytest.raises(hfp.PackingError, match=message):
-        patched_tiny(name, kind)(**TREE)
+        patched_tiny(name, kind, num_hidden_layers=1)(**TREE)
     if kind == "masked":
         with pytest.raises(hfp.PackingError, match="the outputs for a prefix are not stable"):
-            hfp.patch_model(patched_tiny(name, kind), trees=True)
+            hfp.patch_model(patched_tiny(name, kind, num_hidden_layers=1), trees=True)

@@ -49,7 +49,7 @@ def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
     check_packed(model, alone)
     report = hfp.check_isolation(model)
     assert report.isolated
-    assert report.route.describe() == hfp.check_isolation(hfp.patch_model(known)).route.describe()
+    assert report.route.describe() == route_of(hfp.patch_model(known)).describe()
     hfp.unpatch_model(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -198,7 +198,7 @@ def on_two_ranks(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     model = patched_tiny("jamba", "causal")
-    return model, hfp.check_isolation(model).route.by_segment
+    return model, route_of(model).by_segment
 
 
 def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(on_two_ranks):

@@ -5,12 +5,12 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 from tiers import fast_only, slow
-from tiny_models import build
+from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
 from hf_packing.attention import function
 from hf_packing.attention.cases import RowCase
-from hf_packing.attention.route import Method
+from hf_packing.attention.route import Method, route_of
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.tolerance import ALWAYS_ALLOWED, BATCH, NEVER_ALLOWED, PROBE, Noise, Tolerance, apart
 
@@ -52,7 +52,7 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
         monkeypatch.setattr(Noise, "of", lambda *_: Noise())
     taken = ""
     with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
-        taken = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route.name
+        taken = route_of(hfp.patch_model(build("Mistral"))).name
     assert (taken == "varlen") == measured
 
 
@@ -104,7 +104,9 @@ FAULTS = [
 
 
 def model_of(name, dtype=torch.float32):
-    return model_in_which_roundings_grow() if name == NOISY else build(name, dtype)
+    if name == NOISY:
+        return model_in_which_roundings_grow()
+    return build(name, dtype, **({} if "layer_types" in SUPPORTED[name] else {"num_hidden_layers": 1}))
 
 
 COARSE = [(*case, torch.bfloat16) for case in FAULTS if "with_options" in case[1].__qualname__]
@@ -119,7 +121,7 @@ def test_wrong_attention_is_found(monkeypatch, name, fault, dtype):
     """Attention that computes something else than the model's own is not taken: its modules run by segment."""
     monkeypatch.setattr(function, "attend_exactly", fault(function.attend_exactly))
     model = hfp.patch_model(model_of(name, dtype))
-    route = hfp.check_isolation(model).route
+    route = route_of(model)
     assert list(route.modules.values()) == [model.config.num_hidden_layers]
     if fault is sees_the_end_of_the_previous_document:  # a leak: the modules that leak are the ones that run by segment
         assert (route.name, route.tried) == ("varlen + segments", ())
@@ -140,7 +142,7 @@ def test_one_wrong_position_is_found(monkeypatch, name):
         return inputs
 
     monkeypatch.setattr(Method, "build", one_off)
-    route = hfp.check_isolation(hfp.patch_model(model_of(name))).route
+    route = route_of(hfp.patch_model(model_of(name)))
     assert not route.method.positions
     assert "a document's logits differ by" in route.tried[0]
 

@@ -62,6 +62,7 @@ def with_module(module):
     return model
 
 
+@pytest.mark.usefixtures("one_method")
 @pytest.mark.parametrize("leak", fast_only(LEAKS, "late average"))
 def test_leaks_of_training_are_seen_and_refused(leak):
     make, message = LEAKS[leak]
@@ -138,6 +139,7 @@ def test_training_that_cannot_be_made_quiet_is_reported():
         assert "training mode not proven: the model draws random numbers" in str(hfp.check_isolation(model))
 
 
+@pytest.mark.usefixtures("one_method")
 def test_leaks_are_seen_beside_noise():
     with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, changing one document"):
         hfp.patch_model(with_module(nn.Sequential(Noisy(), Centred())))

@@ -64,7 +64,7 @@ HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_
 @pytest.mark.parametrize("attention", fast_only(["eager", "sdpa"], "sdpa"))
 @pytest.mark.parametrize("setup", [*LEAKS, *HOLDS])
 def test_stock_models_leak_or_hold(setup, attention):
-    model = build("Llama", use_cache=False, attn_implementation=attention)
+    model = build("Llama", num_hidden_layers=1, use_cache=False, attn_implementation=attention)
     report = hfp.check_isolation(model, collator=(LEAKS | HOLDS)[setup], rows=2 if setup == "positions" else 1)
     assert report.isolated == (setup in HOLDS)
     assert report.isolated or report.max_leak > 1e-2
@@ -102,7 +102,7 @@ def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     AttentionInterface.register("stand_in", flash_attention_forward)
     AttentionMaskInterface.register("stand_in", flash_attention_mask)
-    model = build("Llama", torch.bfloat16, use_cache=False)
+    model = build("Llama", torch.bfloat16, num_hidden_layers=1, use_cache=False)
     model.set_attn_implementation("stand_in")
     assert hfp.check_isolation(model, collator=stacked).isolated
     assert not hfp.check_isolation(model, collator=stacked, rows=2).isolated

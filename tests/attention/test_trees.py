@@ -24,9 +24,17 @@ from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
 
 
+def llama(trees=False):
+    return patched("Llama", trees=trees, num_hidden_layers=1)
+
+
+def of_trees(name, trees=True):
+    return patched_tiny(name, "causal", torch.float64, trees, num_hidden_layers=1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mamba"])
 def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
-    model = patched_tiny(name)
+    model = of_trees(name, trees=False)
     roots = TreeSegments((5, 9, 3), (-1, -1, -1))
     batch = inputs_of(roots)
     packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
@@ -36,7 +44,7 @@ def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
 
 
 def test_a_model_takes_trees_once_they_are_proven():
-    model = patched("Llama").train()
+    model = llama().train()
     with pytest.raises(hfp.PackingError, match=r"call patch_model\(model, trees=True\)"):
         model(**inputs_of(CHAT))
     hfp.patch_model(model, trees=True)
@@ -52,8 +60,8 @@ def test_a_model_takes_trees_once_they_are_proven():
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
-    stock = tiny_model("mamba", "causal", torch.float64)
-    model, calls = patched_tiny("mamba", "causal", torch.float64, trees=True), []
+    stock = tiny_model("mamba", "causal", torch.float64, num_hidden_layers=1)
+    model, calls = of_trees("mamba"), []
     trees = TreeSegments((10, *[6] * 5), (-1, *[0] * 5))
     module = next(each for each in model.modules() if type(each).__name__ == "MambaMixer")
     own = type(module).forward
@@ -92,7 +100,7 @@ def test_the_proof_notices_faults(monkeypatch, name, fault, message):
 
 
 def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch):
-    model = patched("Llama")
+    model = llama()
     break_trees(monkeypatch, to_the_whole_row)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changed the logits"):
         hfp.patch_model(model, trees=True)
@@ -104,7 +112,7 @@ def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch
 
 @pytest.mark.parametrize("name", fast_only(["xlnet", "cpmant"], "cpmant"))
 def test_unstable_prefixes_are_refused_in_those_words(name):
-    model = tiny_model(name, "causal")
+    model = tiny_model(name, "causal", num_hidden_layers=1)
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable.*what follows"):
         hfp.patch_model(model, trees=True)
     assert route_of(model) is None
@@ -133,10 +141,12 @@ def tree_batch():
     return inputs_of(TreeSegments((9, 14, 6, 17, 5, 12, 20, 7, 7), (-1, 0, 0, 2, 2, 4, -1, 6, 6)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mamba"])
-@pytest.mark.parametrize("training", [False, True])
+PROVEN = [(name, training) for name in ("gpt2", "mamba") for training in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "training"), fast_only(PROVEN, ("gpt2", False), ("mamba", True)))
 def test_a_batch_of_trees_is_proven(name, training):
-    proof = prove_on_batch(patched_tiny(name, dtype=torch.float64, trees=True), tree_batch(), training)
+    proof = prove_on_batch(of_trees(name), tree_batch(), training)
     assert not proof.problem
     assert (proof.tokens, proof.documents, proof.longest) == (97, 5, 32)
     assert proof.alone >= 1
@@ -146,7 +156,7 @@ def test_a_batch_of_trees_is_proven(name, training):
 
 @cache
 def llama_of_trees():
-    model = patched("Llama", trees=True)
+    model = llama(trees=True)
     assert not prove_on_batch(model, tree_batch()).problem, "without a fault"
     return model
 
@@ -177,7 +187,7 @@ def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
 def test_reports_of_trees(monkeypatch):
     with pytest.raises(hfp.PackingError, match="trees: expected a model patched by patch_model"):
         hfp.check_isolation(build("Llama"), trees=True)
-    model = patched("Llama")
+    model = llama()
     with pytest.raises(hfp.PackingError, match="trees: expected True without `collator`"):
         hfp.check_isolation(model, trees=True, rows=2)
     report = hfp.check_isolation(model, trees=True)

@@ -4,6 +4,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from types import MethodType
 
 import pytest
@@ -20,9 +21,12 @@ from tools.tiny_model import tiny_model
 
 DOUBLE = torch.float64
 
+tiny = partial(tiny_model, num_hidden_layers=1)
+patched = partial(patched_tiny, num_hidden_layers=1, padded=True)
+
 
 def both(name, kind, **changes):
-    return tiny_model(name, kind, DOUBLE, **changes), patched_tiny(name, kind, DOUBLE, padded=True, **changes)
+    return tiny(name, kind, DOUBLE, **changes), patched(name, kind, DOUBLE, **changes)
 
 
 def rows_of(rows, side="right", **how):
@@ -63,6 +67,7 @@ def test_two_heads_are_refused(kind):
     assert not is_patched(model)
 
 
+@pytest.mark.usefixtures("one_method")
 def test_two_texts_are_refused():
     sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
@@ -123,9 +128,9 @@ def test_a_patched_model_inside_another_one():
     """As a teacher whose forward a student calls."""
     rows, others = documents(lengths=(5, 9, 3)), documents(1, (9, 2, 9))
     for kind in (SEQUENCE, "causal"):
-        outer, inner = patched_tiny("bert", SEQUENCE, DOUBLE), patched_tiny("gpt2", kind, DOUBLE, padded=True)
+        outer, inner = patched("bert", SEQUENCE, DOUBLE), patched("gpt2", kind, DOUBLE)
         batch, places = padded(others, "right")
-        expected = alone(tiny_model("gpt2", kind, DOUBLE), others, kind)
+        expected = alone(tiny("gpt2", kind, DOUBLE), others, kind)
         for place in (outer.classifier, outer.bert.encoder.layer[0]):
             found = []
             handle = place.register_forward_hook(lambda *_, to=found, i=inner, b=batch: to.append(i(**b).logits))
@@ -145,8 +150,8 @@ def test_types_that_all_rows_share():
 
 
 def test_a_head_that_was_replaced_is_refused():
-    model = patched_tiny("bert", SEQUENCE)
-    model.bert.pooler = copy.deepcopy(tiny_model("bert", SEQUENCE).bert.pooler)
+    model = patched("bert", SEQUENCE)
+    model.bert.pooler = copy.deepcopy(tiny("bert", SEQUENCE).bert.pooler)
     with pytest.raises(hfp.PackingError, match="pooler: expected the same module as when the model was patched"):
         model(**padded(documents(), "left")[0])
 
@@ -169,13 +174,13 @@ def test_a_generate_of_the_users():
     def mine(*_, **__):
         return "mine"
 
-    model = tiny_model("llama", "causal")
+    model = tiny("llama", "causal")
     model.generate = MethodType(mine, model)
     hfp.patch_model(model)
     assert model.generate() == "mine"
     hfp.unpatch_model(model)
     assert model.generate() == "mine"
-    model = hfp.patch_model(tiny_model("llama", "causal"), padded=True)
+    model = hfp.patch_model(tiny("llama", "causal"), padded=True)
     wrapped = model.generate
     model.generate = lambda *args, **kwargs: wrapped(*args, **kwargs)
     own = model.generate
@@ -186,7 +191,7 @@ def test_a_generate_of_the_users():
 
 def test_a_forward_that_accelerate_makes_a_method():
     """As unwrap_model does with keep_fp32_wrapper=False."""
-    model = patched_tiny("bert", SEQUENCE)
+    model = patched("bert", SEQUENCE)
     batch, _ = padded(documents(), "right")
     expected = model(**batch).logits
     model.forward = MethodType(model.forward, model)
@@ -207,7 +212,7 @@ def test_positions_beside_a_batch_without_padding():
 
 
 def test_routers_of_rows_of_one_token():
-    stock, model = tiny_model("mixtral", "causal"), patched_tiny("mixtral", "causal", padded=True)
+    stock, model = tiny("mixtral", "causal"), patched("mixtral", "causal")
     batch = rows_of(documents(lengths=(1, 1, 1)), extra=2)
     found = model(**batch.inputs, output_router_logits=True)
     assert all(len(each) == batch.inputs["input_ids"].numel() for each in found.router_logits)
@@ -229,7 +234,7 @@ WEIGHTS = [("gpt2", "causal"), ("llama", "causal"), ("bloom", "causal"), ("bert"
 @pytest.mark.parametrize(("name", "kind"), fast_only(WEIGHTS, ("gpt2", "causal"), ("bloom", "causal")))
 def test_attention_weights_are_refused_on_every_route(name, kind):
     """They would be none at all, or those of the packed row."""
-    stock = tiny_model(name, kind, **({"decoder_start_token_id": 0} if name == "t5" else {}))
+    stock = tiny(name, kind, **({"decoder_start_token_id": 0} if name == "t5" else {}))
     with suppress(ValueError):  # T5 has no other
         stock.set_attn_implementation("eager")
     model = hfp.patch_model(copy.deepcopy(stock), padded=True)

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_packing.cli import main
 
 
-def test_report(capsys, tmp_path, data, tokenizer):
+def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
     page = tmp_path / "out" / "report.html"
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16", "32", "--output", str(page)]
     assert main(given) == 0

@@ -78,7 +78,7 @@ def test_masks_that_are_applied_and_columns_that_are_not_packed_are_named(capsys
     assert (packed["labels"], packed["weights"]) == ([-100, -100, 7], [0.5, 1, 1])
 
 
-@pytest.mark.parametrize("flags", [[], ["--workers", "1"]])
+@pytest.mark.parametrize("flags", [[], ["--task", "1/1"]])
 def test_lines_with_tokens_need_no_tokenizer(tmp_path, flags):
     """Of one file, and of many files."""
     (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [8]}\n')

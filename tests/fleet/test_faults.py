@@ -28,13 +28,19 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(files, tmp_path_factory):
-    """What an undisturbed run leaves."""
+def complete(files, tmp_path_factory):
+    """The folder of an undisturbed run."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     with pytest.warns(UserWarning, match="pack "):
         pack_here(files, output)
     check_complete(output)
-    return contents(output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(complete):
+    """What an undisturbed run leaves."""
+    return contents(complete)
 
 
 OPERATIONS = {
@@ -117,9 +123,8 @@ NAMES = ["run.json", "packed-00002-of-00003.parquet", "tasks/00002.json", "manif
     + [("without a note of the task", each) for each in NAMES[:2]],
 )
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_files_are_refused_by_name(files, tmp_path, undisturbed, name, how, stage):
-    output = tmp_path / "out"
-    pack_here(files, output)
+def test_damaged_files_are_refused_by_name(files, tmp_path, complete, undisturbed, name, how, stage):
+    output = shutil.copytree(complete, tmp_path / "out")
     if stage != "complete":
         (output / "manifest.json").unlink()
     if stage == "without a note of the task":

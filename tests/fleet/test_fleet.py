@@ -21,6 +21,7 @@ from fleet_files import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -75,9 +76,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "engine", [*list(ENGINES)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(ENGINES)[2:])]
-)
+@pytest.mark.parametrize("engine", fast_only(ENGINES, "threads"))
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_any_engine_writes_the_same_files(files, tmp_path, engine, request):
     if engine == "ray":
@@ -286,6 +285,7 @@ def test_the_command(files, tmp_path, capsys):
     given = ["pack", *files, "--max-length", "128", "--output"]
     assert main([*given, str(tmp_path / "out"), "--workers", "1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    check_law(read_manifest(str(tmp_path / "out")))
     assert main(["report", str(tmp_path / "out")]) == 0
     assert f"{facts['num_documents']} documents of 6 files" in capsys.readouterr().out
     for number in (3, 1, 7, 2, 6, 5, 4):  # there are more tasks than files

@@ -61,7 +61,7 @@ def server():
 def local(tmp_path_factory):
     """A folder with files, and what a run on a local disk leaves of them: sha256 by name."""
     folder = tmp_path_factory.mktemp("fleet")
-    files = write_files(folder / "in")
+    files = write_files(folder / "in", (40, 3, 60))
     with pytest.warns(UserWarning, match="pack "):
         packed = pack_here(files, folder / "out")
     return files, {file.name: file.sha256 for file in packed.files}

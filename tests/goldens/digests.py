@@ -25,7 +25,7 @@ def digest_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 def digest_of_dataset(dataset: datasets.Dataset) -> str:
     """Return the digest of the rows, and one of the columns' names, order and types."""
     types = [[field.name, str(field.type)] for field in dataset.features.arrow_schema]
-    return f"{digest_of_rows(dataset)} columns {digest(types)}"
+    return f"{digest_of_rows(dataset.to_list())} columns {digest(types)}"
 
 
 def digest_of_batch(batch: Mapping[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return value if set(map(type, value)) <= {int, bool, str} else [_plain(each) for each in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return f"{value:.9g}" if isinstance(value, float) else value

@@ -1,12 +1,12 @@
 """EpochPlans: the micro-batches of every rank."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-import datasets
 from goldens.digests import digest
 from goldens.inputs import LONGEST, dataset, related
-from goldens.inside import epoch_plan, trees_of
+from goldens.inside import epochs_of, trees_of
 
 import hf_packing as hfp
 
@@ -36,20 +36,13 @@ def planned(_: Path) -> dict[str, str]:
         "few documents": (dataset(9, longest=20), hfp.TokenBudget(30)),
     }
     found = {}
+    splits = list(itertools.product((1, 2, 8), (1, 4)))
     for name, (rows, batching) in cases.items():
-        for world_size in (1, 2, 8):
-            for accumulation in (1, 4):
-                found[f"{name}, {world_size} ranks x {accumulation}"] = _epochs(
-                    batching, rows, world_size, accumulation
-                )
+        for (ranks, accumulation), plans in zip(splits, epochs_of(batching, rows, splits), strict=True):
+            digests = " ".join(map(_digest, plans))
+            found[f"{name}, {ranks} ranks x {accumulation}"] = f"{plans[0].num_micro_batches} micro-batches {digests}"
     return found
 
 
-def _epochs(batching: Any, rows: datasets.Dataset, world_size: int, accumulation: int) -> str:
-    """Return the number of micro-batches of each rank, and the digests of two epochs."""
-    plans = [epoch_plan(batching, rows, epoch, world_size, accumulation) for epoch in (0, 1)]
-    digests = [
-        digest([plan.left_out, plan.bucket, [list(plan.micro_batches(rank)) for rank in range(world_size)]])
-        for plan in plans
-    ]
-    return f"{plans[0].num_micro_batches} micro-batches {digests[0]} {digests[1]}"
+def _digest(plan: hfp.EpochPlan) -> str:
+    return digest([plan.left_out, plan.bucket, [list(plan.micro_batches(rank)) for rank in range(plan.world_size)]])

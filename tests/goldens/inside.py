@@ -1,5 +1,6 @@
 """The only names of the goldens that are not public. If modules move, change the imports here, and nothing else."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hf_packing as hfp
@@ -8,9 +9,11 @@ from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 
-def epoch_plan(batching: Any, dataset: Any, epoch: int, world_size: int, accumulation: int) -> hfp.EpochPlan:
-    """Return the micro-batches that `attach` and `prepare_dataloader` would use on this number of ranks."""
-    return batching.plan(sizes_of(dataset), Epoch(epoch, world_size, accumulation))
+def epochs_of(batching: Any, dataset: Any, splits: Iterable[tuple[int, int]]) -> Iterator[list[hfp.EpochPlan]]:
+    """Yield two epochs, as `attach` and `prepare_dataloader` would plan them, for (ranks, accumulation)."""
+    sizes = sizes_of(dataset)
+    for split in splits:
+        yield [batching.plan(sizes, Epoch(number, *split)) for number in (0, 1)]
 
 
 def trees_of(dataset: Any, budget: hfp.TokenBudget) -> Any:

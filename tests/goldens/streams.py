@@ -86,14 +86,16 @@ def _lines(folder: Path, name: str, files: int, number: int = 160, seed: int = 0
         write_lines(folder / name / f"{place}.jsonl", [{"input_ids": ids} for ids in part if ids])
         for place, part in enumerate(parts)
     ]
-    return lambda: datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
+    stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
+    return lambda: stream
 
 
 def _related(folder: Path) -> _Open:
     (folder / "related").mkdir()
     rows = related().to_list()
     paths = [write_lines(folder / "related" / f"{first}.jsonl", rows[first::2]) for first in range(2)]
-    return lambda: datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
+    stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
+    return lambda: stream
 
 
 def _generate(parts: list[list[list[int]]]) -> Iterator[dict[str, list[int]]]:

@@ -11,6 +11,8 @@ from hf_packing.strategies.base import Strategy, registered_strategies
 
 many_examples = settings(max_examples=2 * settings.default.max_examples)
 """For what is compared with a slow and plain version of itself."""
+few_examples = settings(max_examples=settings.default.max_examples // 2)
+"""For what makes a data set, a stream or a report of each example."""
 
 seeds = st.one_of(st.none(), st.integers(0, 2**63 - 1))
 capacities = st.integers(1, 24)

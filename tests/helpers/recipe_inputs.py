@@ -8,6 +8,9 @@ from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+SMALLER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""In place of `SIZES` of recipes/common.py."""
+
 
 def save_tiny_model(folder, name="Llama", **changes):
     """A folder with a tiny model and a byte-level tokenizer without a chat template."""

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from any_strategy import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only
 
@@ -163,7 +164,7 @@ def test_what_is_recommended(lengths, arguments, taken):
     assert hfp.packing_report(lengths, **arguments).recommendation.strategy == taken
 
 
-@settings(max_examples=60)
+@few_examples
 @given(LENGTHS, st.lists(st.integers(1, 64), min_size=1, max_size=3, unique=True))
 def test_any_lengths_make_a_report(lengths, row_lengths):
     report = hfp.packing_report(lengths, row_lengths)

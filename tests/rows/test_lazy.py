@@ -10,8 +10,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -59,11 +60,12 @@ def both(source, strategy=STRATEGIES[0], **options):
     return packed
 
 
-@pytest.fixture
-def pair(tmp_path):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
     """Documents on disk, packed as always, and lazily."""
-    documents().save_to_disk(tmp_path / "documents")
-    packed, _, lazy, _ = both(datasets.load_from_disk(tmp_path / "documents"))
+    folder = str(tmp_path_factory.mktemp("documents"))
+    documents().save_to_disk(folder)
+    packed, _, lazy, _ = both(datasets.load_from_disk(folder))
     assert max(map(len, packed["seq_lengths"])) > 1
     return packed, lazy
 
@@ -80,7 +82,7 @@ VIEWS = {
 }
 
 
-@settings(max_examples=30)
+@few_examples
 @given(
     st.lists(st.integers(0, 25), min_size=2, max_size=25).filter(any),
     st.sampled_from(STRATEGIES),
@@ -101,8 +103,9 @@ def test_rows_are_those_of_pack(lengths, strategy, view, masks, labels, position
     assert lazy.column_names == packed.column_names
     assert lazy[:] == packed[:]
     assert [lazy[row] for row in range(len(lazy))] == list(packed)
-    assert hfp.unpack(lazy)[:] == hfp.unpack(packed)[:]
-    assert hfp.unpack(lazy).features == hfp.unpack(packed).features
+    unpacked, expected = hfp.unpack(lazy), hfp.unpack(packed)
+    assert unpacked[:] == expected[:]
+    assert unpacked.features == expected.features
 
 
 def test_rows_of_trees():

@@ -3,7 +3,8 @@
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from any_strategy import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -35,7 +36,7 @@ def labels_by_hand(columns):
 
 
 @given(documents())
-@settings(max_examples=30)
+@few_examples
 @pytest.mark.filterwarnings("ignore:pack applies", "ignore:pack skips", "ignore:packing applies")
 def test_pack_and_map_apply_masks(columns):
     expected = labels_by_hand(columns)

@@ -5,8 +5,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from any_strategy import few_examples
 from datasets import Dataset
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from literal_trie import forests
 
@@ -75,7 +76,7 @@ def with_masks_applied(dataset):
     return columns
 
 
-@settings(max_examples=50)
+@few_examples
 @given(tables(), st.sampled_from(STRATEGIES), st.integers(1, 4))
 def test_a_row_says_what_its_documents_are(dataset, strategy, least):
     try:

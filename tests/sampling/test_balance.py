@@ -1,13 +1,12 @@
 """Which micro-batches run together and on which rank, against slow literal versions of the same."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packing.sampling.fill import assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 99), min_size=1, max_size=20),
     st.integers(1, 6),
@@ -93,7 +92,6 @@ def check_redistribute(rows, max_tokens, world_size, seed):
     return done
 
 
-@settings(max_examples=200)
 @given(ROWS, st.integers(30, 90), st.integers(1, 4), st.integers(0, 9))
 def test_rounds_keep_their_rows_and_their_largest_cost_never_grows(rows, max_tokens, world_size, seed):
     check_redistribute(rows, max_tokens, world_size, seed)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -19,7 +19,6 @@ def full_rows(counts):
     return sizes_of_packs(bucket, np.arange(len(bucket) + 1), bucket)
 
 
-@settings(max_examples=150)
 @given(
     counts=st.lists(st.integers(0, 40), min_size=3, max_size=3),
     world_size=st.integers(1, 64),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -27,7 +27,6 @@ def test_one_segment_is_left_for_the_padding():
     assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
 
 
-@settings(max_examples=300)
 @given(
     packs=PACKS,
     limits=st.one_of(
@@ -60,7 +59,6 @@ def test_in_order_as_many_successive_rows_as_fit(packs, limits, world_size):
     assert plan.left_out.tolist() == [row for row, pack in enumerate(packs) if not pack]
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from([8, 16, 32]), st.integers(1, 6)), min_size=1, max_size=80),
     st.integers(1, 4),

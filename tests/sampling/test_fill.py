@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from any_strategy import many_examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_packing.planning.permutation import random_order
@@ -136,14 +137,13 @@ def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, max_d
     return ways
 
 
-@settings(max_examples=400)
+@many_examples
 @given(PACKS, st.integers(30, 90), st.integers(0, 20), st.integers(1, 8), st.integers(0, 9), MOST_DOCUMENTS)
 def test_exactly_as_many_as_wanted_and_equal_to_the_slow_version(packs, max_tokens, more, world_size, seed, most):
     tokens, documents = packs.T
     check_fill(tokens, max_tokens, more, world_size, seed, documents, most)
 
 
-@settings(max_examples=200)
 @given(PACKS, st.integers(30, 90), st.integers(4, 12))
 def test_the_fewest_with_a_limit_of_documents(packs, max_tokens, most):
     tokens, documents = packs.T
@@ -183,7 +183,7 @@ def test_the_search_for_space_gives_up_after_64_micro_batches(micro_batches, fou
 def test_equal_to_the_slow_version_by_every_way(limited, rng):
     """Of lengths that hardly fit, and of few different lengths, with and without a limit of documents."""
     ways = set()
-    for seed in range(20 if limited else 80):
+    for seed in range(14 if limited else 24):
         hard = rng.integers(10, 510, 200)
         documents, most = (rng.integers(1, 4, 200), int(rng.choice([6, 8]))) if limited else (None, None)
         if not limited:
@@ -199,7 +199,6 @@ def test_equal_to_the_slow_version_by_every_way(limited, rng):
         assert ways == {"spread 0.2", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
 
 
-@settings(max_examples=200)
 @given(TOKENS, st.integers(30, 90))
 @example(np.array([30] * 3 + [1] * 70), 31)
 def test_the_fewest_are_those_of_best_fit_decreasing(tokens, max_tokens):

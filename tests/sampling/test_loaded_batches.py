@@ -4,6 +4,7 @@ import datasets
 import pyarrow as pa
 import pytest
 import torch
+from any_strategy import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ def assert_same(dataset, batching, world_size, way="a subclass"):
                 assert torch.equal(value, wanted), name
 
 
+@few_examples
 @given(
     columns=st.sampled_from(
         [(), ("labels",), ("completion_mask",), ("token_type_ids", "attention_mask"), ("seq_lengths", "labels")]
@@ -99,15 +101,23 @@ def test_unsigned_lengths():
     assert_same(dataset, hfp.TokenBudget(4), world_size=2)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("writer", [2, 1000])
-def test_packed_rows(change, writer, tmp_path):
+@pytest.fixture(scope="module", params=[2, 1000])
+def file(request, tmp_path_factory):
+    """A file of packed rows, and whether it has several chunks."""
+    folder = tmp_path_factory.mktemp("packed")
     documents = datasets.Dataset.from_dict({"input_ids": [[row] * (1 + row * 7 % 11) for row in range(40)]})
-    packed = hfp.pack(documents, hfp.BestFit(12))
-    path = str(tmp_path / "packed.arrow")
-    packed.map(lambda row: {**row, "input_ids": [*row["input_ids"]]}, cache_file_name=path, writer_batch_size=writer)
+    documents.save_to_disk(folder / "documents")
+    packed = hfp.pack(datasets.load_from_disk(folder / "documents"), hfp.BestFit(12))
+    path = str(folder / "packed.arrow")
+    packed.map(lambda row: {**row}, cache_file_name=path, writer_batch_size=request.param)
+    return path, request.param == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_packed_rows(change, file):
+    path, in_chunks = file
     dataset = CHANGES[change](datasets.Dataset.from_file(path))
-    assert (dataset.data.table.column("input_ids").num_chunks > 1) == (writer == 2 or change == "joined")
+    assert (dataset.data.table.column("input_ids").num_chunks > 1) == (in_chunks or change == "joined")
     assert_same(dataset, hfp.TokenBudget(24), world_size=2)
 
 

@@ -3,7 +3,8 @@
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from any_strategy import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_dataset import Plain
 from tree_rows import documents_of, labeled_documents, tree_row
@@ -75,7 +76,7 @@ def test_datasets_are_told_apart_by_their_tokens():
     assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
 
 
-@settings(max_examples=50)
+@few_examples
 @given(st.lists(labeled_documents(), min_size=1, max_size=3))
 def test_sizes_of_trees_are_those_of_the_documents(rows):
     rows = [tree_row(*documents)[0] for documents in rows]

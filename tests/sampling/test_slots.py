@@ -4,8 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from any_strategy import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.sampling.batching import Epoch
@@ -52,13 +54,12 @@ def micro_batches_of(plan, accumulation, step):
     )
 
 
-@settings(max_examples=150)
 @given(BATCHINGS, st.lists(st.integers(1, 40), min_size=1, max_size=150), st.sampled_from([1, 2, 4, 6, 8, 12, 64]))
 def test_steps_are_those_of_any_split_into_ranks_and_accumulation(batching, lengths, slots):
     check_steps(batching, sizes_for(batching, lengths), slots)
 
 
-@settings(max_examples=50)
+@few_examples
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=24, max_size=90),
     st.sampled_from([2, 4, 6, 12]),
@@ -95,7 +96,7 @@ def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
         assert plan.num_micro_batches < hfp.TokenBudget(500).plan(sizes).num_micro_batches + slots
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(8, 1), (4, 2), (8, 4), (2, 16)])
+@pytest.mark.parametrize(("ranks", "accumulation"), fast_only([(8, 1), (4, 2), (8, 4), (2, 16)], (8, 1), (8, 4)))
 @pytest.mark.parametrize("balance", ["attention", "tokens"])
 def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balance):
     sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 40_000), 1, 16384).astype(int))

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -18,7 +18,6 @@ from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
 
 
-@settings(max_examples=200)
 @given(
     lengths=LENGTHS,
     world_size=st.integers(1, 64),
@@ -188,7 +187,6 @@ def test_numpy_integers_of_any_size():
     assert repr(plain) == repr(numpy)
 
 
-@settings(max_examples=100)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=60),
     world_size=st.integers(1, 8),

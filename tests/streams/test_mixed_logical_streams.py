@@ -7,10 +7,11 @@ from itertools import islice
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
 from datasets.distributed import split_dataset_by_node
 from document_streams import NAMES, check_resumed, generated, names_in, stream_of, tokens_in
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only
 
@@ -96,13 +97,13 @@ def _first_tokens(examples, number):
 
 
 def test_a_source_with_fewer_documents_than_logical_streams():
-    sources = {"many": generated([documents(0, 200, 10)] * 8), "few": generated([documents(1, 3, 10)])}
+    sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
     shares = {"many": 0.8, "few": 0.2}
-    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=8))
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=4))
     assert share_of_first(rows) == pytest.approx(0.8, abs=0.02)  # also where a logical stream has no document of few
     assert {name // MANY for name in names_in(rows)} == {0, 1}
-    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=8))
-    assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 8), **dict.fromkeys(range(MANY, MANY + 3), 1)}
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=4))
+    assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 4), **dict.fromkeys(range(MANY, MANY + 3), 1)}
 
 
 def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
@@ -117,7 +118,7 @@ def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
         assert max(few) - min(few) <= 1
 
 
-@pytest.mark.parametrize("streams", [3, 8])
+@pytest.mark.parametrize("streams", fast_only([3, 8], 3))
 def test_pieces_of_joined_sharded_and_taken_mixtures(streams):
     mixed = hfp.mix({"a": dataset(0, 30, 5), "b": dataset(1, 30, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
 
@@ -170,7 +171,7 @@ def test_a_state_of_another_piece_is_refused(pack):
                     next(iter(stream))
 
 
-@settings(max_examples=30)
+@few_examples
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=3),
     st.sampled_from([0, None, 1, 3]),

@@ -3,10 +3,10 @@
 import datasets
 import pyarrow as pa
 import pytest
-from any_strategy import any_strategy
+from any_strategy import any_strategy, few_examples
 from datasets import IterableDataset
 from document_streams import make_documents, names_in, stream_of, tokens_in
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from literal_stream import literal_rows
 
@@ -24,7 +24,7 @@ def examples_of(documents):
     )
 
 
-@settings(max_examples=40)
+@few_examples
 @given(short_documents, any_strategy(), st.integers(1, 5), st.integers(1, 9))
 def test_rows_are_those_of_the_literal_packer(documents, strategy, window_packs, rows_in_table):
     expected = literal_rows(documents, strategy, window_packs)
@@ -32,7 +32,7 @@ def test_rows_are_those_of_the_literal_packer(documents, strategy, window_packs,
         assert list(hfp.pack(stream, strategy, window_packs=window_packs)) == expected
 
 
-@settings(max_examples=30)
+@few_examples
 @given(short_documents, any_strategy(overflow="split"), st.integers(1, 5), st.sampled_from([None, 1, 3]))
 def test_every_token_goes_out_once(documents, strategy, window_packs, streams):
     named = [[1000 * n + k for k in range(len(document))] for n, document in enumerate(documents)]
@@ -43,7 +43,7 @@ def test_every_token_goes_out_once(documents, strategy, window_packs, streams):
     assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) > 0 for row in rows)
 
 
-@settings(max_examples=30)
+@few_examples
 @given(short_documents, st.integers(1, 20), st.integers(1, 6))
 def test_strategies_that_fill_one_pack_after_the_other_pack_a_stream_like_a_dataset(documents, length, window_packs):
     for strategy in (hfp.FixedLength(length, seed=None), hfp.FirstCome(length, order="dataset", seed=None)):

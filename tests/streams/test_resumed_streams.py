@@ -1,5 +1,6 @@
 """A packed stream that is stopped after any row and resumed goes on with the next row."""
 
+import itertools
 import pickle
 from itertools import islice
 
@@ -18,6 +19,7 @@ from document_streams import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import fast_only
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hf_packing as hfp
@@ -30,8 +32,10 @@ def count_tokens(row) -> dict:
     return {"tokens": len(row["input_ids"])}
 
 
-@pytest.mark.parametrize("streams", [None, 3])
-@pytest.mark.parametrize("kind", SOURCES)
+ALTERNATELY = zip(SOURCES, itertools.cycle([None, 3]), strict=False)
+
+
+@pytest.mark.parametrize(("kind", "streams"), fast_only(itertools.product(SOURCES, [None, 3]), *ALTERNATELY))
 def test_every_kind_of_source_killed_and_resumed_twice(kind, streams, tmp_path, rng):
     opened = write_source(tmp_path, kind)
 
@@ -48,10 +52,11 @@ def test_every_kind_of_source_killed_and_resumed_twice(kind, streams, tmp_path, 
 @settings(max_examples=20)
 @given(st.integers(0, 100), st.integers(0, 100), st.sampled_from([None, 1, 4]), st.integers(1, 4))
 def test_any_strategy_and_a_map_after(first, second, streams, number):
+    documents = make_documents(40)
     strategies = [hfp.Bucket((16, 64)), hfp.FixedLength(32), hfp.FirstCome(32), hfp.Multipack(32, window=9)]
 
     def make():
-        packed = hfp.pack(stream_of(make_documents(40)), strategies[number - 1], window_packs=3, streams=streams)
+        packed = hfp.pack(stream_of(documents), strategies[number - 1], window_packs=3, streams=streams)
         return packed.map(count_tokens)
 
     rows = list(make())

@@ -6,9 +6,10 @@ from functools import partial
 import datasets
 import numpy as np
 import pytest
+from any_strategy import few_examples
 from datasets import Dataset
 from document_streams import check_resumed, stream_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from literal_trie import forests
 
@@ -39,7 +40,7 @@ def alike(groups=30, each=4, seed=0):
     ]
 
 
-@settings(max_examples=50)
+@few_examples
 @given(forests(longest=9), st.sampled_from(STRATEGIES), st.integers(1, 3), st.sampled_from([None, 1, 2]))
 def test_every_document_goes_out_once(documents, strategy, window_packs, streams):
     how = {"window_packs": window_packs, "streams": streams, "share_prefixes": 2}

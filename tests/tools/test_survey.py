@@ -54,6 +54,12 @@ def no_known_routes():
     known_routes.clear()
 
 
+@pytest.fixture
+def one_layer(monkeypatch):
+    """For laws about the measuring, not about the model that is measured."""
+    monkeypatch.setattr(trees, "tiny_model", partial(tiny_model, num_hidden_layers=1))
+
+
 def assert_agrees(measured):
     wrong = measured.route and not measured.exact if hasattr(measured, "exact") else measured.status == "WRONG"
     assert not wrong, measured
@@ -82,7 +88,7 @@ def test_all_of_the_page(measure_jobs, jobs):
 
 
 def test_gradients_in_float64(monkeypatch):
-    model, documents = tiny_model("llama", "causal"), make_documents(0, [5, 9])
+    model, documents = tiny_model("llama", "causal", num_hidden_layers=1), make_documents(0, [5, 9])
     assert measure_module._difference_in_float64(model, documents) <= 1e-6  # rotary positions are float32
     monkeypatch.setattr(measure_module, "patch_model", lambda model: model)
     assert measure_module._difference_in_float64(model, documents) > 1e-3
@@ -165,6 +171,7 @@ def without_a_token(self, segment):
 ATTENTION, PATHS = (function, "attend_exactly"), (TreeSegments, "path_of")
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(
     ("place", "fault", "wrong", "reason"),
     [
@@ -184,9 +191,11 @@ def test_a_wrong_tree_is_noticed(monkeypatch, place, fault, wrong, reason):
 
 
 def test_gradients_of_trees_in_float64():
-    assert trees._difference_in_float64(tiny_model("llama", "causal"), FOREST) <= 1e-6  # rotary positions are float32
+    model = tiny_model("llama", "causal", num_hidden_layers=1)
+    assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
     break_trees(monkeypatch, to_the_whole_row)
     measured = measure_trees("gpt2")

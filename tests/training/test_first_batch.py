@@ -25,8 +25,9 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention import patch
 
-LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 3
+LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 2
 BUDGET = hfp.TokenBudget(900)
+LONG = {"max_position_embeddings": 1024, "num_hidden_layers": 1}
 
 
 def documents(lengths=LENGTHS):
@@ -36,11 +37,11 @@ def documents(lengths=LENGTHS):
 
 
 def long_llama():
-    return build("Llama", max_position_embeddings=1024)
+    return build("Llama", **LONG)
 
 
 def proven_llama():
-    return patched(max_position_embeddings=1024)
+    return patched(**LONG)
 
 
 def trainer_on(folder, model, kind=Trainer, **changes):
@@ -169,7 +170,7 @@ class Smooth(nn.Module):
 def test_modules_that_a_small_copy_lacks_are_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
     model = long_llama()
-    model.model.layers[1].mlp = Smooth(model.model.layers[1].mlp)
+    model.model.layers[0].mlp = Smooth(model.model.layers[0].mlp)
     trainer = trainer_on(tmp_path, model)
     hfp.attach(trainer, BUDGET)
     assert hfp.check_isolation(model).route.modules == {"Smooth": 1}

@@ -5,6 +5,7 @@ import datasets
 import numpy as np
 import pytest
 from plain_dataset import Plain
+from tiers import fast_only
 from trainers import documents as labeled_documents
 from trainers import trainer_of
 from transformers import Trainer
@@ -80,7 +81,7 @@ def test_what_is_left_is_said(tmp_path, kind):
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
-@pytest.mark.parametrize("max_tokens", [20, 131, 300])
+@pytest.mark.parametrize("max_tokens", fast_only([20, 131, 300], 20, 131))
 def test_counts_are_those_of_the_batches(max_tokens, overflow):
     data = prompts(masked=120, short=2)
     without = data.remove_columns("labels")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from patched_models import patched
+from tiers import fast_only
 from tiny_models import build
 from trainers import trainer_of
 from training_by_hand import largest_difference
@@ -107,7 +108,7 @@ def train(through, folder):
 
 
 @pytest.mark.usefixtures("exact_log_probs")
-@pytest.mark.parametrize("through", ["trainer", "sft", "loop"])
+@pytest.mark.parametrize("through", fast_only(["trainer", "sft", "loop"], "sft", "loop"))
 def test_the_gradient_is_that_of_the_pieces(through, tmp_path):
     rows, seen = train(through, tmp_path)
     begin_of = begins(rows)

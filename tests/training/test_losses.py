@@ -6,8 +6,9 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from patched_models import patched_tiny
 from tiers import slow
 from torch.nn import functional as F
 
@@ -15,7 +16,6 @@ import hf_packing as hfp
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.ranks import StepCounts, micro_batch_counts
-from tools.tiny_model import tiny_model
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -66,7 +66,7 @@ def test_weights(labels):
     ],
 )
 def test_a_models_own_loss_decides(architecture, kind, expected, divided):
-    model = hfp.patch_model(tiny_model(architecture, kind))
+    model = patched_tiny(architecture, kind)
     assert own_loss_of(model).is_divided == divided
     assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
@@ -78,6 +78,7 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     assert abs(ours[1] - float(own)) > 1e-3 * float(own)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
 def test_facts_of_steps_on_two_ranks(steps):
     """Each step has the lengths of the documents of both ranks."""

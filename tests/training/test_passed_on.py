@@ -1,12 +1,15 @@
 """Columns with one number for each token, such as weights: from the dataset to the model or to compute_loss."""
 
+import copy
+
 import accelerate
 import datasets
 import numpy as np
 import pytest
 import torch
-from patched_models import patched
+from patched_models import patched, patched_once
 from plain_dataset import Plain
+from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
 from trainers import logged, trainer_of
@@ -121,7 +124,13 @@ def with_weights():
     return model
 
 
-@pytest.mark.parametrize(("make", "left"), [(with_weights, "kinds, marked"), (patched, "kinds, marked, weights")])
+def with_weights_proven():
+    return copy.deepcopy(patched_once(with_weights, trees=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "left"), [(with_weights_proven, "kinds, marked"), (patched, "kinds, marked, weights")]
+)
 def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
     """As Trainer does it by default. Others are left out and named."""
     trainer = trainer_of(tmp_path, data=weighted(), model=make())
@@ -132,7 +141,7 @@ def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
         loader = hfp.prepare_dataloader(accelerator, weighted(), BUDGET, model=make())
     for batch in (*trainer.get_train_dataloader(), *loader):
         assert not set(left.split(", ")) & set(batch)
-        if make is with_weights:
+        if make is with_weights_proven:
             assert torch.allclose(batch["weights"], batch["input_ids"] / 100)
 
 
@@ -172,7 +181,7 @@ def test_an_own_loop_with_the_collator():
 
 
 @pytest.mark.filterwarnings("ignore:attach leaves out the columns")
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", fast_only([1, 3], 3))
 def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
     """One step over all documents, in float64; each document alone by hand."""
     data, gradients = weighted(), {}

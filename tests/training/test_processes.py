@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from processes import documents_of_steps, epochs_seen, logged, losses, read, run, steps_of
+from tiers import fast_only
 from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 from training_process import train
@@ -69,7 +70,7 @@ def check_step(folder, settings):
     assert losses(folder)[1] == pytest.approx(value, rel=max(close, 1e-6))
 
 
-@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("through", fast_only(THROUGH, "trainer", "loop"))
 def test_every_document_once_in_every_epoch(tmp_path, through):
     train(tmp_path, through=through, documents=24, accumulation=2)
     check_every_document_once_an_epoch(tmp_path, 24, ranks=1)

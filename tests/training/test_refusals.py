@@ -1,5 +1,6 @@
 """What the calls of training refuse: they name the argument, and leave trainers and models as they were."""
 
+import copy
 from types import SimpleNamespace
 
 import datasets
@@ -12,7 +13,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from datasets.distributed import split_dataset_by_node
 from documents_to_mask import TOKENIZER, collator
 from documents_to_mask import documents as to_mask
-from patched_models import patched, patched_tiny
+from patched_models import patched, patched_once, patched_tiny
 from tiers import slow
 from tiny_models import build, with_loss_times
 from trainers import documents, tokenizer, trainer_of
@@ -41,7 +42,8 @@ SHAPES = {"tokens": 80, "max_segments": 8}
 SHARED = hfp.TokenBudget(128, share_prefixes=2)
 SCHEDULE = hfp.LengthSchedule(8, 10)
 SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
-RELATED = documents(12, samples=3)
+DATA, RELATED = documents(45), documents(12, samples=3)
+UNLABELED = DATA.remove_columns("labels")
 OF_CHATS = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
 
 CACHED = "_signature_columns"
@@ -54,14 +56,14 @@ class Trainers:
     def __init__(self, folder):
         self.folder, self.made = folder, []
 
-    def __call__(self, kind=Trainer, on=None, **settings):
-        return self.noted(trainer_of(self.folder, kind, **settings), on)
+    def __call__(self, kind=Trainer, on=None, data=DATA, **settings):
+        return self.noted(trainer_of(self.folder, kind, data=data, **settings), on)
 
     def of_rows(self, kind="classifier", on=None, patched=True, **settings):
         return self.noted(rows_trainer_of(kind, self.folder, patched=patched, **settings), on)
 
-    def attached(self, batching=BUDGET, kind=Trainer, on=None, shapes=None, loss="token", **settings):
-        trainer = trainer_of(self.folder, kind, **settings)
+    def attached(self, batching=BUDGET, kind=Trainer, on=None, shapes=None, loss="token", data=DATA, **settings):
+        trainer = trainer_of(self.folder, kind, data=data, **settings)
         hfp.attach(trainer, batching, loss=loss, **(shapes or {}))
         return self.noted(trainer, on)
 
@@ -99,6 +101,11 @@ class MaskingCollator(hfp.PackingCollator):
 class OwnLoss(Trainer):
     def compute_loss(self, *arguments, **options):
         return super().compute_loss(*arguments, **options)
+
+
+def without_loss():
+    """A patched model whose own loss is None."""
+    return copy.deepcopy(patched_once(with_loss_times, False, None))
 
 
 def masking(of, data_collator, data):
@@ -184,7 +191,7 @@ ATTACH = [
     ("offset_mapping", lambda of: hfp.attach(masking(of, collator(True), without_spaces()), BUDGET)),
     ("get_train_dataloader", lambda of: hfp.attach(of(on={"get_train_dataloader": list}), BUDGET)),
     ("compute_loss", lambda of: hfp.attach(of(on={"compute_loss": lambda *_, **__: 0}), BUDGET)),
-    ("model", lambda of: hfp.attach(of(model=with_loss_times(None)), BUDGET)),
+    ("model", lambda of: hfp.attach(of(model=without_loss()), BUDGET)),
     slow("model", lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET)),
     ("tokens", lambda of: hfp.attach(of(), LIMITED, tokens=63, max_segments=8)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64)),
@@ -222,7 +229,7 @@ TREES = [
     ("dataset", lambda of: hfp.attach(of(data=RELATED.with_transform(lambda rows: rows)), SHARED)),
     ("column 'seq_lengths'", lambda of: hfp.attach(of(data=hfp.pack(RELATED, hfp.BestFit(128))), SHARED)),
     ("column 'tree_input_ids'", lambda of: hfp.attach(of(data=in_rows_of_trees()), SHARED)),
-    ("model", lambda of: hfp.attach(of(model=patched("BertForMaskedLM"), data=RELATED), SHARED)),
+    ("model", lambda of: hfp.attach(of(model=patched_tiny("bert", "masked"), data=RELATED), SHARED)),
 ]
 
 
@@ -244,7 +251,7 @@ def labeled(of, labels):
 
 
 def of_kind(of, kind):
-    stock = of.of_rows(patched=False)
+    stock = of.of_rows()
     return of.noted(kind(stock.model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator))
 
 
@@ -264,10 +271,10 @@ def precomputing(of):
 
 
 def overflowing(of):
-    """In float16, the weights overflow; that is not called a wrong mean."""
-    trainer = of.of_rows(dtype=torch.float16, patched=False)
+    """Weights that have overflowed are not called a wrong mean."""
+    trainer = of.of_rows()
     with torch.no_grad():
-        trainer.model.classifier.weight.mul_(2e6)
+        trainer.model.classifier.weight.mul_(torch.inf)
     return trainer
 
 
@@ -328,7 +335,7 @@ WHOLE_ROWS = [
 
 
 def stream(shards=8):
-    return documents(45).remove_columns("labels").to_iterable_dataset(num_shards=shards)
+    return UNLABELED.to_iterable_dataset(num_shards=shards)
 
 
 def packed(streams=8, capacity=48):
@@ -480,9 +487,9 @@ def test_collators_whose_work_is_done_are_taken(tmp_path, collator):
     assert hfp.attach(trainer, BUDGET).documents == 45
 
 
-def loop(batching=BUDGET, data=None, accelerator=None, **how):
+def loop(batching=BUDGET, data=DATA, accelerator=None, **how):
     accelerator = accelerator or Accelerator(cpu=True)
-    return hfp.prepare_dataloader(accelerator, documents(45) if data is None else data, batching, **how)
+    return hfp.prepare_dataloader(accelerator, data, batching, **how)
 
 
 def planned(**how):
@@ -507,7 +514,7 @@ LOOPS = [
     ("prove", lambda: hfp.patch_model(build("Llama"), prove=True)),
     ("model", lambda: loop(model=torch.nn.DataParallel(build("Llama")))),
     ("model", lambda: hfp.patch_model(torch.nn.DataParallel(build("Llama")))),
-    ("model", lambda: loop(model=with_loss_times(None))),
+    ("model", lambda: loop(model=without_loss())),
     ("dataset", lambda: loop(data=datasets.Dataset.from_dict({"input_ids": [[]]}))),
     ("tokens", lambda: loop(LIMITED, tokens=63, max_segments=8)),
     ("batches", lambda: loop(accelerator=Accelerator(cpu=True, gradient_accumulation_steps=2)).skip_first_batches(1)),
@@ -525,7 +532,7 @@ LOOPS = [
         for name in ("segment_lengths", "ends", "trained", "tree_labels")
     ),
     *(
-        ("model", lambda call=call: call(patched("BertForMaskedLM"), tree_batch()))
+        ("model", lambda call=call: call(patched_tiny("bert", "masked"), tree_batch()))
         for call in (hfp.compute_loss, hfp.document_logps)
     ),
     *(
@@ -541,22 +548,18 @@ LOOPS = [
 ]
 
 
-def gpt2():
-    return patched_tiny("gpt2", "causal")
-
-
 SCORES = [
-    ("hidden", lambda: hfp.score(gpt2(), [[5, 6]], hidden="max")),
-    ("max_tokens", lambda: hfp.score(gpt2(), [[5, 6]], max_tokens=0)),
-    ("documents", lambda: hfp.score(gpt2(), "text")),
-    ("column 'input_ids'", lambda: hfp.score(gpt2(), [["a", "b"]])),
-    ("labels", lambda: hfp.score(gpt2(), [{"input_ids": [5, 6], "labels": [5]}])),
-    ("labels", lambda: hfp.score(gpt2(), [{"input_ids": [5, 6], "labels": [-100, 7]}])),
+    ("hidden", lambda: hfp.score(patched(), [[5, 6]], hidden="max")),
+    ("max_tokens", lambda: hfp.score(patched(), [[5, 6]], max_tokens=0)),
+    ("documents", lambda: hfp.score(patched(), "text")),
+    ("column 'input_ids'", lambda: hfp.score(patched(), [["a", "b"]])),
+    ("labels", lambda: hfp.score(patched(), [{"input_ids": [5, 6], "labels": [5]}])),
+    ("labels", lambda: hfp.score(patched(), [{"input_ids": [5, 6], "labels": [-100, 7]}])),
     ("model", lambda: hfp.score(patched_tiny("bert", "masked"), [[5, 6]])),
     ("model", lambda: hfp.score(patched_tiny("bert", "masked"), [[5, 6]], share_prefixes=True)),
     ("model", lambda: hfp.score(tiny_model("bert", "masked").base_model, [[5, 6]])),
     *(
-        ("share_prefixes", lambda wrong=wrong: hfp.score(gpt2(), [[5, 6]], share_prefixes=wrong))
+        ("share_prefixes", lambda wrong=wrong: hfp.score(patched(), [[5, 6]], share_prefixes=wrong))
         for wrong in (0, -1, 1.5, "yes", None)
     ),
 ]

@@ -52,7 +52,7 @@ def test_other_values_of_tokens_split_a_prefix():
     assert find_in_batch(tokens, {"token_type_ids": types}, [3, 3], 1).trees.tokens == 5
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", fast_only(["right", "left"], "right"))
 @pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "mamba"], "gpt2"))
 def test_rows_of_a_padded_batch(name, side):
     model = patched_tiny(name, "causal", torch.float64, padded=True)
@@ -87,7 +87,7 @@ def test_rows_of_a_padded_batch(name, side):
 
 
 def test_what_shares_nothing():
-    model = patched_tiny("llama", padded=True)
+    model = patched_tiny("llama", padded=True, num_hidden_layers=1)
     share_prefixes(model, 2)
     documents = [[9, 10, 11, 12], [9, 10, 11, 13, 14]]
     batch, _ = padded(documents, "right", extra=0)
@@ -171,4 +171,4 @@ def test_datasets_that_share_nothing_are_as_before(tmp_path):
 
 def test_models_without_outputs_for_each_token_are_refused():
     with pytest.raises(hfp.ModelNotSupportedError, match="only if the model returns outputs for each token"):
-        share_prefixes(patched_tiny("llama", SEQUENCE), 4)
+        share_prefixes(patched_tiny("llama", SEQUENCE, num_hidden_layers=1), 4)

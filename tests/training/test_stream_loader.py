@@ -90,8 +90,9 @@ def test_workers_that_share_logical_streams(files, rows, workers, usable):
 @pytest.mark.parametrize(("workers", "kind"), [(2, "rows"), (0, "documents")])
 def test_resumed_at_any_step(files, workers, kind):
     def open_loader(count):
-        stream, batching = (packed(files), None) if kind == "rows" else (open_files(files), hfp.TokenBudget(CAPACITY))
-        return loader_of(stream, batching, accumulation=2, workers=count)
+        few = files[:4]
+        rows, documents = (packed(few, streams=4), None), (open_files(few), hfp.TokenBudget(CAPACITY))
+        return loader_of(*(rows if kind == "rows" else documents), accumulation=2, workers=count)
 
     of_epochs = [len(tokens_in(each)) for each in [open_loader(0)] * 2]
     expected = tokens_in(islice(endless(open_loader(0)), sum(of_epochs)))

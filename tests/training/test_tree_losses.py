@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
 from processes import on_ranks
+from tiers import fast_only
 from torch.nn.parallel import DistributedDataParallel
 from tree_documents import DOCUMENTS, LABELS, OTHER
 from tree_oracle import (
@@ -57,6 +58,7 @@ def batch_of(*sets):
     return hfp.PackingCollator()([tree_row(documents, labels)[0] for documents, labels in sets])
 
 
+@settings(max_examples=30)
 @given(st.lists(labeled_documents(), min_size=1, max_size=3))
 def test_what_is_counted_and_weighed_document_by_document(sets):
     batch = batch_of(*sets)
@@ -81,7 +83,13 @@ def test_what_is_counted_and_weighed_document_by_document(sets):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("name", "size"), [("GPT2", WHOLE), ("GPT2", 4), ("Llama", WHOLE), ("Llama", 1), ("Llama", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    fast_only(
+        [("GPT2", WHOLE), ("GPT2", 4), ("Llama", WHOLE), ("Llama", 1), ("Llama", 4)],
+        *(("GPT2", 4), ("Llama", WHOLE), ("Llama", 4)),
+    ),
+)
 def test_the_loss_of_two_rows(name, size, loss):
     """In one batch, in the two batches of a step, and in these as a planned loader gives them out."""
     model = model_of(name, "patched")
@@ -106,7 +114,7 @@ def test_the_loss_of_two_rows(name, size, loss):
         check_gradients(gradients(model), wanted)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([WHOLE, 1, 3]), st.sampled_from([*KINDS]))
 def test_random_documents(case, loss, size, kind):
     model = model_of("Llama", kind)
@@ -150,7 +158,7 @@ def batch_and_order(form):
     return hfp.PackingCollator(**shapes)(rows), [*range(len(rows))]
 
 
-@pytest.mark.parametrize("size", [WHOLE, 1, 3])
+@pytest.mark.parametrize("size", fast_only([WHOLE, 1, 3], WHOLE, 3))
 @pytest.mark.parametrize("form", ["trees", "packed", "fixed shapes"])
 def test_log_probabilities(form, size):
     """Their gradients are those of a sum in which each document has a factor of its own."""
@@ -222,7 +230,10 @@ def with_lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize(("name", "loss"), [("GPT2", "token"), ("Llama", "sequence"), ("LoRA", "token")])
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    fast_only([("GPT2", "token"), ("Llama", "sequence"), ("LoRA", "token")], ("Llama", "sequence"), ("LoRA", "token")),
+)
 def test_checkpointing_and_lora(name, loss):
     if name == "LoRA":
         stock, model = with_lora(exact("Llama")), hfp.patch_model(with_lora(exact("Llama")), trees=True)

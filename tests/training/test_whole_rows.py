@@ -10,6 +10,7 @@ import torch
 import transformers
 import trl
 from processes import on_ranks
+from tiers import slow
 from training_by_hand import largest_difference
 from transformers import default_data_collator
 from whole_rows import (
@@ -51,7 +52,7 @@ def attached(kind, folder, budget=None, **changes):
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [*zip(KINDS, (1, 4, 4, 4), strict=True)])
+@pytest.mark.parametrize(("kind", "accumulation"), [*zip(KINDS, (1, 2, 2, 2), strict=True)])
 @pytest.mark.usefixtures("exact_log_probs")
 def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
     trainer = attached(kind, tmp_path, gradient_accumulation_steps=accumulation)
@@ -107,7 +108,7 @@ def test_evaluation_loss_is_a_mean_of_all_labeled_tokens(tmp_path):
 
 @pytest.mark.parametrize(
     ("losses", "unit"),
-    [(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
+    [slow(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
 )
 def test_losses_of_dpo(losses, unit, tmp_path):
     weights = [1.0] * len(losses)
@@ -174,7 +175,7 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
 
 
 def test_a_head_of_the_users_own_is_not_known(tmp_path):
-    trainer = trainer_of("classifier", tmp_path)
+    trainer = trainer_of("classifier", tmp_path, patched=True)
     trainer.model.__class__ = WeightedByTokens
     for unit in (None, "labeled rows"):
         with pytest.raises(hfp.PackingError, match="Trainer with WeightedByTokens"):

@@ -1,7 +1,7 @@
 """The fast search for shared prefixes, beside a literal trie."""
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +15,8 @@ from hf_packing.trees.find import find_trees
 
 def columns_of(types=(), **columns):
     types = {"weights": "float32"} | dict(types)
-    features = datasets.Features({name: datasets.List(datasets.Value(types.get(name, "int32"))) for name in columns})
-    return find_token_columns(datasets.Dataset.from_dict(columns, features=features).data.table)
+    schema = pa.schema([(name, pa.list_(pa.type_for_alias(types.get(name, "int32")))) for name in columns])
+    return find_token_columns(pa.table(columns, schema=schema))
 
 
 def find(documents, least, capacity=10**6, **more):
@@ -107,7 +107,7 @@ def test_a_branching_close_to_another_moves_up():
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64"])
 def test_columns_of_every_type(dtype):
-    values = [[0, 1, 1], [0, 1, 0], [0, 1, 1]]
+    values = list(np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=dtype))
     columns = columns_of({"kinds": dtype}, input_ids=[[1, 2, 3]] * 3, kinds=values)
     found = find_trees(columns, cut_to_pieces(check_lengths([3, 3, 3]), 9, "split"), 1)
     assert sorted(found.forest.shared.tolist()) == [0, 2, 3]

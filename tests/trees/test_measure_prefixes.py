@@ -49,7 +49,7 @@ def test_compare_says_it():
         assert "shrink" not in repr(alone)
 
 
-def test_the_report_says_it(tmp_path):
+def test_the_report_says_it(tmp_path, monkeypatch):
     report = hfp.packing_report(LENGTHS, 800, documents=DOCUMENTS)
     assert str(report).splitlines()[-1] == f"{SHRUNK} 12.4 times"
     assert f"<p>{SHRUNK} 12.4 times</p>" in report._repr_html_()
@@ -57,6 +57,7 @@ def test_the_report_says_it(tmp_path):
     assert hfp.packing_report(LENGTHS, 800).to_dict()["shared_prefixes"] is None
     sample = hfp.packing_report(LENGTHS, 800, documents=DOCUMENTS[:6])
     assert "(measured on the first 6 documents)" in str(sample)
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
     report.save(tmp_path / "report.html")
     assert f"<p>{SHRUNK} 12.4 times.</p>" in (tmp_path / "report.html").read_text()
 
