@@ -727,7 +727,7 @@ class BatchCase(Case):
             trees = TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu(), batch[PARENTS].cpu())
             ends = [*trees.leaves] if batch.get(ENDS) is None else [*dict.fromkeys(batch[ENDS].tolist())]
         else:
-            lengths = read_layout(self._inputs, training=True)[1].lengths
+            lengths = read_layout(self._inputs, training=True).lengths
             trees, ends = TreeSegments(lengths, (-1,) * len(lengths)), [*range(len(lengths))]
         super().__init__(runner, training, trees, ends, ids.flatten(), _other_tokens(ids.flatten(), runner.model))
         self.per_token = {

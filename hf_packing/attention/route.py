@@ -16,7 +16,17 @@ from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.layout import Layout, lay_end_to_end
 from hf_packing.attention.padded import Unpadding
-from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.columns import (
+    CU_SEQ_LENS,
+    ENDS,
+    MAX_LENGTHS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    SEQ_IDX,
+    SEQ_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
@@ -27,6 +37,10 @@ BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
+
+
+_ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
+"""Arguments of the caller that the model's own forward does not get as they are."""
 
 
 class LocalMaskError(ModelNotSupportedError):
@@ -69,14 +83,14 @@ class Method:
 
         Args:
             signature: signature of the forward.
-            inputs: arguments that the caller has passed, without an attention_mask.
+            inputs: arguments that the caller has passed.
             row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
                 model as one row without borders, since its segments are not documents.
 
         Raises:
             PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
         """
-        inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
+        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
         if self.one_row or is_tree:
             _refuse_caches(inputs)
