@@ -64,7 +64,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.row_readers import RowReader, RowsInBackbone
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
-from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WHERE = {"right": "after", "left": "before", "both": "on both sides of"}
@@ -352,9 +352,7 @@ class PatchedForward(ReplacedForward):
     def _takes_full_rows(self, rows: PaddedRows) -> bool:
         """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
         proven."""
-        if self.patch.facts.unpadding is not None or not self._takes_packed_rows or rows.has_padding:
-            return False
-        return len(rows.lengths) == 1 or not self.route.method.one_row
+        return self.patch.facts.unpadding is None and self._takes_packed_rows and not rows.has_padding
 
     def _read_layout(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
@@ -411,21 +409,24 @@ class PatchedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
-        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them,
-        which may be laid end to end."""
+        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them:
+        laid end to end."""
         self.patch.facts.check_tokens(inputs.get("input_ids"))
+        labels = inputs.get("labels")
+        if layout.rows > 1 and isinstance(labels, Tensor) and not self.patch.facts.sees_labels:
+            inputs["labels"] = labels.clone()
+            inputs["labels"][:, 0] = IGNORED_LABEL  # no row predicts the first token of the next one
         inputs = self.route.method.build(self.signature, inputs, layout)
         if self.patch.facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.rows * layout.tokens)
-        lay_end_to_end = self.route.method.one_row and not layout.is_one_path_per_row
-        return inputs, replace(layout, rows=1) if lay_end_to_end else layout
+        return inputs, replace(layout, rows=1) if layout.rows > 1 else layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, output: Any, layout: Layout) -> Any:
-        """Return the model's output. If rows were laid end to end, the output gets the shape of the rows again."""
+        """Return the model's output, in the shape of the rows."""
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
                 f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "

@@ -24,7 +24,6 @@ from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
     ENDS,
-    IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
     MAX_LENGTHS,
@@ -560,21 +559,10 @@ def _padding(shape: torch.Size, inputs: Mapping[str, Any]) -> int:
     return int((seq_idx == PADDING_SEGMENT).sum())
 
 
-def lay_end_to_end(name: str, value: Any, layout: Layout) -> Any:
-    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], and any other value unchanged.
-
-    Raises:
-        PackingError: `value` contains labels, and the first token of any row after the first row has a label. A causal
-            model would predict this token from the end of the previous row.
-    """
+def lay_end_to_end(value: Any, layout: Layout) -> Any:
+    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], and any other value unchanged."""
     if not isinstance(value, Tensor) or value.shape[:2] != (layout.rows, layout.tokens):
         return value
-    if name == LABELS and bool((value[1:, 0] != IGNORED_LABEL).any()):
-        raise PackingError(
-            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, got another label; this model "
-            "gets several rows as a single row, and would predict the first token of a row from the previous row. Set "
-            f"this label to {IGNORED_LABEL}, or pass one row at a time"
-        )
     return value.reshape(1, layout.rows * layout.tokens, *value.shape[2:])
 
 

@@ -45,14 +45,12 @@ class Method:
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
         mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
             packed documents itself.
-        one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
     attention: str | None = NAME
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
-    one_row: bool = False
 
     def check(self, observed: Observed) -> None:
         """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
@@ -70,19 +68,16 @@ class Method:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed, without an attention_mask.
-            row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
-                model as one row without borders, since its segments are not documents.
+            row: where the segments are, as `read_layout` has read it from the inputs. Several rows are laid end to end.
+                A row of trees is given to the model without borders, since its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids, cache or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         is_tree = row.has_branches
-        if self.one_row or is_tree:
-            _refuse_caches(inputs)
-            inputs["use_cache"] = False
-        else:
-            inputs = {"use_cache": False, **inputs}
+        _refuse_caches(inputs)
+        inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
             inputs["position_ids"] = _positions_of_rows(given, row)
@@ -99,13 +94,13 @@ class Method:
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if self.one_row and row.rows > 1 and not row.is_one_path_per_row:
+        if row.rows > 1:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
                 raise PackingError(
-                    "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
-                    f"single row; got {keep}"
+                    "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows "
+                    f"as a single row; got {keep}"
                 )
-            inputs = {name: lay_end_to_end(name, value, row) for name, value in inputs.items()}
+            inputs = {name: lay_end_to_end(value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
