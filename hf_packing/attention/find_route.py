@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
