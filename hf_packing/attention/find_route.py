@@ -1,22 +1,20 @@
 """Find the fastest route that is proven to keep packed documents apart in a model, and install that route.
 
 The methods are tried in order, from the fastest to the most general. For each, a search finds the modules that have to
-run segment by segment, and the route is proven on three cases: a row, several rows, and a row in training mode.
+run segment by segment, and the route is proven on two rows, one of them in training mode.
 """
 
 import warnings
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan, is_inside
-from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
+from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.function import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
@@ -41,12 +39,8 @@ from hf_packing.attention.small_copy import random_where_zero, small_copy_of
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
-_ROWS = ((18,), (9, 9))
-"""Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
-between documents, which shows whether every row gets its own borders."""
-
-_PLACES_OF_PADS = [2, 17, 20, 26, 29, 35]
-"""Where pad tokens stand in these documents: in the third and in the last place of each."""
+_LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]
+"""Lengths of documents with pad tokens, and where these stand: in the third and in the last place of each."""
 
 _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
@@ -109,33 +103,16 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
 
 
 def _examined(runner: Runner) -> list[RowCase]:
-    """Return the cases of a proof: a single row, several rows, and a single row in training mode, with the outputs of
-    documents alone. Gradients are computed in training mode, or, if that is not possible, for a single row in
-    evaluation mode."""
+    """Return the cases of a proof: a row in evaluation mode, and one in training mode, with the outputs of documents
+    alone. Gradients are computed in training mode or, if that is not possible, in evaluation mode."""
     case = RowCase(runner)
     middle = case.trees.tokens - case.lengths[-1] // 2
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
-    rows = _several_rows(case)
-    rows.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
     training.noise = case.known[0].noise
     examine_in_training(training, case)
-    return [case, rows, training]
-
-
-def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
-    """Return model inputs for a batch of packed rows, with as many documents in each row as `_ROWS` has."""
-    left = iter(documents)
-    rows = [pack_in_one_row(list(islice(left, len(lengths)))) for lengths in _ROWS]
-    return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
-
-
-def _several_rows(like: RowCase) -> RowCase:
-    """Return a case of several packed rows of the same model, in which rounding is as large."""
-    case = RowCase(like.runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
-    case.noise = like.known[0].noise
-    return case
+    return [case, training]
 
 
 def _treats_pad_as_padding(like: RowCase) -> bool:
@@ -144,7 +121,8 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
     token = pad_token_of(like.model)
     if token is None:
         return False
-    case = _several_rows(like)
+    case = RowCase(like.runner, lengths=_LENGTHS_WITH_PADS, seed=1)
+    case.noise = like.known[0].noise
     case.tokens[_PLACES_OF_PADS] = token
     case.replacements = []
     try:
@@ -237,8 +215,6 @@ def _route_found_by(search: Search, method: Method, case: RowCase, tried: tuple[
     if method.attention and not observed.calls:
         tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
         method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
-    if plans:
-        method = replace(method, one_row=True)
     return Route(method, plans, packed_share(model, plans), tried)
 
 
@@ -264,29 +240,21 @@ def _run_search(search: Search, route: Route, case: RowCase) -> tuple[ModulePlan
 
 
 def _prove(route: Route, cases: list[RowCase]) -> Route:
-    """Install a route, prove that it keeps documents apart, and return it as it was installed.
-
-    If the proof fails only for a batch of several rows, try the route that lays its rows end to end in a single row. If
-    isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
-    proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
+    """Install a route, prove that it keeps documents apart, and return it with the facts that the proof has found. If
+    the proof fails, raise ModelNotSupportedError, and leave the model unpatched.
     """
-    model, case = cases[0].model, cases[0]
+    model = cases[0].model
     route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
     install(model, route)
     try:
         for case in cases:
             if case.can_be_run:
-                # rows that run as one row are known from another case
-                is_known = case is cases[1] and route.method.one_row
-                case.replacements = [] if is_known else [[each] for each in range(len(case.paths))]
                 require(case)
     except BaseException as error:
         if is_patched(model):
             remove(model)
         if not isinstance(error, Exception):
             raise
-        if case is cases[1] and not route.method.one_row:
-            return _prove(replace(route, method=replace(route.method, one_row=True)), cases)
         if isinstance(error, ModelNotSupportedError):
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
@@ -371,8 +339,7 @@ def _extended(model: PreTrainedModel, route: Route, names: Collection[str]) -> R
     outside = [plan for plan in route.by_segment if not any(is_inside(plan.name, each.name) for each in found)]
     new = [plan for plan in found if not any(is_inside(plan.name, each.name) for each in outside)]
     plans = (*outside, *new)
-    method = replace(route.method, one_row=True)
-    return replace(route, method=method, by_segment=plans, packed_share=packed_share(model, plans))
+    return replace(route, by_segment=plans, packed_share=packed_share(model, plans))
 
 
 def find_for_long_documents(model: PreTrainedModel) -> None:

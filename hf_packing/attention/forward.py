@@ -36,6 +36,7 @@ from hf_packing.attention.layout import (
     filled_cache,
     fold_into_rows,
     has_trees,
+    lay_end_to_end,
     layout_of_collator,
     read_layout,
     refuse_earlier_tokens,
@@ -319,7 +320,7 @@ class PatchedForward(ReplacedForward):
                 )
             layout = rows.layout
             is_full = takes_packed_rows and not has_media and not rows.has_padding
-            if is_full and patch.facts.unpadding is None and (len(rows.lengths) == 1 or not patch.route.method.one_row):
+            if is_full and patch.facts.unpadding is None:
                 layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None  # as from a tokenizer
         check_loader(self.model, layout, inputs.get("labels"))
         if rows is not None:
@@ -348,22 +349,23 @@ class PatchedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
-        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them,
-        which may be laid end to end."""
-        self.patch.facts.check_tokens(inputs.get("input_ids"))
-        method = self.patch.route.method
+        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them:
+        laid end to end."""
+        facts, method = self.patch.facts, self.patch.route.method
+        facts.check_tokens(inputs.get("input_ids"))
+        if layout.rows > 1:
+            inputs, layout = lay_end_to_end(inputs, layout, facts.sees_labels), replace(layout, rows=1)
         inputs = method.build(self.signature, inputs, layout)
-        if self.patch.facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
+        if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
-            mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.rows * layout.tokens)
-        lay_end_to_end = method.one_row and not layout.is_one_path_per_row
-        return inputs, replace(layout, rows=1) if lay_end_to_end else layout
+            mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
+        return inputs, layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, output: Any, layout: Layout) -> Any:
-        """Return the model's output. If rows were laid end to end, the output gets the shape of the rows again."""
+        """Return the model's output, in the shape of the rows."""
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
                 f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "

@@ -465,22 +465,33 @@ def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
     return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
-def lay_end_to_end(name: str, value: Any, layout: Layout) -> Any:
-    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], and any other value unchanged.
+def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout, sees_labels: bool) -> dict[str, Any]:
+    """Return the arguments for several packed rows, with every tensor of shape [rows, tokens, ...] reshaped to
+    [1, rows * tokens, ...].
+
+    Args:
+        inputs: keyword arguments of a model's forward.
+        layout: the layout of the rows.
+        sees_labels: whether the model sees the input token at each label's position. Otherwise, the first label of each
+            row is left out, so that no row predicts the first token of the next one.
 
     Raises:
-        PackingError: `value` contains labels, and the first token of any row after the first row has a label. A causal
-            model would predict this token from the end of the previous row.
+        PackingError: the model would return the logits of some tokens only.
     """
-    if not isinstance(value, Tensor) or value.shape[:2] != (layout.rows, layout.tokens):
-        return value
-    if name == LABELS and bool((value[1:, 0] != IGNORED_LABEL).any()):
+    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
         raise PackingError(
-            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, got another label; this model "
-            "gets several rows as a single row, and would predict the first token of a row from the previous row. Set "
-            f"this label to {IGNORED_LABEL}, or pass one row at a time"
+            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
+            f"single row; got {keep}"
         )
-    return value.reshape(1, layout.rows * layout.tokens, *value.shape[2:])
+    laid, shape = dict(inputs), (layout.rows, layout.tokens)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.shape[:2] in (shape, (1, layout.tokens)):
+            value = value.expand(*shape, *value.shape[2:])
+            if name == LABELS and not sees_labels:
+                value = value.clone()
+                value[:, 0] = IGNORED_LABEL
+            laid[name] = value.reshape(1, -1, *value.shape[2:])
+    return laid
 
 
 def fold_into_rows(value: Any, layout: Layout) -> Any:

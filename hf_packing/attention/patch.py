@@ -59,9 +59,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     instead, every row is one document, and the backbone, which is the model without its head, runs without the padding.
     Models that return outputs for whole rows take only such batches. Calls with a cache run as without the patch.
 
-    The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
-    in one row. It replaces one document at a time, except in two rows that the patched model runs as a single row. The
-    patch is kept only if:
+    The proof packs three random documents in one row and, in training mode, two. It replaces one document at a time.
+    Several packed rows run as one row, laid end to end. The patch is kept only if:
 
     - no replacement changes the logits of another document,
     - no gradient of a document's logits reaches another document, and

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.attention.inspect_model import Signature, configurations
-from hf_packing.attention.layout import Layout, lay_end_to_end
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -59,14 +59,12 @@ class Method:
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
         mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
             packed documents itself.
-        one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
     attention: str | None = NAME
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
-    one_row: bool = False
 
     def check(self, observed: Observed) -> None:
         """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
@@ -84,23 +82,20 @@ class Method:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed.
-            row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
-                model as one row without borders, since its segments are not documents.
+            row: where the segments of a single row are. A row of trees is given to the model without borders, since
+                its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids or cache.
         """
         inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
-        if self.one_row or is_tree:
-            _refuse_caches(inputs)
-            inputs["use_cache"] = False
-        else:
-            inputs = {"use_cache": False, **inputs}
+        _refuse_caches(inputs)
+        inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
-            inputs["position_ids"] = _positions_of_rows(given, row)
-        elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
+            inputs["position_ids"] = row.position_ids if given is None else given
+        elif given is not None and not torch.equal(given, row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, got positions that begin with "
                 f"{given.flatten().tolist()[:8]}; this model computes its own positions, and cannot use other "
@@ -109,26 +104,11 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
+            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if self.one_row and row.rows > 1 and not row.is_one_path_per_row:
-            if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-                raise PackingError(
-                    "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
-                    f"single row; got {keep}"
-                )
-            inputs = {name: lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
-
-
-def _positions_of_rows(position_ids: Tensor | None, row: Layout) -> Tensor:
-    """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
-    every segment."""
-    if position_ids is None:
-        return row.position_ids
-    return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
 
 
 def _refuse_caches(inputs: dict[str, Any]) -> None:

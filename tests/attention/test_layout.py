@@ -101,7 +101,8 @@ class TestBorders:
         assert read_layout(rows).lengths == (5, 1, 2, 4)
 
     def test_plain_rows_are_one_segment_each(self):
-        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
+        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4))
         assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
+        assert inputs["inputs_embeds"].shape == (1, 8, 8)
         assert "attention_mask" not in inputs
-        assert inputs["use_cache"] is True
+        assert inputs["use_cache"] is False

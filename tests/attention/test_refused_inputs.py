@@ -50,8 +50,7 @@ REFUSED = [
     (LLAMA, ROW, {"attention": "eager"}, "attention"),
     (LLAMA, ROW, {"training": True}, "position_ids"),
     (("bart", "causal"), ROW, positions(5, 6, 5) | borders(0, 2, 3), "position_ids"),  # which counts by itself
-    (("mamba", "causal"), ROWS, RESTARTING | {"logits_to_keep": 1}, "logits_to_keep"),
-    (("mamba", "causal"), ROWS, RESTARTING | {"labels": ROWS["input_ids"]}, "labels"),  # of the row before
+    (LLAMA, ROWS, RESTARTING | {"logits_to_keep": 1}, "logits_to_keep"),
     *((model, ROWS, PADDED | RESTARTING, "position_ids") for model in (LLAMA, BERT)),
     (BERT, ROWS, RESTARTING | {"attention_mask": torch.ones(2, 4).long()}, "position_ids"),
     *((model, ROWS, PADDED | borders(0, 2, 4), "cu_seq_lens_q") for model in (LLAMA, BERT)),
@@ -59,6 +58,7 @@ REFUSED = [
     (("llama", SEQUENCE), TREE, {}, "parents"),
     (("bert", "masked"), TREE, {}, "parents"),
     *((("jamba", "causal"), ROW, positions(0, 1, 2) | {name: DynamicCache()}, name) for name in CACHES),
+    (LLAMA, ROW, positions(0, 1, 0) | {"use_cache": True}, "use_cache"),
     (("bert", "masked"), ROWS, PADDED | {"labels": torch.full((2, 4), 9), "training": True}, "labels"),
     (("llama", SEQUENCE), ROWS, PADDED | {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "inputs_embeds"),
     *((("gpt2", "causal"), TREE, {name: ONES}, name) for name in ("labels", "seq_idx")),
