@@ -1,5 +1,7 @@
 """The packed row: which segments share calls, and how its borders are read from the inputs of a model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -15,6 +17,7 @@ from hf_packing.attention.layout import (
     borders_from_positions,
     current_layout,
     group_lengths,
+    lay_end_to_end,
     read_layout,
     refuse_earlier_tokens,
     within,
@@ -57,7 +60,9 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    return Method().build(Signature(Anything()), inputs, read_layout(inputs))
+    layout = read_layout(inputs)
+    inputs, row = lay_end_to_end(inputs, layout, sees_labels=False), replace(layout, rows=1)
+    return Method().build(Signature(Anything()), inputs, row)
 
 
 def full_cache():
