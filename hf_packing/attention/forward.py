@@ -33,7 +33,6 @@ from hf_packing.attention.layout import (
     CACHES,
     Layout,
     current_layout,
-    filled_cache,
     fold_into_rows,
     has_trees,
     lay_end_to_end,
@@ -431,9 +430,17 @@ def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
     one explicitly in evaluation mode, and has no borders between packed documents."""
     if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, PARENTS)):
         return False
-    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not filled_cache(inputs):
-        return False
-    return any(inputs.get(name) is not None for name in CACHES) or (bool(inputs.get("use_cache")) and not training)
+    caches = [inputs[name] for name in CACHES if inputs.get(name) is not None]
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+        return any(map(_may_have_tokens, caches))
+    return bool(caches) or (bool(inputs.get("use_cache")) and not training)
+
+
+def _may_have_tokens(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
+        return True
 
 
 def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: Facts) -> None:

@@ -268,26 +268,15 @@ def has_trees(inputs: Mapping[str, Any]) -> bool:
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
 
 
-def filled_cache(inputs: Mapping[str, Any]) -> str:
-    """Return the name of the argument with a cache that may contain tokens, or an empty string if there is none."""
-    for name in CACHES:
-        try:
-            if inputs.get(name) is not None and inputs[name].get_seq_length() > 0:
-                return name
-        except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
-            return name
-    return ""
-
-
 def refuse_earlier_tokens(inputs: Mapping[str, Any]) -> None:
-    """Raise PackingError if all documents of a row would attend to tokens in a cache or to states of an encoder."""
-    names = [name for name in ("encoder_hidden_states", filled_cache(inputs)) if inputs.get(name) is not None]
-    if names:
-        raise PackingError(
-            f"{names[0]}: expected no earlier tokens on a patched model, got {type(inputs[names[0]]).__name__}, to "
-            "which all documents in a row would attend. To generate text, use model.generate, or pass a cache without "
-            "borders between documents"
-        )
+    """Raise PackingError if all documents of a row would attend to the tokens of a cache or to states of an encoder."""
+    for name in ("encoder_hidden_states", "use_cache", *CACHES):
+        if (value := inputs.get(name)) is not None and value is not False:
+            raise PackingError(
+                f"{name}: expected no cache and no states of an encoder on a patched model, got "
+                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use model.generate, "
+                "or pass the cache without position_ids and other borders between documents"
+            )
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> Tensor:

@@ -57,7 +57,7 @@ REFUSED = [
     (BERT, ROW, borders(0, 1, 3), "cu_seq_lens_q"),
     (("llama", SEQUENCE), TREE, {}, "parents"),
     (("bert", "masked"), TREE, {}, "parents"),
-    *((("jamba", "causal"), ROW, positions(0, 1, 2) | {name: DynamicCache()}, name) for name in CACHES),
+    *((LLAMA, ROW, borders(0, 3) | {name: DynamicCache()}, name) for name in CACHES),
     (LLAMA, ROW, positions(0, 1, 0) | {"use_cache": True}, "use_cache"),
     (("bert", "masked"), ROWS, PADDED | {"labels": torch.full((2, 4), 9), "training": True}, "labels"),
     (("llama", SEQUENCE), ROWS, PADDED | {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "inputs_embeds"),
