@@ -560,7 +560,7 @@ def _padding(shape: torch.Size, inputs: Mapping[str, Any]) -> int:
 
 
 def lay_end_to_end(value: Any, layout: Layout) -> Any:
-    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], or any other value unchanged."""
+    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...]; other values are unchanged."""
     if not isinstance(value, Tensor) or value.shape[:2] != (layout.rows, layout.tokens):
         return value
     return value.reshape(1, layout.rows * layout.tokens, *value.shape[2:])

@@ -122,8 +122,6 @@ class Runner:
         self.is_small = sum(each.numel() for each in self.model.parameters()) <= _FEW_PARAMETERS
         self.embeddings = Embeddings(self.model)
         self.seed = SEED
-        self.drew_dropout = True
-        """Whether functions of dropout have to be intercepted, since the model calls them in training mode."""
         self._matmuls = _MatmulDtype()
         self._modules: ModuleSnapshot | None = None
         self._weights: WeightSnapshot | None = None
@@ -157,13 +155,9 @@ class Runner:
             stack.enter_context(torch.set_grad_enabled(training))  # some models check this in training mode
             self._weights = self._weights or WeightSnapshot(self.model)
             stack.callback(self._weights.restore)
-            if not training:
-                yield
-                return
-            functions = self.drew_dropout and not self.is_compiled
-            with without_randomness(self.model, functions) as dropout:
-                yield
-            self.drew_dropout = functions and dropout.was_needed
+            if training:
+                stack.enter_context(without_randomness(self.model))
+            yield
 
     @contextmanager
     def in_series(self) -> Iterator[None]:
