@@ -119,7 +119,6 @@ def _examined(runner: Runner) -> list[RowCase]:
     rows = _several_rows(case)
     rows.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
-    training.noise = case.known[0].noise
     examine_in_training(training, case)
     return [case, rows, training]
 
@@ -132,10 +131,8 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _several_rows(like: RowCase) -> RowCase:
-    """Return a case of several packed rows of the same model, in which rounding is as large."""
-    case = RowCase(like.runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
-    case.noise = like.known[0].noise
-    return case
+    """Return a case of several packed rows of the same model."""
+    return RowCase(like.runner, lengths=[*chain(*_ROWS)], make_batch=_pack_in_rows, seed=1)
 
 
 def _treats_pad_as_padding(like: RowCase) -> bool:
@@ -149,7 +146,7 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
     case.replacements = []
     try:
         case.examine()
-        return prove(case).problem is not None
+        return bool(prove(case).problem)
     except Exception:  # the model refuses pad tokens itself
         return False
 
@@ -275,7 +272,7 @@ def _prove(route: Route, cases: list[RowCase]) -> Route:
     install(model, route)
     try:
         for case in cases:
-            if case.can_be_run:
+            if case.known:
                 # rows that run as one row are known from another case
                 is_known = case is cases[1] and route.method.one_row
                 case.replacements = [] if is_known else [[each] for each in range(len(case.paths))]
