@@ -110,7 +110,6 @@ def _examined(runner: Runner) -> list[RowCase]:
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
-    training.noise = case.known[0].noise
     examine_in_training(training, case)
     return [case, training]
 
@@ -127,7 +126,7 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
     case.replacements = []
     try:
         case.examine()
-        return prove(case).problem is not None
+        return bool(prove(case).problem)
     except Exception:  # the model refuses pad tokens itself
         return False
 
@@ -248,7 +247,7 @@ def _prove(route: Route, cases: list[RowCase]) -> Route:
     install(model, route)
     try:
         for case in cases:
-            if case.can_be_run:
+            if case.known:
                 require(case)
     except BaseException as error:
         if is_patched(model):
