@@ -121,7 +121,6 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
     if token is None:
         return False
     case = RowCase(like.runner, lengths=_LENGTHS_WITH_PADS, seed=1)
-    case.noise = like.known[0].noise
     case.tokens[_PLACES_OF_PADS] = token
     case.replacements = []
     try:

@@ -14,9 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.attention.inspect_model import Signature, configurations
-from hf_packing.attention.layout import Layout, lay_end_to_end
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import Unpadding
-from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.columns import (
+    CU_SEQ_LENS,
+    ENDS,
+    MAX_LENGTHS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    SEQ_IDX,
+    SEQ_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
@@ -27,6 +37,10 @@ BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
+
+
+_ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
+"""Arguments of the caller that the model's own forward does not get as they are."""
 
 
 class LocalMaskError(ModelNotSupportedError):
@@ -67,21 +81,21 @@ class Method:
 
         Args:
             signature: signature of the forward.
-            inputs: arguments that the caller has passed, without an attention_mask.
-            row: where the segments are, as `read_layout` has read it from the inputs. Several rows are laid end to end.
-                A row of trees is given to the model without borders, since its segments are not documents.
+            inputs: arguments that the caller has passed.
+            row: where the segments of a single row are. A row of trees is given to the model without borders, since
+                its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids, cache or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids or cache.
         """
-        inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
+        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
         _refuse_caches(inputs)
         inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
-            inputs["position_ids"] = _positions_of_rows(given, row)
-        elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
+            inputs["position_ids"] = row.position_ids if given is None else given
+        elif given is not None and not torch.equal(given, row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, got positions that begin with "
                 f"{given.flatten().tolist()[:8]}; this model computes its own positions, and cannot use other "
@@ -90,26 +104,11 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
+            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if row.rows > 1:
-            if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-                raise PackingError(
-                    "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows "
-                    f"as a single row; got {keep}"
-                )
-            inputs = {name: lay_end_to_end(value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
-
-
-def _positions_of_rows(position_ids: Tensor | None, row: Layout) -> Tensor:
-    """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
-    every segment."""
-    if position_ids is None:
-        return row.position_ids
-    return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
 
 
 def _refuse_caches(inputs: dict[str, Any]) -> None:

@@ -25,11 +25,12 @@ class RowReader(ReplacedForward):
 
     Args:
         module: a module that returns a tensor without an axis of tokens.
+        name: the module's name in the model.
         sharing: the rule for running several documents in one call.
     """
 
-    def __init__(self, module: nn.Module, sharing: Sharing) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, name: str, sharing: Sharing) -> None:
+        super().__init__(module, name)
         self.sharing = sharing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

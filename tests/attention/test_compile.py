@@ -18,7 +18,7 @@ import hf_packing as hfp
 from hf_packing.attention import forward, function, kernels
 from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
-from hf_packing.attention.layout import Layout, roots, use_layout
+from hf_packing.attention.layout import Layout, current_layout, roots, within
 from tools.tiny_model import tiny_model
 
 
@@ -245,7 +245,7 @@ def test_lengths_come_from_the_packed_row(monkeypatch):
     q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     how = {"scale": 1.0, "is_causal": True}
     expected = attend_exactly(q, k, v, row, **how)
-    with use_layout(row), monkeypatch.context() as patch:
+    with within(current_layout, row), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
         found = attend_exactly_compiled(q, k, v, row.cu_seq_lens, **how)
     assert_equal_with_gradients(found, expected, (q, k, v))
