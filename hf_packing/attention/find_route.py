@@ -110,7 +110,6 @@ def _examined(runner: Runner) -> list[RowCase]:
     case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
     case.examine()
     training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
-    training.noise = case.known[0].noise
     examine_in_training(training, case)
     return [case, training]
 
@@ -122,12 +121,11 @@ def _treats_pad_as_padding(like: RowCase) -> bool:
     if token is None:
         return False
     case = RowCase(like.runner, lengths=_LENGTHS_WITH_PADS, seed=1)
-    case.noise = like.known[0].noise
     case.tokens[_PLACES_OF_PADS] = token
     case.replacements = []
     try:
         case.examine()
-        return prove(case).problem is not None
+        return bool(prove(case).problem)
     except Exception:  # the model refuses pad tokens itself
         return False
 
@@ -248,7 +246,7 @@ def _prove(route: Route, cases: list[RowCase]) -> Route:
     install(model, route)
     try:
         for case in cases:
-            if case.can_be_run:
+            if case.known:
                 require(case)
     except BaseException as error:
         if is_patched(model):

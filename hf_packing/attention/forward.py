@@ -463,8 +463,7 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
             f"{decoder or 'model'}: expected a padded batch of one text for each row, but {name} takes two texts, an "
             "encoder's and a decoder's; call unpatch_model"
         )
-    takes_embeddings = facts.takes_packed_rows or unpadding.takes_embeddings
-    if inputs.get("input_ids") is None and not takes_embeddings and rows.has_padding:
+    if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
             "inputs_embeds"

@@ -3,7 +3,7 @@
 `Search` runs these checks on the modules of a model, each with up to a dozen calls of the module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -254,20 +254,7 @@ def _noise(scale: float) -> Fill:
 _FILLS: tuple[Fill, ...] = (Tensor.new_zeros, _noise(1.0), _noise(10.0))
 
 
-def scalars_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the 0-dimensional floating-point tensors that a module and its inner modules store as attributes, in a
-    dictionary by attribute name."""
-    return {
-        f"{name}.{attribute}".lstrip("."): value
-        for name, inner in module.named_modules()
-        for attribute, value in vars(inner).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.ndim
-    }
-
-
-def refuse_row_outputs(
-    output: Any, by_segment: Any, axes: TokenAxes, before: dict[str, Tensor], after: dict[str, Tensor]
-) -> None:
+def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes, changed: Mapping[str, Any]) -> None:
     """Raise PackingError if a module computes a tensor without a token axis from all tokens of a row, such as the loss
     of a router, and returns it or stores it in an attribute. It cannot be joined from the tensors of single segments.
 
@@ -275,10 +262,10 @@ def refuse_row_outputs(
         output: the module's output for the whole row.
         by_segment: the joined outputs of the module for the segments.
         axes: token axes of the output.
-        before: the scalars before a call of the module, as `scalars_of` returns them.
-        after: the scalars after the call.
+        changed: the attributes that a call of the module has changed, with their new values.
     """
-    if stored := [name for name, number in after.items() if number is not before.get(name)]:
+    floats = {name: each for name, each in changed.items() if isinstance(each, Tensor) and each.is_floating_point()}
+    if stored := [name for name, each in floats.items() if not each.ndim]:
         raise PackingError(
             f"{axes.where}: the attribute {stored[0]} stores a number computed from all tokens of a row, such as the "
             "loss of a router. If the module ran segment by segment, the number would be computed from one segment"

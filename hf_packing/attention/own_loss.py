@@ -36,22 +36,17 @@ def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) 
     if not case.runner.signature.takes("labels"):
         return
     first, middle, last = case.segments
-    other, other_middle, another = (each.tolist() for each in case.by_segment(case.others))
+    other_middle = case.by_segment(case.others)[1].tolist()
 
-    def loss(labels: list[int], before: list[int] = first, after: list[int] = last) -> Tensor:
+    def loss(labels: list[int]) -> Tensor:
         """Return the loss of a packed row in which only the middle document has labels, from its second token."""
-        batch = pack_in_one_row([before, middle, after])
+        batch = pack_in_one_row([first, middle, last])
         batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
         batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
         found: Tensor = case.runner(batch).loss
         return found
 
-    known: float | None = None
     for training, mode in ((False, ""), (True, in_training.mode)):
-        with suppress(Exception), case.runner.undisturbed(training):
-            before, known = known, float(loss(middle).detach())
-            if known == before or known == float(loss(middle, other, another).detach()):
-                continue  # the same loss as in evaluation mode, or as with other documents
         share = _gradient_share(case, training, loss, (middle, other_middle), 1, None)
         if share > _REACHES:
             raise ModelNotSupportedError(
@@ -109,7 +104,7 @@ def _gradient_share(
         (own,), elsewhere = found
         return (elsewhere if at is None else float(own[at].abs().max())) / float(own.abs().max())
 
-    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.embeddings.leaves() as embedded:
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
         first = loss(labels[0])
         found = share(first)
         return found if found <= _REACHES else share(first - loss(labels[1]))

@@ -51,7 +51,6 @@ class Unpadding:
         rows_after: name of a module in the backbone; what follows it gets every document in a row of its own.
         by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
         refused: where padding may not be, with the reason.
-        takes_embeddings: whether inputs_embeds in place of input_ids give the same outputs.
     """
 
     backbone: str
@@ -59,7 +58,6 @@ class Unpadding:
     rows_after: str | None = None
     by_length: bool = False
     refused: tuple[tuple[Side, str], ...] = ()
-    takes_embeddings: bool = False
 
     def describe(self) -> str:
         """Return a description in one line."""

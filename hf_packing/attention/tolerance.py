@@ -68,12 +68,14 @@ class Noise(NamedTuple):
     rms: float = 0.0
 
     @classmethod
-    def of(cls, apart: list[Tensor]) -> "Noise":
-        """Return the effect of rounding from the differences `apart` between outputs and outputs with rounding errors.
-        No effect was measured if a difference is not finite."""
-        values = torch.cat([each.flatten() for each in apart]) if apart else torch.zeros(1)
-        found = cls(float(values.max()), _rms(values))
-        return found if math.isfinite(found.largest) else cls()
+    def of(cls, noisy: Tensor | None, exact: Tensor | None, unit: float | None = None) -> "Noise":
+        """Return the effect of rounding from outputs with and without rounding errors, in standard deviations of the
+        latter, or in `unit`. There is none if there are no outputs, or if a difference is not finite."""
+        if noisy is None or exact is None:
+            return cls()
+        found = apart(noisy, exact, unit)
+        largest = float(found.max())
+        return cls(largest, _rms(found)) if math.isfinite(largest) else cls()
 
 
 _NO_NOISE = Noise()
@@ -116,8 +118,7 @@ class Tolerance:
 
     def note(self) -> str:
         """Return text for the end of a message about a difference, if rounding may be the cause of the difference."""
-        most = NEVER_ALLOWED.get(self.dtype, math.inf)
-        if not self.profile.is_bounded or not self.profile.factor * self.noise.largest > most:
+        if self.profile.factor * self.noise.largest <= self.limit:
             return ""
         return (
             f"; rounding alone changes the logits by {self.noise.largest:.2g} standard deviations in {self.dtype}, so "

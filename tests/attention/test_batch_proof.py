@@ -13,7 +13,7 @@ from training_by_hand import batch_of
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
-from hf_packing.attention.cases import BatchCase, sampled_documents
+from hf_packing.attention.batch_proof import BatchCase, sampled_documents
 
 LENGTHS = (200, 40, 200, 7, 40, 120, 210, 33)
 SHORT = (30, 17, 30, 7, 20, 30, 55, 45, 12, 32, 17, 17)

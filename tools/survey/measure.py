@@ -184,7 +184,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
 def explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
     """Return the largest difference of a logit that rounding alone can cause."""
     case = RowCase(Runner(model), lengths=[len(each) for each in documents])
-    case.tokens = case.per_token["input_ids"] = torch.tensor([token for each in documents for token in each])
+    case.tokens = torch.tensor([token for each in documents for token in each])
     case.examine()
     return case.tolerance().limit * spread(alone)
 
