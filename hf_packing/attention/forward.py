@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -40,6 +41,7 @@ from hf_packing.attention.layout import (
     read_layout,
     refuse_earlier_tokens,
     within,
+    without_first_labels,
 )
 from hf_packing.attention.padded import (
     PaddedRows,
@@ -98,14 +100,12 @@ class Patch:
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
-    """True once it is known that the model is not trained to copy its input."""
-    layers: list[nn.Module] | None = None
-    """The modules in the model's lists when `may_checkpoint` was found; None before."""
-    may_checkpoint: list[nn.Module] = field(default_factory=list)
-    """The modules that have an activation-checkpointing function, or may get one."""
+    """True once the first batch in training has shown that the model is not trained to copy its input."""
 
     def __post_init__(self) -> None:
-        self.lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
+        modules = [*self.model.modules()]
+        self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+        self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -126,17 +126,13 @@ class Patch:
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
-        what they ran under. All modules are searched only after layers were replaced, as FSDP does."""
-        layers = [layer for each in self.lists for layer in each]
-        if layers != self.layers:
-            self.layers = layers
-            names = (*_CHECKPOINTING, "gradient_checkpointing")
-            self.may_checkpoint = [each for each in self.model.modules() if any(hasattr(each, name) for name in names)]
-        for module in self.may_checkpoint:
+        what they ran under. FSDP replaces layers in the model's lists by wrappers that have such a function."""
+        for module in chain(self.may_checkpoint, *self.lists):
+            wrapped = module._modules.get("_fsdp_wrapped_module") or module
             for name in _CHECKPOINTING:
-                checkpoint = vars(module).get(name)
+                checkpoint = vars(wrapped).get(name)
                 if checkpoint is not None and not isinstance(checkpoint, KeepLayout):
-                    setattr(module, name, KeepLayout(checkpoint, self))
+                    setattr(wrapped, name, KeepLayout(checkpoint, self))
 
 
 @dataclass(eq=False)
@@ -307,27 +303,22 @@ class PatchedForward(ReplacedForward):
         self._check_patch(inputs)
         takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
         has_media = patch.sees_media and bool(media_of(inputs))
-        given = {name for name, value in inputs.items() if value is not None}
         rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
         if rows is None:
             layout = self._read_layout(inputs)
         else:
-            if has_media and training and not {"attention_mask", "position_ids"} & given:
-                raise PackingError(
-                    "attention_mask: expected an attention_mask or position_ids beside pictures or sound in training "
-                    "mode, since it is not known whether each row is one document; pass a mask of ones if it is"
-                )
             layout = rows.layout
             is_full = takes_packed_rows and not has_media and not rows.has_padding
             if is_full and patch.facts.unpadding is None:
                 layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None  # as from a tokenizer
-        check_loader(self.model, layout, inputs.get("labels"))
+        check_loader(layout)
         if rows is not None:
             _check_rows(self.model, rows, inputs, patch.facts)
         if training and patch.facts.sees_labels and not patch.knows_labels:
-            both = [inputs.get("input_ids"), inputs.get("labels")]
-            ids, labels = both if rows is None else rows.lay_end_to_end(both)
+            given = [inputs.get("input_ids"), inputs.get("labels")]
+            ids, labels = given if rows is None else rows.lay_end_to_end(given)
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+            patch.knows_labels = True
         return inputs, layout if rows is None else rows
 
     def _read_layout(self, inputs: dict[str, Any]) -> Layout:
@@ -353,7 +344,9 @@ class PatchedForward(ReplacedForward):
         facts, method = self.patch.facts, self.patch.route.method
         facts.check_tokens(inputs.get("input_ids"))
         if layout.rows > 1:
-            inputs, layout = lay_end_to_end(inputs, layout, facts.sees_labels), replace(layout, rows=1)
+            inputs, layout = lay_end_to_end(inputs, layout), replace(layout, rows=1)
+        if not facts.sees_labels and has_vocabulary(self.model):
+            inputs = without_first_labels(inputs, layout)
         inputs = method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
@@ -458,9 +451,9 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
             "patch_model(model, padded=True) before training, or unpatch_model"
         )
     decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
-    if decoder or (model.config.is_encoder_decoder and has_vocabulary(model)):
+    if decoder:
         raise PackingError(
-            f"{decoder or 'model'}: expected a padded batch of one text for each row, but {name} takes two texts, an "
+            f"{decoder}: expected a padded batch of one text for each row, but {name} takes two texts, an "
             "encoder's and a decoder's; call unpatch_model"
         )
     if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:

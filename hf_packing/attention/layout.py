@@ -324,11 +324,8 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
 
 
 def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
-    for name in (SEGMENT_LENGTHS, PARENTS):
-        if not isinstance(inputs.get(name), Tensor):
-            raise PackingError(
-                f"{name}: expected a tensor of integers beside a row of trees, got {type(inputs.get(name)).__name__}"
-            )
+    if inputs.get(SEGMENT_LENGTHS) is None or inputs.get(PARENTS) is None:
+        raise PackingError(f"{SEGMENT_LENGTHS}: expected both {SEGMENT_LENGTHS} and {PARENTS} beside a row of trees")
     if inputs.get(LABELS) is not None and not _takes_labels.get():
         raise PackingError(
             "labels: expected None with a row of trees, since no model computes the loss of trees by itself; call "
@@ -339,7 +336,7 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
             f"{borders[0]}: expected None with a row of trees, whose borders are given by {SEGMENT_LENGTHS} and "
             f"{PARENTS}"
         )
-    trees = TreeSegments.from_arrays(inputs[SEGMENT_LENGTHS].cpu(), inputs[PARENTS].cpu())
+    trees = TreeSegments.from_arrays(*(torch.as_tensor(inputs[name]).cpu() for name in (SEGMENT_LENGTHS, PARENTS)))
     if tokens.shape != (1, trees.tokens):
         raise PackingError(
             f"{SEGMENT_LENGTHS}: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
@@ -454,15 +451,9 @@ def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
     return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
-def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout, sees_labels: bool) -> dict[str, Any]:
+def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Return the arguments for several packed rows, with every tensor of shape [rows, tokens, ...] reshaped to
     [1, rows * tokens, ...].
-
-    Args:
-        inputs: keyword arguments of a model's forward.
-        layout: the layout of the rows.
-        sees_labels: whether the model sees the input token at each label's position. Otherwise, the first label of each
-            row is left out, so that no row predicts the first token of the next one.
 
     Raises:
         PackingError: the model would return the logits of some tokens only.
@@ -475,12 +466,19 @@ def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout, sees_labels: bool)
     laid, shape = dict(inputs), (layout.rows, layout.tokens)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.shape[:2] in (shape, (1, layout.tokens)):
-            value = value.expand(*shape, *value.shape[2:])
-            if name == LABELS and not sees_labels:
-                value = value.clone()
-                value[:, 0] = IGNORED_LABEL
-            laid[name] = value.reshape(1, -1, *value.shape[2:])
+            laid[name] = value.expand(*shape, *value.shape[2:]).reshape(1, -1, *value.shape[2:])
     return laid
+
+
+def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
+    predict from the document before. PackingCollator makes no such labels."""
+    labels = inputs.get(LABELS)
+    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
+    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
+        return inputs
+    first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
+    return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}
 
 
 def fold_into_rows(value: Any, layout: Layout) -> Any:

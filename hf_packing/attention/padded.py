@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -22,7 +23,6 @@ from hf_packing.attention.layout import (
     CACHES,
     Layout,
     Sharing,
-    borders_from_positions,
     on_device,
     refuse_earlier_tokens,
     tokens_of,
@@ -234,20 +234,17 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
         )
     if not real.any():
         raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    width, lengths = real.shape[1], real.sum(1)
-    start, end = real.argmax(1), width - real[:, ::-1].argmax(1)
-    if (torn := (lengths > 0) & (end - start != lengths)).any():
-        number = int(torn.argmax())
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    if (torn := begins.sum(1) > 1).any():
         raise PackingError(
-            f"attention_mask: expected no padding between the tokens of a row, but row {number} has {lengths[number]} "
-            f"tokens between {start[number]} and {end[number]}; move its padding to one side"
+            f"attention_mask: expected no padding between the tokens of a row, got some in row {torn.argmax()}; move "
+            "its padding to one side"
         )
-    start, end = start[lengths > 0], end[lengths > 0]
-    side: Side = "right" if not start.any() else "left" if (end == width).all() else "both"
-    rows = PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
+    filled = real[real.any(1)]
+    side: Side = "right" if filled[:, 0].all() else "left" if filled[:, -1].all() else "both"
     if position_ids is not None:
-        _check_positions(position_ids, rows)
-    return rows
+        _check_positions(position_ids, real)
+    return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
 
 
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
@@ -271,15 +268,13 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
     return real
 
 
-def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
+def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    axes = position_ids.ndim == 3
-    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.shape))
-    if axes and len(position_ids) < 4:  # of pictures, whose places share positions; the first axis is that of time
-        starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
-    else:
-        starts = borders_from_positions(laid)
-    if not set(starts.tolist()) <= set(rows.layout.cu_seq_lens.tolist()):
+    # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
+    axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
+    step = np.diff(positions.expand(real.shape).cpu().numpy())
+    rises = step >= 0 if position_ids.ndim == 3 and axes < 4 else step == 1
+    if not rises[real[:, 1:] & real[:, :-1]].all():
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
             "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
@@ -367,39 +362,35 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    shape, lengths = rows.shape, np.array(rows.lengths)
-    whole: dict[Path, Tensor] = {}
-    output: Any = None
-    for length in np.unique(lengths[lengths > 0]):
-        chosen = np.flatnonzero(lengths == length)
-        numbers = on_device(chosen, rows.device)
-        places = on_device(rows.real[chosen].nonzero()[1].reshape(-1, length), rows.device)
-        at = numbers[:, None], places
+    lengths, outputs = np.array(rows.lengths), []
+    for length in np.unique(lengths[lengths > 0]).tolist():
+        group = replace(rows, real=rows.real & (lengths == length)[:, None])
+        documents = int((lengths == length).sum())
+        at = tuple(on_device(each.reshape(documents, length), rows.device) for each in group.real.nonzero())
 
-        def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
-            if not isinstance(leaf, Tensor):
+        def cut(_: Path, leaf: Any, at: tuple[Tensor, ...] = at) -> Any:
+            return leaf[at] if isinstance(leaf, Tensor) and leaf.shape[:2] == rows.shape else leaf
+
+        def widen(_: Path, leaf: Any, length: int = length, documents: int = documents) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf[:, at[0], at[1]]
-            return leaf[at] if leaf.shape[:2] == shape else leaf
-
-        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
-        for path, leaf in leaves(output):
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.ndim > 2 and len(leaf) == len(numbers):  # with an axis of tokens, which Funnel has pooled
-                columns = places if leaf.shape[1] == length else torch.arange(leaf.shape[1], device=leaf.device)
-                known = whole.get(path, leaf.new_zeros(*shape, *leaf.shape[2:]))
-                whole[path] = known.index_put((numbers[:, None], columns), leaf)
-            elif leaf.ndim and len(leaf) == len(numbers):
-                known = whole.get(path, leaf.new_zeros(shape[0], *leaf.shape[1:]))
-                whole[path] = known.index_copy(0, numbers, leaf)
-            elif leaf.is_floating_point():
+            if leaf.ndim < 2 or len(leaf) != documents:
                 raise ModelNotSupportedError(
                     f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-    return map_leaves(output, lambda path, leaf: whole.get(path, leaf))
+            if leaf.ndim > 2 and leaf.shape[1] != length:  # tokens that were pooled, as in Funnel
+                return F.pad(leaf, (*[0, 0] * (leaf.ndim - 2), 0, rows.shape[1] - leaf.shape[1]))
+            return leaf
+
+        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
+        outputs.append(group.put_back(map_leaves(output, widen)))
+
+    sums = dict(leaves(outputs[0]))
+    for output in outputs[1:]:  # each of which has zeros in the rows of the others
+        for path, leaf in leaves(output):
+            sums[path] = sums[path] + leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    return map_leaves(outputs[0], lambda path, _: sums[path])
 
 
 def _without_caches(output: Any) -> Any:
