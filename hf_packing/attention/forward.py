@@ -314,8 +314,8 @@ class PatchedForward(ReplacedForward):
         check_loader(layout)
         if rows is not None:
             _check_rows(self.model, rows, inputs, patch.facts)
-        if training and patch.facts.sees_labels and not patch.knows_labels:
-            given = [inputs.get("input_ids"), inputs.get("labels")]
+        given = [inputs.get("input_ids"), inputs.get("labels")]
+        if training and patch.facts.sees_labels and not patch.knows_labels and given[1] is not None:
             ids, labels = given if rows is None else rows.lay_end_to_end(given)
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
             patch.knows_labels = True

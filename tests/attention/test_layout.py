@@ -57,7 +57,7 @@ class Anything(torch.nn.Module):
 def told(**inputs):
     """What a model that takes everything is given."""
     layout = read_layout(inputs)
-    inputs, row = lay_end_to_end(inputs, layout, sees_labels=False), replace(layout, rows=1)
+    inputs, row = lay_end_to_end(inputs, layout), replace(layout, rows=1)
     return Method().build(Signature(Anything()), inputs, row)
 
 

@@ -179,5 +179,3 @@ def test_packed_rows_with_pictures_are_refused():
         for mask in ({}, {"attention_mask": ones}):
             with pytest.raises(hfp.PackingError, match="position_ids: expected positions that rise by 1 .* pictures"):
                 model(**batch, **mask, position_ids=positions)
-    with pytest.raises(hfp.PackingError, match="attention_mask: expected an attention_mask or position_ids beside"):
-        model.train()(**batch)
