@@ -237,6 +237,7 @@ _RANDOM_SETTINGS = ("drop", "jitter", "noise")
 """Words in the names of settings. A setting whose name contains one of these words is a probability or a noise scale.
 Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise_alpha."""
 
+
 @contextmanager
 def without_randomness(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: within the block, a model's dropout, layer dropping and noise are switched off, as far as their
