@@ -35,7 +35,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
-    tokens of a document, such as poolers, get every document in a row of its own (row_readers). A proof runs the whole
+    tokens of a document, such as poolers, get every document in a row of its own (poolers). A proof runs the whole
     model, with padding on each side (unpadding_proof).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn

@@ -53,6 +53,7 @@ from hf_packing.attention.padded import (
     run_by_length,
     with_pad_tokens,
 )
+from hf_packing.attention.poolers import RowsInBackbone
 from hf_packing.attention.route import (
     BORDER_ARGUMENTS,
     PATCH,
@@ -62,7 +63,6 @@ from hf_packing.attention.route import (
     is_patched,
     mark_changing_sizes,
 )
-from hf_packing.attention.row_readers import RowReader, RowsInBackbone
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -240,6 +240,11 @@ class PatchedForward(ReplacedForward):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the forward on a padded batch, in which the backbone runs without padding."""
+        unpadding = self.patch.facts.unpadding
+        assert unpadding is not None
+        if unpadding.to not in (None, rows.side) and rows.has_padding:
+            moved = rows.with_padding_on(unpadding.to)
+            return moved.move(self._run_padded(rows.move(inputs, moved), moved), rows)
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
         with (
@@ -464,6 +469,13 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
     if reason := dict(unpadding.refused).get(rows.side):
         where = {"right": "after", "left": "before", "both": "on both sides of"}[rows.side]
         raise ModelNotSupportedError(f"{name}: padding {where} the tokens is not supported, since {reason}")
+    for argument, value in inputs.items() if unpadding.to not in (None, rows.side) else ():
+        is_of_rows = isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] != rows.shape[1:]
+        if is_of_rows and value.ndim and argument != "labels":
+            raise PackingError(
+                f"{argument}: expected padding on the {unpadding.to} beside numbers that may be places in a row, since "
+                f"{name} gets the padding of all batches there"
+            )
     if unpadding.by_length and not has_local_weights(model):
         raise ModelNotSupportedError(
             f"{name}: expected all weights on every process, but they are sharded; the backbone of this model runs "
@@ -523,11 +535,9 @@ def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> No
     """Set the way in which a patched model runs padded batches, instead of the way that was set before."""
     patch: Patch = getattr(model, PATCH)
     patch.facts.unpadding = unpadding
-    for reader in [each for each in patch.replaced if isinstance(each, (RowReader, RowsInBackbone))]:
-        patch.replaced.remove(reader)
-        reader.remove()
-    for name, sharing in unpadding.readers if unpadding else ():
-        patch.replace(RowReader(model.get_submodule(name), name, sharing))
+    for forward in [each for each in patch.replaced if isinstance(each, RowsInBackbone)]:
+        patch.replaced.remove(forward)
+        forward.remove()
     if unpadding and unpadding.rows_after is not None:
         patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after), unpadding.rows_after))
 

@@ -22,7 +22,6 @@ from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
-    Sharing,
     on_device,
     refuse_earlier_tokens,
     tokens_of,
@@ -46,16 +45,16 @@ class Unpadding:
 
     Args:
         backbone: name of the backbone; an empty string for the model itself.
-        readers: names of the modules that get every document in a row of its own, with the rule for running several
-            documents in one call.
-        rows_after: name of a module in the backbone; what follows it gets every document in a row of its own.
+        rows_after: name of a module in the backbone, after which poolers get every document in a row of its own.
+        to: the side to which the padding of the batch is moved first, for a head that reads the first or the last place
+            of a row; None if it stays where it is.
         by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
         refused: where padding may not be, with the reason.
     """
 
     backbone: str
-    readers: tuple[tuple[str, Sharing], ...] = ()
     rows_after: str | None = None
+    to: Side | None = None
     by_length: bool = False
     refused: tuple[tuple[Side, str], ...] = ()
 
@@ -155,7 +154,7 @@ class PaddedRows:
                 return self._spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
                 real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
-                return self._spread(leaf[on_device(real, leaf.device)])
+                return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
             if len(leaf) == documents and path[:1] != ("router_logits",):
                 return self.with_empty_rows(leaf)
             return self._spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
@@ -175,6 +174,33 @@ class PaddedRows:
             return values
         places = on_device(np.flatnonzero(self.lengths), values.device)
         return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
+
+    def with_padding_on(self, side: Side) -> "PaddedRows":
+        """Return the places of the tokens after all padding was moved to one side."""
+        lengths, places = self.real.sum(1)[:, None], np.arange(self.shape[1])
+        real = places < lengths if side == "right" else places >= self.shape[1] - lengths
+        return replace(self, real=real, side=side)
+
+    def move(self, value: Any, moved: "PaddedRows") -> Any:
+        """Return nested tensors of shape [rows, tokens, ...] in which tokens have moved to their places in `moved`."""
+        shape, (rows, tokens) = self.shape, self.shape
+        steps = self.real.argmax(1) - moved.real.argmax(1)
+        columns = on_device((np.arange(tokens) + steps[:, None]) % tokens, self.device)
+        places = torch.arange(rows, device=self.device)[:, None], columns
+
+        def move(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+                return leaf
+            if has_axes_first(path, leaf, shape):
+                return leaf[:, places[0], places[1]]
+            if leaf.shape == (1, tokens):  # the same for all rows
+                leaf = leaf.expand(shape)
+            if leaf.shape[:2] == shape:
+                return leaf[places]
+            has_choices = leaf.ndim > 2 and leaf.flatten(0, 1).shape[:2] == shape
+            return leaf.flatten(0, 1)[places].view_as(leaf) if has_choices else leaf
+
+        return map_leaves(value, move)
 
     def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
         """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
