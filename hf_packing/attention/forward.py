@@ -442,12 +442,12 @@ def _may_have_tokens(cache: Any) -> bool:
 
 
 def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: Facts) -> None:
-    """Raise an error if it is not proven that the model takes the padding of a batch where it is.
+    """Raise an error if it is not proven that the model takes a padded batch.
 
     Raises:
-        ModelNotSupportedError: it was not proven that the model ignores padding in these places; or the weights of a
-            model whose backbone runs by length are sharded.
-        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding.
+        ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
+        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding, or
+            numbers that may be places in a row whose padding is moved.
     """
     name, unpadding = type(model).__name__, facts.unpadding
     if unpadding is None:
@@ -466,9 +466,6 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
             "inputs_embeds"
         )
-    if reason := dict(unpadding.refused).get(rows.side):
-        where = {"right": "after", "left": "before", "both": "on both sides of"}[rows.side]
-        raise ModelNotSupportedError(f"{name}: padding {where} the tokens is not supported, since {reason}")
     for argument, value in inputs.items() if unpadding.to not in (None, rows.side) else ():
         is_of_rows = isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] != rows.shape[1:]
         if is_of_rows and value.ndim and argument != "labels":

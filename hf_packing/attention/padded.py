@@ -49,21 +49,16 @@ class Unpadding:
         to: the side to which the padding of the batch is moved first, for a head that reads the first or the last place
             of a row; None if it stays where it is.
         by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
-        refused: where padding may not be, with the reason.
     """
 
     backbone: str
     rows_after: str | None = None
     to: Side | None = None
     by_length: bool = False
-    refused: tuple[tuple[Side, str], ...] = ()
 
     def describe(self) -> str:
         """Return a description in one line."""
-        how = "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
-        refused = {side for side, _ in self.refused}
-        sides = " or ".join(side for side in SIDES[:2] if side not in refused)
-        return f"{how}; padding on the {sides} is taken out"
+        return "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
 
 
 @dataclass(frozen=True, eq=False)
