@@ -356,7 +356,9 @@ def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
         return None
-    if tokens.shape != (1, sum(longest.lengths)) or borders.device != tokens.device:
+    if tokens.shape != (1, sum(longest.lengths)) or len(borders) <= len(longest.lengths):
+        return None
+    if borders.device != tokens.device:
         return None
     return Layout(borders, roots(longest.lengths), bound=int(longest), padding=longest.padding)
 
