@@ -144,8 +144,8 @@ class ModulePlan:
             module: the module. While it is called on a row of `row_length` tokens, its token axes are recorded.
             row_length: number of tokens in the row.
         """
-        where = f"{type(module).__name__} ({name})"
-        return cls(name, type(module).__name__, TokenAxes(where, row_length), TokenAxes(where, row_length))
+        kind = type(module).__name__
+        return cls(name, kind, TokenAxes(kind, row_length), TokenAxes(kind, row_length))
 
     @property
     def is_recording(self) -> bool:
@@ -194,7 +194,7 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
+                f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
         with _results_lock if plan.packed_modules() else nullcontext():

@@ -5,25 +5,26 @@ run segment by segment, and the route is proven on two rows, one of them in trai
 """
 
 import warnings
-from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, is_inside
 from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.function import NAME_WITH_LOCAL_MASKS, observe
-from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
+from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import switched_off
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
     Facts,
-    LocalMaskError,
     Method,
     Route,
     is_patched,
@@ -35,7 +36,7 @@ from hf_packing.attention.route import (
 )
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.search import Search
-from hf_packing.attention.small_copy import random_where_zero, small_copy_of
+from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
@@ -139,17 +140,13 @@ def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
             known_routes[key] = _prove(known, cases)
             return known_routes[key]
     failures: dict[str, None] = {}
-    needs_local_masks, calls_attention = False, True
     for method in methods_for(model, cases[0].runner.called):
-        if (method.attention == NAME_WITH_LOCAL_MASKS) and not needs_local_masks:
-            continue
-        if method.attention and not calls_attention:
+        if method.attention and f"with varlen attention: {_NEVER_CALLED}" in failures:
             continue
         try:
             known_routes[key] = _search_and_prove(method, cases, tuple(failures))
             return known_routes[key]
         except ModelNotSupportedError as error:
-            needs_local_masks, calls_attention = isinstance(error, LocalMaskError), str(error) != _NEVER_CALLED
             attention = "varlen attention" if method.attention else "the attention of the model"
             failures[f"with {attention}: {error}"] = None
     raise ModelNotSupportedError(
@@ -173,68 +170,65 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
         ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
             is left unpatched.
     """
-    model, route, failure = cases[0].model, None, None
+    model, case = cases[0].model, cases[0]
+    method, route = _with_local_masks(method, case), None
     for thorough in (False, True):
-        search = Search(model, cases[0].row, thorough=thorough)
+        search = Search(model, case.row, thorough)
+        with _called_with(method, case) as forward:
+            plans = tuple(search.run(forward))
+        if route is not None and route.by_segment == plans:
+            break
+        route = Route(method, plans, packed_share(model, plans), tried)
         try:
-            found = _route_found_by(search, method, cases[0], tried)
-            if route is None or found.by_segment != route.by_segment:
-                route = found
-                return _prove(route, cases)
-        except LocalMaskError:
-            raise
+            return _prove(route, cases)
         except ModelNotSupportedError as error:
             failure = error
-        if not search.has_assumed or (route is None and not search.found):
-            break
-    assert failure is not None
-    if route is None:
-        raise failure
-    if route.method.attention != method.attention:
-        raise ModelNotSupportedError(_NEVER_CALLED) from failure
     reasons = [str(failure)]
-    if route.by_segment:
-        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+    if plans:
+        modules = Counter(plan.kind for plan in plans)
+        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in modules.items())}")
     for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def _route_found_by(search: Search, method: Method, case: RowCase, tried: tuple[str, ...]) -> Route:
-    """Run a search, and return the route that consists of `method` and of the modules that the search found.
-
-    If the model never calls the attention function of `method`, the route has the first method without one instead.
-    """
-    model = search.model
-    with observe() as observed:
-        plans = _run_search(search, Route(method, (), 1.0), case)
-    method.check(observed)
-    if method.attention and not observed.calls:
-        tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
-        method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
-    return Route(method, plans, packed_share(model, plans), tried)
-
-
-def _run_search(search: Search, route: Route, case: RowCase) -> tuple[ModulePlan, ...]:
-    """Run a search in a model that is patched with a route, and return the plans that it makes. The model is left
-    unpatched.
+@contextmanager
+def _called_with(method: Method, case: RowCase) -> Iterator[Callable[..., Any]]:
+    """Context manager: within the block, a model is called with a method. The model is left unpatched.
 
     Attention is exact meanwhile: a kernel that is wrong would look like a module that has to run by segment.
+
+    Yields:
+        A function that runs the model on the row of a case. Its arguments are those of `RowCase.outputs`.
 
     Raises:
         ModelNotSupportedError: the model cannot be called on a packed row.
     """
-    install(search.model, route)
+    install(case.model, Route(method, (), 1.0))
     try:
         with case.undisturbed(), switched_off():
-            return tuple(search.run(lambda **options: case.outputs(case.tokens, **options)))
+            yield partial(case.outputs, case.tokens)
     except ModelNotSupportedError:
         raise
     except Exception as error:  # custom model code may raise anything
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     finally:
-        remove(search.model)
+        remove(case.model)
+
+
+def _with_local_masks(method: Method, case: RowCase) -> Method:
+    """Return a method that gives the model the windows and chunks that only its attention masks have, if it has any.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be called on a packed row, or does not call the method's attention.
+    """
+    with observe() as observed, _called_with(method, case) as forward:
+        forward()
+    if method.attention and not observed.calls:
+        raise ModelNotSupportedError(_NEVER_CALLED)
+    has_lost = any(mask.window not in observed.windows for mask in observed.local_masks)
+    return replace(method, attention=NAME_WITH_LOCAL_MASKS) if has_lost else method
 
 
 def _prove(route: Route, cases: list[RowCase]) -> Route:
@@ -310,34 +304,7 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
             )
     refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
     facts = replace(route.facts, refused_token=refused)
-    route = replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
-    only_in_model: list[str] = []
-    for name, module in own.items():
-        is_changed = "forward" in vars(module) or bool(module._forward_pre_hooks) or bool(module._forward_hooks)
-        is_other = is_changed or not issubclass(type(module), classes.get(name, ()))
-        if name and is_other and not any(is_inside(name, outer) for outer in only_in_model[-1:]):
-            only_in_model.append(name)
-    if not only_in_model or not has_local_weights(model):
-        return route
-    with random_where_zero(nn.ModuleList(map(model.get_submodule, only_in_model))):
-        return _extended(model, route, only_in_model)
-
-
-def _extended(model: PreTrainedModel, route: Route, names: Collection[str]) -> Route:
-    """Search the modules of an unpatched model that have these names, with their inner modules, and return a route in
-    which they run segment by segment if they have to.
-
-    Raises:
-        ModelNotSupportedError: the model cannot be called on a packed row.
-    """
-    case = RowCase(Runner(model))
-    found = _run_search(Search(model, case.row, only=names), route, case)
-    if not found:
-        return route
-    outside = [plan for plan in route.by_segment if not any(is_inside(plan.name, each.name) for each in found)]
-    new = [plan for plan in found if not any(is_inside(plan.name, each.name) for each in outside)]
-    plans = (*outside, *new)
-    return replace(route, by_segment=plans, packed_share=packed_share(model, plans))
+    return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
 
 
 def find_for_long_documents(model: PreTrainedModel) -> None:

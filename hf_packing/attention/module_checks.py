@@ -195,12 +195,6 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout
         return False
 
 
-def is_stack(module: nn.Module) -> bool:
-    """Return whether a module contains an nn.ModuleList, such as a stack of layers. The layers are then checked one by
-    one, and the module itself is not checked on long rows."""
-    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
-
-
 def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing:
     """Return which segments of a row may go through a module in one call (see `Sharing`).
 

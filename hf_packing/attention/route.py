@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
-from hf_packing.attention.inspect_model import Signature, configurations
+from hf_packing.attention.function import NAME
+from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
@@ -27,7 +27,7 @@ from hf_packing.columns import (
     TRAINED,
     TREE_LABELS,
 )
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -41,10 +41,6 @@ Other arguments are never dropped."""
 
 _ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
 """Arguments of the caller that the model's own forward does not get as they are."""
-
-
-class LocalMaskError(ModelNotSupportedError):
-    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +61,6 @@ class Method:
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
-
-    def check(self, observed: Observed) -> None:
-        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
-        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
-        if self.attention == NAME and lost:
-            lost_masks = " and ".join(sorted(map(str, lost)))
-            raise LocalMaskError(
-                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
-                "not get this limit"
-            )
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
@@ -121,9 +107,7 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
 
 METHODS = (
     Method(NAME),
-    Method(NAME_WITH_LOCAL_MASKS),
     Method(NAME, borders=False),
-    Method(NAME_WITH_LOCAL_MASKS, borders=False),
     Method(NAME, borders=False, positions=False),
     Method(None, borders=False, mask_of_ones=True),
     Method(None, borders=False, mask_of_ones=True, positions=False),
@@ -280,12 +264,6 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
-    attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
-    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
-    return classes, settings, attention, model.dtype, model.device.type
-
-
-def _settings_of(config: PreTrainedConfig) -> str:
-    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    return repr(sorted(settings.items(), key=str))
+    attention = model.config._attn_implementation
+    return classes, model.config.to_json_string(), attention, model.dtype, model.device.type

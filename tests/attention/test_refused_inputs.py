@@ -97,7 +97,7 @@ def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
     module, hidden = model.get_submodule(name), torch.zeros(1, 5, 64)
     with pytest.raises(hfp.PackingError, match=rf"JambaMambaMixer \({name}\) was called outside its model"):
         module(hidden)
-    unknown = f"{name}.*: the tensor 1.gate of shape .* did not occur when"
+    unknown = "JambaMambaMixer: the tensor 1.gate of shape .* did not occur when"
     with within(current_layout, Layout.of([2, 3])), pytest.raises(hfp.PackingError, match=unknown):
         module(hidden_states=hidden, gate=torch.zeros(1, 5))
 
