@@ -34,9 +34,7 @@ from hf_packing.attention.layout import (
     CACHES,
     Layout,
     current_layout,
-    fold_into_rows,
     has_trees,
-    lay_end_to_end,
     layout_of_collator,
     read_layout,
     refuse_earlier_tokens,
@@ -49,6 +47,7 @@ from hf_packing.attention.padded import (
     current_rows,
     inputs_of_backbone,
     media_of,
+    packed_rows,
     read_padded_rows,
     run_by_length,
     with_pad_tokens,
@@ -215,27 +214,34 @@ class PatchedForward(ReplacedForward):
         with _lock:
             if not self.installed:
                 return self.forward(*args, **kwargs)
-            inputs, places = self._classify(args, kwargs)
-            if isinstance(places, Layout):
-                return self.run_packed(inputs, places)
-            if isinstance(places, PaddedRows):
-                return self._run_padded(inputs, places)
-            with self.patch.suspended():
-                return self.forward(**inputs)
+            inputs, layout, rows = self._classify(args, kwargs)
+            if layout is None:
+                with self.patch.suspended():
+                    return self.forward(**inputs)
+            if rows is None:
+                return self.run_packed(inputs, layout)
+            if layout.is_unpadded:
+                return self._run_padded(inputs, rows)
+            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        """Run the forward on packed rows or trees, and return the output."""
-        inputs, laid = self._prepare(inputs, layout)
-        attends_by_layout = self.patch.route.method.attention is not None
+        """Run the forward on a packed row or a row of trees, and return the output."""
+        inputs, attends_by_layout = self._prepare(inputs, layout), self.patch.route.method.attention is not None
         with (
             self._running(),
-            within(current_layout, laid),
+            within(current_layout, layout),
             within(current_rows, None),
             _borders_known(attends_by_layout),
         ):
-            output = self._run_uncompiled(inputs) if laid.has_branches else self.forward(**inputs)
-        return self._finish(output, layout) if layout.padding or laid is not layout else output
+            output = self._run_uncompiled(inputs) if layout.has_branches else self.forward(**inputs)
+        if layout.padding and getattr(output, "aux_loss", None) is not None:
+            raise PackingError(
+                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
+                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
+                "shape"
+            )
+        return output
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
@@ -292,39 +298,37 @@ class PatchedForward(ReplacedForward):
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | PaddedRows | None]:
+    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
         """Check the patch and the arguments of a call, and read where its tokens are.
 
         Returns:
-            The arguments by name; and the layout of packed rows or trees, the rows of a padded batch, or None for a
-            call that runs as without the patch.
+            The arguments by name; the layout of the documents, or None for a call that runs as without the patch; and
+            the places of the tokens in a padded batch or in several packed rows, or None for a single packed row.
         """
         inputs, patch = self.signature.by_name(args, kwargs), self.patch
         training = self.module.training
         if training:
             patch.keep_layouts()
         if needs_cache(inputs, training):
-            return inputs, None
+            return inputs, None, None
         self._check_patch(inputs)
         takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
         has_media = patch.sees_media and bool(media_of(inputs))
         rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
         if rows is None:
-            layout = self._read_layout(inputs)
+            layout, rows = self._read_layout(inputs), packed_rows(inputs)
+        elif takes_packed_rows and not has_media and not rows.has_padding and patch.facts.unpadding is None:
+            layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
-            is_full = takes_packed_rows and not has_media and not rows.has_padding
-            if is_full and patch.facts.unpadding is None:
-                layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None  # as from a tokenizer
-        check_loader(layout)
-        if rows is not None:
             _check_rows(self.model, rows, inputs, patch.facts)
-        given = [inputs.get("input_ids"), inputs.get("labels")]
-        if training and patch.facts.sees_labels and not patch.knows_labels and given[1] is not None:
-            ids, labels = given if rows is None else rows.lay_end_to_end(given)
+        check_loader(layout)
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
+        if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
+            ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
             patch.knows_labels = True
-        return inputs, layout if rows is None else rows
+        return inputs, layout, rows
 
     def _read_layout(self, inputs: dict[str, Any]) -> Layout:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
@@ -343,33 +347,19 @@ class PatchedForward(ReplacedForward):
         return layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
-        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them:
-        laid end to end."""
-        facts, method = self.patch.facts, self.patch.route.method
+    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+        """Return the keyword arguments for the model's own forward on a single row."""
+        facts = self.patch.facts
         facts.check_tokens(inputs.get("input_ids"))
-        if layout.rows > 1:
-            inputs, layout = lay_end_to_end(inputs, layout), replace(layout, rows=1)
         if not facts.sees_labels and has_vocabulary(self.model):
             inputs = without_first_labels(inputs, layout)
-        inputs = method.build(self.signature, inputs, layout)
+        inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
-        return inputs, layout
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _finish(self, output: Any, layout: Layout) -> Any:
-        """Return the model's output, in the shape of the rows."""
-        if layout.padding and getattr(output, "aux_loss", None) is not None:
-            raise PackingError(
-                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
-                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
-                "shape"
-            )
-        return fold_into_rows(output, layout) if layout.rows > 1 else output
+        return inputs
 
     def _check_patch(self, inputs: Mapping[str, Any]) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.token_axes import Place, length_of, map_leaves
+from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -291,6 +291,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
 
 def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
     """Read the segments of packed rows, or of a row of trees, from a model's inputs, which waits for the device.
+    Several rows are counted as one long row.
 
     The borders of packed rows are read from cu_seq_lens_q, position_ids, seq_idx or seq_lengths, and those of trees
     from segment_lengths and parents.
@@ -317,7 +318,7 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
                 "SFTConfig(padding_free=True) add position_ids to every batch; pass them to all models that get the "
                 "batch, such as a teacher. If every row is one document, pass an attention_mask of ones"
             )
-        return Layout.of([length] * rows, tokens.device, rows)
+        return Layout.of([length] * rows, tokens.device)
     layout, bound = layout_of(borders.to(tokens.device), rows, length), inputs.get(MAX_LENGTHS[0])
     padding = layout.lengths[-1] if _ends_in_padding(inputs) else 0
     return replace(layout, bound=bound if isinstance(bound, int) else 0, padding=padding)
@@ -364,7 +365,7 @@ def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
 
 
 def layout_of(borders: Tensor, rows: int, tokens: int) -> Layout:
-    """Check the segment borders of a batch, and return its layout.
+    """Check the segment borders of a batch, and return its layout, in which several rows are one long row.
 
     Args:
         borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row. The last
@@ -382,7 +383,7 @@ def layout_of(borders: Tensor, rows: int, tokens: int) -> Layout:
             f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, with a border at "
             f"the end of every row of {tokens} tokens, got {known}"
         )
-    return Layout(borders.to(torch.int32), roots(lengths), rows)
+    return Layout(borders.to(torch.int32), roots(lengths))
 
 
 def _lengths_between(borders: Sequence[int]) -> list[int]:
@@ -453,25 +454,6 @@ def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
     return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
-def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return the arguments for several packed rows, with every tensor of shape [rows, tokens, ...] reshaped to
-    [1, rows * tokens, ...].
-
-    Raises:
-        PackingError: the model would return the logits of some tokens only.
-    """
-    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-        raise PackingError(
-            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
-            f"single row; got {keep}"
-        )
-    laid, shape = dict(inputs), (layout.rows, layout.tokens)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.shape[:2] in (shape, (1, layout.tokens)):
-            laid[name] = value.expand(*shape, *value.shape[2:]).reshape(1, -1, *value.shape[2:])
-    return laid
-
-
 def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
     predict from the document before. PackingCollator makes no such labels."""
@@ -481,14 +463,3 @@ def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, An
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}
-
-
-def fold_into_rows(value: Any, layout: Layout) -> Any:
-    """Return a model's outputs, with every tensor of shape [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
-
-    def fold(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.rows * layout.tokens):
-            return leaf.reshape(layout.rows, layout.tokens, *leaf.shape[2:])
-        return leaf
-
-    return map_leaves(value, fold)

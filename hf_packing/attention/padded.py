@@ -130,7 +130,9 @@ class PaddedRows:
                 return leaf.flatten(1)[:, taken][:, None]
             if leaf.shape == (1, shape[1]):  # the same for all rows
                 leaf = leaf.expand(shape)
-            return leaf.flatten(0, 1)[taken][None] if leaf.shape[:2] == shape else leaf
+            if leaf.shape[:2] != shape:
+                return leaf
+            return (leaf.flatten(0, 1) if len(taken) == self.real.size else leaf.flatten(0, 1)[taken])[None]
 
         return map_leaves(value, lay)
 
@@ -160,8 +162,9 @@ class PaddedRows:
         """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
         if self.shared is not None:
             values = values[on_device(self.shared.given, values.device)]
-        spread = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
-        return spread.view(*self.shape, *values.shape[1:])
+        if self.has_padding:
+            values = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
+        return values.view(*self.shape, *values.shape[1:])
 
     def with_empty_rows(self, values: Tensor) -> Tensor:
         """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
@@ -266,6 +269,23 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
     if position_ids is not None:
         _check_positions(position_ids, real)
     return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
+
+
+def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+    """Return the places of the tokens in several packed rows, which run as a single one; None for a single row.
+
+    Raises:
+        PackingError: the model would return the logits of some tokens only.
+    """
+    tokens = tokens_of(inputs)
+    if len(tokens) == 1:
+        return None
+    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
+        raise PackingError(
+            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
+            f"single row; got {keep}"
+        )
+    return PaddedRows(np.ones(tokens.shape, np.bool_), tokens.device)
 
 
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)

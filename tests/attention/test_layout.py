@@ -1,7 +1,5 @@
 """The packed row: which segments share calls, and how its borders are read from the inputs of a model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,10 +12,10 @@ from hf_packing.attention.layout import (
     borders_from_positions,
     current_layout,
     group_lengths,
-    lay_end_to_end,
     read_layout,
     within,
 )
+from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
@@ -56,9 +54,8 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    layout = read_layout(inputs)
-    inputs, row = lay_end_to_end(inputs, layout), replace(layout, rows=1)
-    return Method().build(Signature(Anything()), inputs, row)
+    rows, layout = packed_rows(inputs), read_layout(inputs)
+    return Method().build(Signature(Anything()), inputs if rows is None else rows.lay_end_to_end(inputs), layout)
 
 
 class TestBorders:
