@@ -145,18 +145,17 @@ class KeepLayout:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         route = self.patch.route
-        gets_borders = route.method.borders and not route.by_segment  # then compiled layers need no layout
-        if not (gets_borders and torch.compiler.is_compiling()):
-            function = self._as_now(function)
-        return self.checkpoint(function, *args, **kwargs)
+        if torch.compiler.is_compiling() and route.method.borders and not route.by_segment:
+            return self.checkpoint(function, *args, **kwargs)  # layers get the borders as arguments
+        return self.checkpoint(self._as_now(function), *args, **kwargs)
 
     def _as_now(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs `function` under what holds now."""
         context, attention = copy_context(), attention_now(self.patch.attention_before)
-        is_on = self.patch.replaced[0].installed
+        off = [] if self.patch.replaced[0].installed else self.patch.replaced
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if is_on else switched_off(self.patch.replaced), use_attention(attention):
+            with switched_off(off), use_attention(attention):
                 return context.copy().run(function, *args, **kwargs)
 
         return run
@@ -364,10 +363,7 @@ class PatchedForward(ReplacedForward):
     def _check_patch(self, inputs: Mapping[str, Any]) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
         call asks for attention weights."""
-        if (asked := inputs.get("output_attentions")) is None:
-            refuse_weights(config for config, _ in self.patch.attention_before)
-        elif asked:
-            raise PackingError(f"output_attentions: expected False on a patched model, got True; {_NO_WEIGHTS}")
+        refuse_weights((config for config, _ in self.patch.attention_before), inputs.get("output_attentions"))
         for config, attention in self.patch.attention_during:
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
@@ -476,18 +472,13 @@ def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=sorted([*signature.parameters.values(), lengths], key=lambda each: each.kind))
 
 
-_NO_WEIGHTS = (
-    "a patched model returns no attention weights. To get them, pass output_attentions=True in a block "
-    "`with unpatch_model(model):`"
-)
-
-
-def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
-    """Raise PackingError if a configuration asks for attention weights."""
-    if asking := next((config for config in configs if config.output_attentions), None):
+def refuse_weights(configs: Iterable[PreTrainedConfig], asked: bool | None = None) -> None:
+    """Raise PackingError if a call asks for attention weights or, if it does not say, a configuration does."""
+    if asked or (asked is None and any(config.output_attentions for config in configs)):
         raise PackingError(
-            f"output_attentions: expected False in the {type(asking).__name__} of a patched model, got True; "
-            f"{_NO_WEIGHTS}"
+            "output_attentions: expected False on a patched model and in its configuration, got True, but a patched "
+            "model returns no attention weights. To get them, pass output_attentions=True in a block "
+            "`with unpatch_model(model):`"
         )
 
 

@@ -428,11 +428,8 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
         found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
-    if positions is not None and positions.ndim == 2:
-        borders = borders_from_positions(positions.expand(rows, -1))
-        if _ends_in_padding(inputs):  # where positions begin again
-            borders = borders[(borders <= found[SEQ_IDX][-2]) | (borders == borders[-1])]
-        found[POSITION_IDS] = borders
+    if positions is not None and positions.ndim == 2 and not _ends_in_padding(inputs):  # where positions begin again
+        found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "

@@ -118,23 +118,25 @@ class PaddedRows:
         """The index in the flattened batch of each token that `lay_end_to_end` takes, int64 [tokens]."""
         return self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
 
-    def lay_end_to_end(self, value: Any) -> Any:
-        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
-        [1, tokens without padding, ...]. Position ids of shape [axes, rows, tokens] are changed in the same way."""
-        shape, taken = self.shape, self._taken
+    def take(self, value: Any, places: Tensor) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens]."""
 
-        def lay(path: Path, leaf: Any) -> Any:
+        def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf.flatten(1)[:, taken][:, None]
-            if leaf.shape == (1, shape[1]):  # the same for all rows
-                leaf = leaf.expand(shape)
-            if leaf.shape[:2] != shape:
-                return leaf
-            return (leaf.flatten(0, 1) if len(taken) == self.real.size else leaf.flatten(0, 1)[taken])[None]
+            if has_axes_first(path, leaf, self.shape):
+                return leaf.flatten(1)[:, places]
+            if leaf.shape == (1, self.shape[1]):  # the same for all rows
+                leaf = leaf.expand(self.shape)
+            return leaf.flatten(0, 1)[places] if leaf.shape[:2] == self.shape else leaf
 
-        return map_leaves(value, lay)
+        return map_leaves(value, take)
+
+    def lay_end_to_end(self, value: Any) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
+        [1, tokens without padding, ...]."""
+        return self.take(value, self._taken[None])
 
     def put_back(self, value: Any) -> Any:
         """Return the outputs of the row in the shapes that they have for the padded batch, with zeros in padding.
@@ -153,7 +155,8 @@ class PaddedRows:
                 real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
                 return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
             if len(leaf) == documents and path[:1] != ("router_logits",):
-                return self.with_empty_rows(leaf)
+                places = on_device(np.flatnonzero(self.lengths), leaf.device)
+                return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
             return self._spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
         return map_leaves(value, put)
@@ -166,13 +169,6 @@ class PaddedRows:
             values = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
         return values.view(*self.shape, *values.shape[1:])
 
-    def with_empty_rows(self, values: Tensor) -> Tensor:
-        """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
-        if len(values) == len(self.lengths):
-            return values
-        places = on_device(np.flatnonzero(self.lengths), values.device)
-        return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
-
     def with_padding_on(self, side: Side) -> "PaddedRows":
         """Return the places of the tokens after all padding was moved to one side."""
         lengths, places = self.real.sum(1)[:, None], np.arange(self.shape[1])
@@ -181,24 +177,10 @@ class PaddedRows:
 
     def move(self, value: Any, moved: "PaddedRows") -> Any:
         """Return nested tensors of shape [rows, tokens, ...] in which tokens have moved to their places in `moved`."""
-        shape, (rows, tokens) = self.shape, self.shape
+        rows, tokens = self.shape
         steps = self.real.argmax(1) - moved.real.argmax(1)
-        columns = on_device((np.arange(tokens) + steps[:, None]) % tokens, self.device)
-        places = torch.arange(rows, device=self.device)[:, None], columns
-
-        def move(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
-                return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf[:, places[0], places[1]]
-            if leaf.shape == (1, tokens):  # the same for all rows
-                leaf = leaf.expand(shape)
-            if leaf.shape[:2] == shape:
-                return leaf[places]
-            has_choices = leaf.ndim > 2 and leaf.flatten(0, 1).shape[:2] == shape
-            return leaf.flatten(0, 1)[places].view_as(leaf) if has_choices else leaf
-
-        return map_leaves(value, move)
+        columns = (np.arange(tokens) + steps[:, None]) % tokens
+        return self.take(value, on_device(np.arange(rows)[:, None] * tokens + columns, self.device))
 
     def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
         """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
@@ -406,32 +388,28 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
     lengths, outputs = np.array(rows.lengths), []
     for length in np.unique(lengths[lengths > 0]).tolist():
         group = replace(rows, real=rows.real & (lengths == length)[:, None])
-        documents = int((lengths == length).sum())
-        at = tuple(on_device(each.reshape(documents, length), rows.device) for each in group.real.nonzero())
+        places = on_device(np.flatnonzero(group.real).reshape(-1, length), rows.device)
 
-        def cut(_: Path, leaf: Any, at: tuple[Tensor, ...] = at) -> Any:
-            return leaf[at] if isinstance(leaf, Tensor) and leaf.shape[:2] == rows.shape else leaf
-
-        def widen(_: Path, leaf: Any, length: int = length, documents: int = documents) -> Any:
+        def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            if leaf.ndim < 2 or len(leaf) != documents:
+            if leaf.ndim < 2 or len(leaf) != shape[0]:
                 raise ModelNotSupportedError(
                     f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-            if leaf.ndim > 2 and leaf.shape[1] != length:  # tokens that were pooled, as in Funnel
+            if leaf.ndim > 2 and leaf.shape[1] != shape[1]:  # tokens that were pooled, as in Funnel
                 return F.pad(leaf, (*[0, 0] * (leaf.ndim - 2), 0, rows.shape[1] - leaf.shape[1]))
             return leaf
 
-        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
-        outputs.append(group.put_back(map_leaves(output, widen)))
+        output = _without_caches(forward(**rows.take(dict(inputs), places)))
+        outputs.append(dict(leaves(group.put_back(map_leaves(output, widen)))))
 
-    sums = dict(leaves(outputs[0]))
-    for output in outputs[1:]:  # each of which has zeros in the rows of the others
-        for path, leaf in leaves(output):
-            sums[path] = sums[path] + leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-    return map_leaves(outputs[0], lambda path, _: sums[path])
+    def join(path: Path, leaf: Any) -> Any:
+        parts = [each[path] for each in outputs]  # each of which has zeros in the rows of the others
+        return sum(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(output, join)
 
 
 def _without_caches(output: Any) -> Any:
