@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lengths import log_normal
 
 import hf_packing as hfp
+from hf_packing.strategies import column_generation, optimal
+from hf_packing.strategies.column_generation import generate_columns
 from hf_packing.strategies.fill_columns import fill_columns
-from hf_packing.strategies.optimal import column_generation, slots, strategy
-from hf_packing.strategies.optimal.column_generation import generate_columns
 
 limits = st.one_of(st.none(), st.integers(1, 4))
 
@@ -127,7 +127,7 @@ def test_what_slots_prove_holds_for_the_documents(case):
         patch.setattr(slots, "_FEWEST_SLOTS", most_slots)
         patch.setattr(slots, "_MAX_UNITS", most_units)
         counts = np.bincount(lengths)
-        tokens, problem = slots.slots_wanted(counts, capacity, limit)
+        tokens, problem = optimal.slots_wanted(counts, capacity, limit)
     assert problem.demand.sum() == len(lengths)
     assert tokens[-1] >= max(lengths)
     deadline = time.monotonic() + 60
@@ -136,7 +136,7 @@ def test_what_slots_prove_holds_for_the_documents(case):
     assert relaxation is not None
     assert relaxation.finished
     assert duals.bound <= relaxation.objective + 1e-6
-    bound = strategy._proven_bound(counts, tokens, problem, duals)
+    bound = optimal._proven_bound(counts, tokens, problem, duals)
     assert bound <= fewest_packs(lengths, capacity, limit)
 
 
@@ -194,7 +194,7 @@ def test_one_short_document_does_not_make_a_limit_matter(rng):
     limited, free = (
         hfp.plan_counts(counts, hfp.Optimal(103, max_documents=limit, time_limit=600)) for limit in (50, None)
     )
-    assert slots.slots_wanted(counts, 103, 50)[1].max_documents is None
+    assert optimal.slots_wanted(counts, 103, 50)[1].max_documents is None
     assert limited.num_packs == free.num_packs
 
 
@@ -210,7 +210,7 @@ def test_a_limit_that_is_too_much_work(monkeypatch, rng):
 @given(eight_documents(), limits)
 def test_few_documents_solved_exactly(case, limit):
     lengths, capacity = case
-    made = strategy.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
+    made = optimal.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
     assert made.num_packs == fewest_packs(lengths, capacity, limit)
     assert made.counts().tolist() == np.bincount(lengths).tolist()
     assert made.tokens_per_pack().max() <= capacity
