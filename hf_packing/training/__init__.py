@@ -20,9 +20,9 @@
 | losses.py | counts and weights of the labels of an optimizer step |
 | model_loss.py | lets a model compute its own loss, and finds out how it does that |
 | trainer_loss.py | lets a trainer compute its own loss, as a part of the loss of the optimizer step |
-| logits.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
+| head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
 | tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
-| document_logps.py | `document_logps`, the log-probabilities of documents, with gradients |
+| logps.py | `document_logps`, the log-probabilities of documents, with gradients |
 | token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | max_length.py | refuses or counts what trainers of TRL cut or drop |

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_packing.attention import inner_model
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, observed_logits, reduced_logits, tokens_of_chunk
+from hf_packing.training.head import Logits, observed_logits, reduced_logits, tokens_of_chunk
 from hf_packing.training.next_tokens import NextTokens
 
 Found = tuple[Tensor, Tensor, Tensor | None]

@@ -34,7 +34,7 @@ from hf_packing.attention import (
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, Observed, Weighting, called_on_outputs, observed_logits
+from hf_packing.training.head import Logits, Observed, Weighting, called_on_outputs, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from hf_packing.training import logits as module
+from hf_packing.training import head as module
 
 WHOLE = None
 

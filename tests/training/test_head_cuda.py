@@ -6,7 +6,7 @@ from patched_models import patched
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.training import logits as module
+from hf_packing.training import head as module
 
 pytestmark = [
     pytest.mark.gpu,

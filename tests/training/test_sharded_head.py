@@ -18,7 +18,7 @@ from training_by_hand import largest_difference
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model
-from hf_packing.training import logits as module
+from hf_packing.training import head as module
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention import takes_argument
 from hf_packing.errors import PackingError
-from hf_packing.training import logits as module
-from hf_packing.training.logits import Logits, observed_logits
+from hf_packing.training import head as module
+from hf_packing.training.head import Logits, observed_logits
 from hf_packing.training.model_loss import own_loss_of, predicts_next, run_with_loss
 from tools.tiny_model import architectures, tiny_model
 

@@ -14,7 +14,7 @@ from hf_packing.attention import check_patched, patch_model
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, observed_logits, reduced_logits
+from hf_packing.training.head import Logits, observed_logits, reduced_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
 from hf_packing.training.next_tokens import NextTokens
