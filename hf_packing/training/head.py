@@ -8,40 +8,42 @@ needs values gets the logits of the whole row.
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
 from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.sum_of_chunks import sum_of_chunks
-from hf_packing.training.token_losses import TokenLosses
+from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
 
+_CHUNK_TOKENS = 1024
+"""Largest number of tokens in a chunk whose result is kept for each token. More of them gain nothing, and their logits
+leave the processor's caches."""
+
 _logger = logging.getLogger(__name__)
 
-
 _Step = Callable[[Tensor], Tensor]
-"""A function that a forward calls on logits, and that changes each logit by itself."""
+"""A function of logits, or of the inputs of the output layer."""
+
+Reducer = Callable[[Tensor, slice], Tensor]
+"""A function (logits of a chunk of tokens, float [tokens of the chunk, vocabulary]; the chunk) -> a result."""
 
 
-@dataclass(frozen=True)
-class Weighting:
+class Weighting(NamedTuple):
     """A weighted sum of cross-entropies, which takes the place of the cross-entropy that a model computes."""
 
     following: NextTokens
@@ -52,34 +54,24 @@ class Weighting:
 
 
 @contextmanager
-def observed_logits(
-    model: nn.Module,
-    shape: torch.Size,
-    weighting: Weighting | None = None,
-    token_losses: TokenLosses | None = None,
-    size: int | None = None,
-) -> Iterator["Observed"]:
-    """Context manager: within the block, a model's logits are `Logits`.
+def observed_logits(model: nn.Module, shape: torch.Size, weighting: Weighting | None = None) -> Iterator["Head"]:
+    """Context manager: within the block, the output layer of a model returns `Logits`, wherever that is possible.
 
     Args:
         model: a model, with or without wrappers.
         shape: numbers of rows and tokens of the batch.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
-        token_losses: where the cross-entropies of all labels are kept; None to keep none.
-        size: the largest number of tokens in a chunk; None for as many as make CHUNK_LOGITS logits.
     """
     inner = inner_model(model)
-    layer = inner.get_output_embeddings()
-    reason, can_observe = _reason_against_chunks(layer, model, inner)
-    observed = Observed(inner, layer, shape, size or tokens_of_chunk(inner), weighting, token_losses, reason)
+    head = Head(inner, shape, weighting)
+    head.reason, can_observe = _reason_for_whole_rows(head.layer, model, inner)
     with (
-        observed.installed() if can_observe else nullcontext(),
+        head.installed() if can_observe else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
-        yield observed
-    if observed.reason and shape.numel() > observed.size and _REPORTED.get(inner) != observed.reason:
-        _REPORTED[inner] = observed.reason
-        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, observed.reason)
+        yield head
+    if head.reason and shape.numel() > head.size:
+        _warn_once(type(inner).__name__, head.reason)
 
 
 @contextmanager
@@ -95,80 +87,69 @@ def called_on_outputs(module: nn.Module, function: Callable[[Any], None]) -> Ite
         handle.remove()
 
 
-def reduced_logits(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Context manager: within the block, a model returns the result of a function in place of its logits."""
-    return called_on_outputs(inner_model(model), lambda outputs: setattr(outputs, "logits", reduce(outputs.logits)))
+def sum_over_chunks(logits: "Logits", rows: Tensor, function: Reducer) -> Tensor:
+    """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
+
+    Args:
+        logits: logits [tokens, vocabulary].
+        rows: the tokens to take, int64 [chosen]; at least one, so that the sum always has a gradient.
+        function: returns a float scalar.
+    """
+    inputs, logits_of = _rows_of(logits, rows)
+    if logits.known is not None:
+        return function(inputs, slice(0, len(rows)))
+    with logits.head.gathered():  # also while gradients are computed
+        return sum_of_chunks(lambda part, chunk: function(logits_of(part), chunk), inputs, logits.head.size)
 
 
-def tokens_of_chunk(inner: PreTrainedModel) -> int:
-    """Return the largest number of tokens whose logits are computed at a time."""
-    return max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
+def join_chunks(logits: Tensor, rows: Tensor, function: Reducer) -> Tensor:
+    """Call a function on the logits of chunks of tokens, and join the results. Backward computes chunks again.
+
+    Args:
+        logits: logits [..., vocabulary], of any kind.
+        rows: the tokens to take, int64 [chosen], which may be the same ones.
+        function: returns a tensor [tokens of the chunk, ...].
+    """
+    inputs, logits_of = _rows_of(logits, rows)
+    size = min(logits.head.size, _CHUNK_TOKENS) if isinstance(logits, Logits) else _CHUNK_TOKENS
+    chunks = chunks_of(len(rows), size)
+
+    def run(part: Tensor, chunk: slice) -> Tensor:
+        return function(logits_of(part), chunk)
+
+    if len(chunks) > 1 and isinstance(logits, Logits) and logits.known is None:
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(inputs[chunk], chunk) for chunk in chunks])
 
 
-_REPORTED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
-"""The last reason that was reported for each model."""
+def _rows_of(logits: Tensor, rows: Tensor) -> tuple[Tensor, _Step]:
+    """Return what is kept of some tokens, [chosen, width], and the function that makes their logits of it."""
+    known = logits.known if isinstance(logits, Logits) else logits
+    if known is not None:
+        return known.flatten(0, -2)[rows.to(known.device)], lambda part: part
+    assert isinstance(logits, Logits)
+    return logits.inputs_of(rows.to(logits.device)), logits.of
 
 
-def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
-    """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
-    name = next((name for name, module in model.named_modules() if module is layer), None)
-    if not name:
-        return "the model's get_output_embeddings returns no output layer", False
-    parts = name.split(".")
-    around = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))]
-    if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
-        return "the output layer is compiled", False
-    if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
-        return "the first version of FSDP shards the output layer on its own", True
-    if any(hasattr(each, "ds_id") for each in layer.parameters()):
-        return "DeepSpeed ZeRO-3 shards the output layer", True
-    if any(each._backward_hooks for each in layer.parameters()):
-        return "a weight of the output layer has a hook", True
-    hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
-    if not all(map(_is_of_torch, chain(*hooks))):
-        return "the output layer, or a module around it, has a backward hook", False
-    return "", True
+class Head:
+    """The output layer of a model in one forward: it takes the place of the layer's forward, and runs it later."""
 
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile compiles a module's forward."""
-    forward = vars(module).get("forward")
-    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
-    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
-    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-class Observed:
-    """The logits and cross-entropies of one forward, in which this takes the place of the output layer's forward."""
-
-    def __init__(
-        self,
-        inner: PreTrainedModel,
-        layer: Any,
-        shape: torch.Size,
-        size: int,
-        weighting: Weighting | None,
-        token_losses: TokenLosses | None,
-        reason: str,
-    ) -> None:
-        self.inner, self.layer, self.shape, self.size = inner, layer, shape, size
-        self.weighting, self.token_losses = weighting, token_losses
+    def __init__(self, inner: PreTrainedModel, shape: torch.Size, weighting: Weighting | None) -> None:
+        self.inner, self.shape, self.weighting = inner, shape, weighting
+        self.layer: Any = inner.get_output_embeddings()
+        self.size = max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
+        """The largest number of tokens whose logits are computed at a time."""
+        self.reason = ""
+        """Why the logits of whole rows are computed; empty if they are not."""
         self.sums: list[Tensor] = []
         """The sum over labels of each cross-entropy of the logits, without a graph."""
-        self.reason = reason
-        """Why the logits of whole rows are computed; empty if they are not."""
-        self.trained: list[Tensor] = []
-        """The weights of the layer, and tensors with which the model's forward has changed the logits."""
         self.has_graph = False
-        self.is_used = False
-        """True if something was computed of the logits in chunks, or is going to be."""
-        self._autocast = False, torch.bfloat16
+        """Whether the forward of the model is recorded for a backward pass."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        replaced, self._forward, known = vars(self.layer).get("forward"), self.layer.forward, self.reason
-        self.layer.forward = partial(self._return_logits, known)
-        self.reason = known or "the output layer was not called"
+        replaced, self._forward = vars(self.layer).get("forward"), self.layer.forward
+        self.layer.forward = self._return_logits
         try:
             yield
         finally:
@@ -176,34 +157,50 @@ class Observed:
             if replaced is not None:
                 self.layer.forward = replaced
 
-    def _return_logits(self, reason: str, hidden: Any, *others: Any, **named: Any) -> Any:
-        places = torch.arange(self.shape.numel()).view(self.shape)
-        self.reason = reason or self._reason_of(hidden, *others, *named)
+    def _return_logits(self, hidden: Any, *others: Any, **named: Any) -> Any:
         self.has_graph = torch.is_grad_enabled()
+        self.reason = self.reason or self._reason_of(hidden, *others, *named)
         if self.reason:
             output = self._forward(hidden, *others, **named)
             is_known = type(output) is Tensor and output.shape[:2] == self.shape
-            return Logits.known(self, output, places) if is_known else output
-        self.trained = [each for each in self.layer.parameters() if each.requires_grad]
+            return Logits.of_values(self, output, self._places(output)) if is_known else output
+        kind = hidden.device.type
+        self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         like = self._forward(hidden[:, :1])[0, 0].detach()
-        return Logits.later(self, hidden, None, places, [self._of], like)
+        source = next((each for each in (hidden, *self.layer.parameters()) if each.requires_grad), hidden)
+        return Logits.later(self, hidden, self._places(like), (), like, source)
+
+    def _places(self, like: Tensor) -> Tensor:
+        """Return what `Logits.places` describes, for the logits of all tokens."""
+        of_tokens = torch.empty((*self.shape, 1), device="meta")
+        return of_tokens.expand(*self.shape, like.shape[-1])
 
     def _reason_of(self, hidden: Any, *others: Any) -> str:
         if others or not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:
             return "the input of the output layer is not a tensor [1, tokens, width]"
-        device = hidden.device.type
-        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if _is_distributed(self.layer):
             return "the output layer is distributed by tensor parallelism"
-        if torch.float16 in (hidden.dtype, self._autocast[1] if self._autocast[0] else None):
+        kind = hidden.device.type
+        if torch.float16 in (hidden.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)):
             return "gradients in float16 have to be scaled before they are computed"
         return ""
 
-    def _of(self, hidden: Tensor) -> Tensor:
+    def run(self, hidden: Tensor) -> Tensor:
         """Run the layer without its hooks, which FSDP expects to be called once."""
-        enabled, dtype = self._autocast
-        with _unsharded(self.inner, self.layer), torch.autocast(hidden.device.type, dtype, enabled=enabled):
+        with self.gathered(), self._autocast:
             return self._forward(hidden)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context manager: within the block, weights of a layer that is sharded alone by FSDP2 are gathered."""
+        is_sharded = _is_distributed(self.layer) and isinstance(self.layer, FSDPModule)
+        if is_sharded:
+            self.layer.unshard()
+        try:
+            yield
+        finally:
+            if is_sharded:
+                self.layer.reshard()
 
 
 class Logits(Tensor):
@@ -212,70 +209,84 @@ class Logits(Tensor):
     Until then, the memory of the tensor is a single NaN, so that no code takes it for numbers.
     """
 
-    observed: Observed
+    head: Head
     hidden: Tensor
-    """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
-    steps: list[_Step]
-    """The functions that make logits of `hidden`. Views have the same list, since they share memory."""
+    """float [rows, tokens, width]: the input of the output layer, if the logits were not known from the beginning."""
     places: Tensor
-    """The index of each token in the batch, int64 [...] on the CPU."""
+    """A tensor without memory in the shape of the logits. Its strides are those of a view of one number for each token
+    of the batch, so they say which token each of the logits belongs to."""
+    steps: tuple[_Step, ...]
+    """The functions that make these logits of the output of the layer."""
     base: "Logits | None" = None
     """The logits with which these share memory, as views do."""
     taken: _Step
-    """Returns these logits, given those of `base`."""
+    """Returns the values of these logits, given those of `base`."""
     is_copy: bool = False
     """True if a custom autograd function, such as that of DDP, has copied the logits."""
-    _whole: Tensor | None = None
-
-    @property
-    def whole(self) -> Tensor | None:
-        """The logits, once they are known."""
-        if self._whole is None and self.base is not None and self.base.whole is not None:
-            self._whole = self.taken(self.base.whole)
-        return self._whole
+    _known: Tensor | None = None
 
     @classmethod
-    def known(cls, observed: Observed, whole: Tensor, places: Tensor) -> "Logits":
-        logits = whole.as_subclass(cls)
-        logits.observed, logits._whole, logits.places = observed, whole, places
+    def of_values(cls, head: Head, values: Tensor, places: Tensor) -> "Logits":
+        logits = values.as_subclass(cls)
+        logits.head, logits._known, logits.places = head, values, places
         return logits
 
     @classmethod
     def later(
-        cls, observed: Observed, hidden: Tensor, before: Tensor | None, places: Tensor, steps: list[_Step], like: Tensor
+        cls, head: Head, hidden: Tensor, places: Tensor, steps: tuple[_Step, ...], like: Tensor, source: Tensor
     ) -> "Logits":
-        """Return logits that are computed later, from logits `before`, or from the input of the output layer."""
-        apply: Callable[..., Logits] = _InGraph.apply
-        logits: Logits = apply(steps, like, before, hidden, *observed.trained)
-        logits.observed, logits.hidden, logits.steps, logits.places = observed, hidden, steps, places
-        logits.is_copy = observed.has_graph and not torch.is_grad_enabled()
+        """Return logits that are computed later.
+
+        Args:
+            like: a tensor with the dtype and on the device of the logits.
+            source: what requires a gradient if these logits do: the logits from which these are made, or the input of
+                the output layer.
+        """
+        apply: Callable[..., Logits] = _StandIn.apply
+        logits = apply(like.new_full((1,), torch.nan), places.shape, source)
+        logits.head, logits.hidden, logits.places, logits.steps = head, hidden, places, steps
+        logits.is_copy = head.has_graph and not torch.is_grad_enabled()
         return logits
+
+    @property
+    def known(self) -> Tensor | None:
+        """The values of the logits, once they are known."""
+        if self._known is None and self.base is not None and self.base.known is not None:
+            self._known = self.taken(self.base.known)
+        return self._known
 
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
         if self.base is not None:
             self.base.values()
-        if self.whole is None:
-            with torch.set_grad_enabled(self.observed.has_graph):  # as in the forward, whoever reads the logits first
-                self._whole = _after(self.steps, self._in_graph())
-        assert self.whole is not None
-        return self.whole
+        if self.known is None:
+            with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
+                self._known = self.of(self.inputs_of(slice(None))).view(self.shape)
+        assert self.known is not None
+        return self.known
 
-    def _in_graph(self) -> Tensor:
-        """Return the hidden states. Their gradients also reach the stand-in, on which DDP and FSDP may have hooks."""
+    def tokens(self, device: Any) -> Tensor:
+        """Return the token of the batch that each of the logits belongs to, int64 [...]."""
+        every = torch.arange(self.head.shape.numel(), device=device)
+        return every.as_strided(self.shape[:-1], self.places.stride()[:-1], self.places.storage_offset())
+
+    def inputs_of(self, rows: Tensor | slice) -> Tensor:
+        """Return the input of the output layer for some tokens, [chosen, width]. Its gradients also reach the stand-in,
+        on which DDP and FSDP may have hooks."""
         apply: Callable[..., Tensor] = _Reaching.apply
-        return apply(self.hidden, self._gate())
+        return apply(self.hidden, self._stand_in()).flatten(0, 1)[self.tokens(self.device).flatten()[rows]]
 
-    def _gate(self) -> Tensor:
-        """Return the stand-in, if it is sure that gradients may bypass it."""
-        if self.is_copy and type(self.grad_fn).__name__ != "_DDPSinkBackward":
-            raise PackingError(
-                "logits: expected no custom autograd function that returns a copy of the logits, got "
-                f"{type(self.grad_fn).__name__}, whose backward pass would not run"
-            )
-        return self._stand_in()
+    def of(self, inputs: Tensor) -> Tensor:
+        """Return logits, given the input of the output layer, [tokens, width]."""
+        logits = self.head.run(inputs[None])
+        for step in self.steps:
+            logits = step(logits)
+        return logits[0]
 
     def _stand_in(self) -> Tensor:
+        """Return the tensor without values, if it is sure that gradients may bypass it."""
+        if self.is_copy and self.grad_fn is not None and type(self.grad_fn).__name__ != "_DDPSinkBackward":
+            raise _refusal(type(self.grad_fn).__name__.removesuffix("Backward"))
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -284,236 +295,116 @@ class Logits(Tensor):
         kwargs, name = kwargs or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
-        if name in _WITHOUT_VALUES or (name == "register_hook" and args[0].whole is None and _is_of_torch(args[1])):
+        is_hook = name in ("register_hook", "retain_grad") and args[0].known is None
+        if is_hook and not _is_of_torch(*args[1:]):
+            raise _refusal(name)
+        if is_hook or name in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+            return loss
         first = args[0] if args and isinstance(args[0], cls) else None
-        is_custom = first is not None and first.observed.has_graph and not torch.is_grad_enabled()
-        found = None
-        if function is F.cross_entropy:
-            found = _cross_entropy(*args, **kwargs)
-        elif first is not None and (not is_custom or name == "clone"):
-            found = first._later(function, name, args[1:], kwargs)
-        if found is not None:
-            return found
+        # a custom autograd function runs without a graph, and expects plain tensors; that of DDP only clones
+        is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
+        if first is not None and (name == "clone" or not is_custom):
+            later = first._after(name, partial(_called, function, args[1:], kwargs), args[1:], kwargs)
+            if later is not None:
+                return later
 
         def read(each: Any) -> Any:
             return each.values() if isinstance(each, cls) else each
 
         result = function(*tree_map(read, args), **tree_map(read, kwargs))
-        if first is None or is_custom or not isinstance(result, Tensor):
-            return result
-        if result is first.whole:  # changed in place
-            return first
-        is_changed = name.strip("_") in _OF_SINGLE_LOGITS and result.shape == first.shape
-        return cls.known(first.observed, result, first.places) if is_changed else result
+        return first if first is not None and result is first.known else result  # first was changed in place
 
-    def _later(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
-        """Return the result of a function that needs no values yet, or None for any other function."""
-        if name in ("register_hook", "retain_grad") and self.observed.is_used and self.whole is None:
-            raise PackingError(
-                f"logits: expected a hook before the loss is computed, got {name} afterwards; a loss is "
-                "computed from chunks of logits, so that no gradient of these logits arrives here. Compute the loss "
-                "from logits that you have called register_hook or retain_grad on"
-            )
-        others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        of_every_token = all(_is_of_every_token(each, self.shape[-1]) for each in others)
-        if name.strip("_") in _OF_SINGLE_LOGITS and of_every_token and (args or kwargs or name != "type"):
-            self.observed.trained += [each for each in others if each.requires_grad]
-
-            def step(logits: Tensor) -> Tensor:
-                return function(logits, *args, **kwargs)  # type: ignore[no-any-return]
-
-            if not (name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))):
-                return self._with(self.places, step=step)
-            if self.whole is None and self.base is None:  # in place
-                self.steps.append(step)
-            else:
-                step(self.values())
-            return self
-        if name in _OF_SHAPES:
-            reshaped = function(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
-            shape = reshaped.shape[:-1]
-            if reshaped.shape[-1:] == self.shape[-1:] and reshaped.dtype == self.dtype:
-                return self._with(
-                    self.places.reshape(shape), lambda rows: rows.reshape(*shape, rows.shape[-1]), is_view=True
-                )
-        if name == "__getitem__":
-            index, last = _index_of_tokens(args[0], self.ndim)
-            if last is not None and last != slice(None):
-                tokens: Any = self[(*index, slice(None))]
-                return Logits.known(self.observed, tokens.values()[..., last], tokens.places)
-            if last is not None:
-                is_view = not any(isinstance(each, Tensor) for each in index)
-                on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
-                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))], is_view=is_view)
+    def _after(self, name: str, function: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
+        """Return the logits after a function of single tokens with these other arguments; None for any other one."""
+        others, vocabulary = tree_leaves((args, kwargs)), self.shape[-1]
+        if name in _OF_SINGLE_LOGITS and all(_is_of_every_token(each, vocabulary) for each in others):
+            return self._with(function, self.places, is_step=True)
+        if name not in _VIEWS or any(isinstance(each, (Tensor, torch.dtype)) for each in others):
+            return None
+        places = function(self.places)
+        is_part = name == "__getitem__" and _is_part_of_vocabulary(args[0])
+        if places.stride()[-1:] == (0,) and (places.shape[-1] == vocabulary or is_part):
+            return self._with(function, places, is_step=is_part, is_view=True)
         return None
 
-    def _with(
-        self, places: Tensor, select: _Step = lambda rows: rows, step: _Step | None = None, is_view: bool = False
-    ) -> "Logits":
-        """Return the logits of some tokens, or in another shape, or after one more function."""
-        more = [] if step is None else [step]
-        if self.whole is not None:
-            return Logits.known(self.observed, _after(more, select(self.whole)), places)
-        like = _after(more, torch.empty(self.shape[-1], dtype=self.dtype, device=self.device))
-        steps = self.steps if is_view else [*self.steps, *more]
-        logits = Logits.later(self.observed, select(self.hidden), self._gate(), places, steps, like)
+    def _with(self, function: _Step, places: Tensor, is_step: bool = False, is_view: bool = False) -> "Logits":
+        """Return the logits after a function: a view of these, or the logits after one more step, or both."""
+        if self.known is not None:
+            return Logits.of_values(self.head, function(self.known), places)
+        before = torch.empty(self.shape[-1], dtype=self.dtype, device=self.device)
+        like = function(before) if is_step else before
+        if like is before and not is_view:  # nothing to do, as for float() of float32
+            return self
+        steps = (*self.steps, function) if is_step else self.steps
+        logits = Logits.later(self.head, self.hidden, places, steps, like, self._stand_in())
         if is_view:
-            logits.base, logits.taken = self, select
-        else:
-            self.observed.is_used = True
+            logits.base, logits.taken = self, function
         return logits
 
-    def of_tokens(self, tokens: Tensor) -> "Logits":
-        """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
-        rows: Any = self[0, tokens.to(self.device)]
-        assert isinstance(rows, Logits)
-        return rows
 
-    def in_chunks(self, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Call a function on the logits of chunks of tokens, and join the results. Backward computes chunks again.
-
-        Args:
-            function: a function of the logits of a chunk, float [tokens, vocabulary], and of the chunk.
-        """
-        if self.whole is not None:
-            return function(self.whole, slice(0, len(self.whole)))
-        self.observed.is_used, hidden, size = True, self._in_graph()[None], self.observed.size
-        chunks = [slice(begin, begin + size) for begin in range(0, max(hidden.shape[1], 1), size)]
-        run = self._of_chunk(function)
-        if len(chunks) > 1:
-            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([run(hidden[:, chunk], chunk) for chunk in chunks])
-
-    def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
-
-        Args:
-            tokens: int64 [chosen], the tokens to take; at least one, so that the sum always has a gradient.
-            function: a function of the logits of a chunk, float [tokens, vocabulary], and of the chunk.
-        """
-        if self.whole is not None:
-            return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
-        self.observed.is_used = True
-        hidden = self.hidden[tokens.to(self.hidden.device)][None]
-        with _unsharded(self.observed.inner, self.observed.layer):  # also while gradients are computed
-            return sum_of_chunks(self._of_chunk(function), hidden, self.observed.size, self._gate())
-
-    def _of_chunk(self, function: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
-        return lambda hidden, chunk: function(_after(self.steps, hidden)[0], chunk)
-
-
-def _after(steps: Iterable[_Step], values: Tensor) -> Tensor:
-    for step in steps:
-        values = step(values)
-    return values
-
-
-def _cross_entropy(
-    logits: Any,
-    target: Tensor,
-    *,
-    weight: Any,
-    size_average: Any,
-    ignore_index: int,
-    reduce: Any,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor | None:
+def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None:
     """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
     ndims = (logits.ndim, target.ndim) if isinstance(logits, Logits) else None
-    if ndims != (2, 1) or (weight, size_average, reduce) != (None, None, None):
+    if ndims != (2, 1) or any(options[name] is not None for name in ("weight", "size_average", "reduce")):
         return None
-    observed: Observed = logits.observed
-    losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
-    items: Any = None
-    if observed.weighting is not None:
-        if reduction == "none" or label_smoothing:
+    head, reduction, weights = logits.head, options["reduction"], None
+    losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
+    if head.weighting is not None:
+        if reduction == "none" or options["label_smoothing"]:
             raise PackingError(
                 "loss: expected a cross-entropy with reduction='sum' or 'mean' and without label smoothing for "
                 f"loss='sequence' and for documents that share prefixes, got reduction={reduction!r} and "
-                f"label_smoothing={label_smoothing}; it cannot be weighted. Use loss='token' and no shared prefixes"
+                f"label_smoothing={options['label_smoothing']}; it cannot be weighted. Use loss='token' and no shared "
+                "prefixes"
             )
-        found, items = _weighted(logits, observed.weighting, observed.token_losses), observed.weighting.items
+        (rows, tokens, labels), of_tokens, items = head.weighting
+        weights = of_tokens[0, tokens]
+        if len(logits) < of_tokens.shape[1] - 1 or not torch.equal(logits.tokens("cpu"), torch.arange(len(logits))):
+            raise PackingError(
+                "loss: expected a cross-entropy of the logits of all tokens of a batch, got one of logits of other "
+                "tokens, whose documents cannot be told apart"
+            )
     elif reduction == "none":
-        found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk]))
+        rows = torch.arange(len(target), device=target.device)
+        losses = join_chunks(logits, rows, lambda each, chunk: losses_of(each, target[chunk]))
+        head.sums.append(losses.detach().sum())
+        return losses
     else:
-        labeled = (target != ignore_index).nonzero()[:, 0]
-        items = len(labeled) or torch.nan  # the mean over no labels is not a number
-        found = _summed(logits, labeled if len(labeled) else labeled.new_zeros(1), target, losses_of)
-    observed.sums.append(found.detach().sum())
-    return found / items if reduction == "mean" else found
+        rows = (target != options["ignore_index"]).nonzero()[:, 0]
+        items = len(rows) or torch.nan  # the mean over no labels is not a number
+        rows = rows if len(rows) else rows.new_zeros(1)
+        labels = target[rows]
+
+    def sum_of(each: Tensor, chunk: slice) -> Tensor:
+        losses: Tensor = losses_of(each, labels[chunk])
+        return losses.sum() if weights is None else losses @ weights[chunk].to(losses)
+
+    total = sum_over_chunks(logits, rows, sum_of)
+    head.sums.append(total.detach())
+    return total / items if reduction == "mean" else total
 
 
-def _summed(logits: Logits, chosen: Tensor, target: Tensor, losses_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the sum of the losses of some tokens, int64 [chosen], a float scalar."""
-    token_losses = None if logits.observed.sums else logits.observed.token_losses
+class _StandIn(torch.autograd.Function):
+    """A NaN in the shape of logits, with a place in the graph, so that DDP and FSDP can wait for its gradient.
 
-    def sum_of(rows: Tensor, chunk: slice) -> Tensor:
-        losses = losses_of(rows, target[chosen[chunk]])
-        if token_losses is not None:
-            token_losses.put(losses, logits.places[chosen[chunk].cpu()])
-        return losses.sum()
-
-    return logits.summed(chosen, sum_of)
-
-
-def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | None) -> Tensor:
-    """Return the weighted sum, a float scalar, if the logits are those of the tokens of the batch, in their order."""
-    predictors, tokens, labels = weighting.following
-    rows = len(logits.places)
-    if rows < weighting.weights.shape[1] - 1 or not torch.equal(logits.places, torch.arange(rows)):
-        raise PackingError(
-            "loss: expected a cross-entropy of the logits of all tokens of a batch, got one of logits of other tokens, "
-            "whose documents cannot be told apart"
-        )
-    weights = weighting.weights[0, tokens]
-    # in a tree, a token may predict several labels
-    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
-
-    def sum_of(rows: Tensor, chunk: slice) -> Tensor:
-        own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
-        losses = -NextTokens(row_of_label[own] - chunk.start, tokens[own], labels[own]).log_probs(rows)
-        if token_losses is not None:
-            token_losses.put_at(losses, tokens[own])
-        return losses @ weights[own].to(losses)
-
-    return logits.summed(chosen if len(chosen) else chosen.new_zeros(1), sum_of)
-
-
-class _InGraph(torch.autograd.Function):
-    """A NaN in the shape of logits, with a place in the graph.
-
-    A gradient arrives here if a custom autograd function has read the logits. It goes on to the input of the output
-    layer and to its weights.
+    The gradient is zero, since sums and values reach the hidden states by themselves.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, steps: list[_Step], like: Tensor, before: Tensor | None, hidden: Tensor, *trained: Tensor
-    ) -> Tensor:
-        ctx.steps, ctx.trained = steps, trained
-        ctx.zeros_of_before = None if before is None else _zeros_like(before)
-        ctx.save_for_backward(hidden)
-        nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
-        shape = torch.Size((*hidden.shape[:-1], like.shape[-1]))
+    def forward(ctx: Any, nan: Tensor, shape: torch.Size, source: Tensor) -> Tensor:
+        ctx.zeros = _zeros_like(source)
         # no view, since FSDP2 warns of views
-        nan = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
-        return Tensor._make_subclass(Logits, nan)
+        values = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
+        return Tensor._make_subclass(Logits, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        of_before = None if ctx.zeros_of_before is None else ctx.zeros_of_before()
-        if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
-            of_hidden = _zeros_like(hidden)() if of_before is None else None
-            return None, None, of_before, of_hidden, *[None] * len(ctx.trained)
-        with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_()
-            logits = _after(ctx.steps, leaf)
-        found = torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
-        return None, None, of_before, *found
+        if any(gradient.stride()) and gradient.any():
+            raise _refusal("one that has returned their gradient")
+        return None, None, ctx.zeros()
 
 
 class _Reaching(torch.autograd.Function):
@@ -538,37 +429,38 @@ def _zeros_like(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _is_of_torch(hook: Any) -> bool:
-    """Return whether a hook is one of DDP or FSDP, which only wait for the backward pass."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
+def _refusal(name: str) -> PackingError:
+    return PackingError(
+        "logits: expected no hook and no custom autograd function on logits that are computed in chunks, since no "
+        f"gradient of them is, got {name}; give it torch.cat([logits]), which has the values of whole rows"
+    )
 
 
-def _is_of_every_token(value: Tensor, vocabulary: int) -> bool:
-    """Return whether a tensor is a number, or a bias of the vocabulary."""
-    is_bias = value.ndim > 0 and value.shape[:-1].numel() == 1 and value.shape[-1] == vocabulary
+def _is_of_every_token(value: Any, vocabulary: int) -> bool:
+    """Return whether an argument is no tensor, a tensor of one number, or a bias of the vocabulary."""
+    if not isinstance(value, Tensor):
+        return True
+    is_bias = value.ndim > 0 and value.numel() == value.shape[-1] == vocabulary
     return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
 
 
-def _index_of_tokens(index: Any, ndim: int) -> tuple[tuple[Any, ...], slice | None]:
-    """Return an index of tokens and the slice of the vocabulary; None for the slice if the index is another one."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(each is None or isinstance(each, (bool, list)) for each in parts):
-        return (), None
-    taken = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts)
-    dots = [number for number, each in enumerate(parts) if each is Ellipsis]
-    begin = dots[0] if dots else len(parts)
-    parts = (*parts[:begin], *[slice(None)] * (ndim - taken + len(dots)), *parts[begin + len(dots) :])
-    return parts[:-1], parts[-1] if isinstance(parts[-1], slice) else None
+def _is_part_of_vocabulary(index: Any) -> bool:
+    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+
+
+def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Any:
+    return function(logits, *args, **kwargs)
 
 
 _OF_SINGLE_LOGITS = frozenset(
-    ("float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous", "neg", "tanh")
-    + ("mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide")
-    + ("add", "radd", "iadd", "sub", "isub", "rsub", "clamp", "masked_fill")
+    ("float", "double", "half", "bfloat16", "to", "clone", "contiguous", "neg", "__neg__", "tanh")
+    + ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide")
+    + ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "clamp", "masked_fill")
 )
-"""Names, without underscores, of functions that change each logit by itself. With numbers and biases, they can wait."""
+"""Names of functions that change each logit by itself. With numbers and biases, they can wait."""
 
-_OF_SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze"))
+_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "__getitem__"))
+"""Names of functions that may return a view of the logits of some tokens."""
 
 _WITHOUT_VALUES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta")
@@ -578,18 +470,43 @@ _WITHOUT_VALUES = frozenset(
 """Names of functions and attributes that need no values of logits."""
 
 
-@contextmanager
-def _unsharded(inner: nn.Module, layer: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, weights of the output layer that FSDP2 shards on their own are gathered."""
-    units = [module for module in inner.modules() if isinstance(module, FSDPModule) and layer in module.modules()]
-    sharded = [unit for unit in units if unit is not inner] if _is_distributed(layer) else []
-    for unit in sharded:
-        unit.unshard()
-    try:
-        yield
-    finally:
-        for unit in sharded:
-            unit.reshard()
+@cache
+def _warn_once(model: str, reason: str) -> None:
+    _logger.warning("%s: the loss needs the logits of whole rows, since %s", model, reason)
+
+
+def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
+    """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
+    name = next((name for name, module in model.named_modules() if module is layer), None)
+    if not name:
+        return "the model's get_output_embeddings returns no output layer", False
+    parts = name.split(".")
+    around = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))]
+    if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
+        return "the output layer is compiled", False
+    hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]
+    if not all(map(_is_of_torch, chain(*hooks))):
+        return "the output layer, or a module around it, has a backward hook", False
+    if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
+        return "the first version of FSDP shards the output layer on its own", True
+    if any(hasattr(each, "ds_id") for each in layer.parameters()):
+        return "DeepSpeed ZeRO-3 shards the output layer", True
+    if any(each._backward_hooks for each in layer.parameters()):
+        return "a weight of the output layer has a hook", True
+    return "", True
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile compiles a module's forward."""
+    forward = vars(module).get("forward")
+    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
+    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
+    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _is_of_torch(hook: Any = None) -> bool:
+    """Return whether a hook is one of DDP or FSDP, which only wait for the backward pass."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
 
 
 def _is_distributed(layer: nn.Module) -> bool:

@@ -102,7 +102,7 @@ class TrainerLoss:
             with (
                 _as_one_micro_batch(trainer),
                 summed_log_probs(model, weights, token_losses) as log_probs,
-                observed_logits(model, inputs[LABELS].shape, weighting, token_losses) as observed,
+                observed_logits(model, inputs[LABELS].shape, weighting) as observed,
             ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
