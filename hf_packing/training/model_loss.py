@@ -34,7 +34,7 @@ from hf_packing.attention import (
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, Observed, Weighting, called_on_outputs, observed_logits
+from hf_packing.training.head import Head, Logits, Weighting, called_on_outputs, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
@@ -68,14 +68,14 @@ def weighting(model: nn.Module, batch: Mapping[str, Any], labels: Tensor, weight
 
 def run_with_loss(
     model: nn.Module, batch: Mapping[str, Any], labels: Tensor, items: Any, weighting: Weighting | None = None
-) -> tuple[Tensor, Observed]:
+) -> tuple[Tensor, Head]:
     """Run a model with its own loss L(items), and return the loss and what was observed of its cross-entropies.
 
     Raises:
         PackingError: there is a weighting, but the model does not compute one cross-entropy of its logits.
     """
     divisor = {ITEMS: items} if takes_argument(inner_model(model), ITEMS) else {}
-    with observed_logits(model, labels.shape, weighting=weighting) as observed:
+    with observed_logits(model, labels.shape, weighting) as observed:
         outputs = model(**inputs_of_model(batch), labels=labels, **divisor)
     if weighting is not None:
         check_is_weighted(model, len(observed.sums))
@@ -97,7 +97,7 @@ def check_is_weighted(model: nn.Module, cross_entropies: int) -> None:
         )
 
 
-def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> AbstractContextManager[None]:
+def only_cross_entropy(model: nn.Module, observed: Head, items: Tensor) -> AbstractContextManager[None]:
     """Context manager: within the block, the loss that a model returns is its cross-entropy divided by `items`.
 
     A model that computes none of its logits, or several, returns its loss as usual.
@@ -232,9 +232,9 @@ def _ask(model: nn.Module) -> OwnLoss | str:
             return None
         leaves.append(output.detach().requires_grad_())
         own = leaves[-1].clone()  # a forward may change its logits in place
-        return Logits.known(output.observed, own, output.places) if isinstance(output, Logits) else own
+        return Logits.of_values(output.head, own, output.places) if isinstance(output, Logits) else own
 
-    def run(items: Tensor) -> tuple[Any, Observed]:
+    def run(items: Tensor) -> tuple[Any, Head]:
         divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}
         with observed_logits(inner, labels.shape) as observed:
             outputs = inner(**{**batch, LABELS: labels}, **divisor)

@@ -23,7 +23,7 @@ from transformers import Trainer
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import called_on_outputs, is_compiled, observed_logits
+from hf_packing.training.head import called_on_outputs, is_compiled, observed_logits
 from hf_packing.training.losses import ITEMS, Loss, exact_type, items_in, weights_of
 from hf_packing.training.model_loss import (
     MUCH,
@@ -102,7 +102,7 @@ class TrainerLoss:
             with (
                 _as_one_micro_batch(trainer),
                 summed_log_probs(model, weights, token_losses) as log_probs,
-                observed_logits(model, inputs[LABELS].shape, weighting, token_losses) as observed,
+                observed_logits(model, inputs[LABELS].shape, weighting) as observed,
             ):
                 found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
