@@ -58,7 +58,7 @@ class MaskedRows(SampledRows):
         more = [*more, SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
         super().__init__(dataset, sampler, unread, apply_masks, more)
         self.masking = masking
-        sampler.more_inputs = {"data_collator": str(masking)}
+        sampler.more_inputs["data_collator"] = str(masking)
         self._same_masks = isinstance(sampler.batching, InOrder)
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             self._check_columns(visible_columns(dataset))
