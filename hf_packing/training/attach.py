@@ -23,9 +23,9 @@ from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.packed_trainer import PackedTrainer
+from hf_packing.training.trainer import PackedTrainer
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
-from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
+from hf_packing.training.state import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
     PlannedFrom,
@@ -33,7 +33,7 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.trainer_loss import subclass_with
-from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
+from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
 from hf_packing.trees.forest import check_fewest_shared
 

@@ -21,7 +21,7 @@ from hf_packing.training.loss_units import count_units, find_loss_unit
 from hf_packing.training.ranks import PlannedFrom, StepCounts, data_rank, on_all_ranks
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import loss_settings, refuse_changed_settings
-from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
+from hf_packing.training.unpad import UnpaddedModels, unpad_models
 from hf_packing.training.whole_rows import (
     REAL_ROWS,
     Collate,

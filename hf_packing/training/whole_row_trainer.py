@@ -46,7 +46,7 @@ from hf_packing.training.ranks import (
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
-from hf_packing.training.unpad_models import models_unpatched_on_error
+from hf_packing.training.unpad import models_unpatched_on_error
 from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
 
 UNITS_COUNTED = "units_counted"

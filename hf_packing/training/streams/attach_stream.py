@@ -26,15 +26,15 @@ from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.packed_trainer import PackedTrainer
+from hf_packing.training.trainer import PackedTrainer
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
-from hf_packing.training.planned_batches import evaluation_datasets
+from hf_packing.training.state import evaluation_datasets
 from hf_packing.training.ranks import LOSS, PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.streamed_batches import StreamedBatches
 from hf_packing.training.streams.training_stream import TrainingStream, is_stream
 from hf_packing.training.trainer_loss import subclass_with
-from hf_packing.training.unpad_models import models_unpatched_on_error
+from hf_packing.training.unpad import models_unpatched_on_error
 
 STATE_FILE = "packed_stream.pt"
 """The file in the folder of a checkpoint with the state of the training's stream."""

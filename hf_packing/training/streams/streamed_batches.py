@@ -18,7 +18,7 @@ from hf_packing.training.checks import ignored_masks
 from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.model_loss import predicts_next
 from hf_packing.training.passed_on import passed_on_in_stream, taken_by_trainer
-from hf_packing.training.planned_batches import PlannedBatches
+from hf_packing.training.state import PlannedBatches
 from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
 from hf_packing.training.streams.source_logs import SourceLogs, check_names, source_of_tokens
 from hf_packing.training.streams.stream_loader import StreamLoader

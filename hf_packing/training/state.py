@@ -53,7 +53,7 @@ from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as, trees_to_train
 from hf_packing.training.trainer_loss import loss_of_trainer, loss_settings, refuse_changed_settings
-from hf_packing.training.unpad_models import patch_models
+from hf_packing.training.unpad import patch_models
 
 Check = Callable[[Trainer], None]
 

@@ -19,7 +19,7 @@ from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS, exact_type
-from hf_packing.training.planned_batches import PlannedBatches
+from hf_packing.training.state import PlannedBatches
 from hf_packing.training.ranks import (
     Predictions,
     StepCounts,
