@@ -1,4 +1,7 @@
-"""The methods of a trainer after `attach`: it trains, evaluates and predicts on planned batches."""
+"""The methods of a trainer after `attach`: it trains, evaluates and predicts on the batches of a source.
+
+The trainer's class becomes a subclass of its own class and of PackedTrainer, StreamTrainer or WholeRowTrainer.
+"""
 
 import math
 from collections.abc import Iterator
@@ -15,96 +18,94 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from hf_packing.attention import borders_required
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
-from hf_packing.columns import ATTENTION_MASK, LABELS
+from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, exact_type
-from hf_packing.training.state import PlannedBatches
-from hf_packing.training.ranks import (
-    Predictions,
-    StepCounts,
-    check_accumulation,
-    data_rank,
-    fillers_counted,
-    items_counted,
-    own_tokens,
-)
+from hf_packing.training.losses import ITEMS
+from hf_packing.training.ranks import PlannedFrom, Predictions, StepCounts, data_rank, items_counted, on_all_ranks
+from hf_packing.training.state import Attached, AttachedPacks, AttachedRows
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
+from hf_packing.training.uneven_gather import gathering_uneven_tensors
+from hf_packing.training.whole_rows import REAL_ROWS, UNITS
 
 
-class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A Trainer that trains, evaluates and predicts on packed batches, which `attach` planned."""
+class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
+    """A Trainer that trains on the batches that `attach` has planned."""
 
-    planned_batches: PlannedBatches
-    gather_function: Any
+    attached: Attached
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        planned = self.planned_batches
-        planned.step_counts = StepCounts()
-        with planned.on_all_ranks(self, planned.check_training):
-            return super().train(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        planned = self.planned_batches
-        with planned.on_all_ranks(self, planned.check):
-            output = super().predict(*args, **kwargs)
-        planned.predictions.correct_speed(output.metrics)
-        return output
+        on_all_ranks(lambda _: self.attached.check(self))
+        self.attached.step_counts = StepCounts(self.attached.source.sources)
+        return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return self.planned_batches.training_loader(self)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        name = "eval_dataset"
-        if isinstance(eval_dataset, str):
-            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in known:
-                raise PackingError(
-                    f"eval_dataset: expected a dataset or a key of trainer.eval_dataset ({', '.join(known) or 'none'}),"
-                    f" got {eval_dataset!r}"
-                )
-            name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self.planned_batches.loader_in_order(self, name, dataset, prepared=True)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return self.planned_batches.loader_in_order(self, "test_dataset", test_dataset)
+        return self.attached.training_loader(self)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return this rank's micro-batches of a step, and the number of trainable tokens or documents on all ranks."""
-        planned = self.planned_batches
-        check_accumulation(self, planned.accumulation)
+        """Return this rank's micro-batches of a step, and the number of items in the step on all ranks: trainable
+        tokens, documents, or what else the loss is a mean of."""
+        state = self.attached
+        state.check(self)  # a callback may have changed an argument
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        planned.trainer_loss.micro_batches = len(batches)
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
+        as_run = [self.cut_for_this_step(batch) for batch in batches]
+        counts = state.source.counts_of(as_run, state.loss, self.callback_handler.train_dataloader).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
-        planned.step_counts.add(everywhere)
-        if hasattr(self, "_total_train_tokens"):  # SFTTrainer is about to add all tokens of these batches
-            self._total_train_tokens -= fillers_counted(everywhere)
+        state.step_counts.add(everywhere)
         return batches, items_counted(everywhere)
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Tell Trainer which tokens are padding, since it would count pad tokens, which documents may end with."""
-        super()._track_num_input_tokens({**inputs, ATTENTION_MASK: own_tokens(inputs)})
+    def cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
+        return with_segments_cut(batch, longest_segment(self.attached.batching, self.state.global_step))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log packing metrics together with the training loss."""
+        counts = self.attached.step_counts
         if "loss" in logs:
-            logs = {**logs, **self.planned_batches.step_counts.take(self.planned_batches.decided.max_tokens)}
-        self.planned_batches.step_counts.correct_speed(logs)
-        self.planned_batches.predictions.correct_speed(logs)
+            logs = {**logs, **counts.take(self.attached.source.max_tokens)}
+        counts.correct_speed(logs)
         super().log(logs, *args, **kwargs)
+
+
+class PackedTrainer(AttachedTrainer):
+    """A Trainer that trains, evaluates and predicts on packed batches."""
+
+    attached: AttachedPacks
+    gather_function: Any
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict):  # else one by one
+            on_all_ranks(partial(self._source, *self._named(eval_dataset)))
+        metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
+        return metrics
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
+        on_all_ranks(partial(self._source, "test_dataset", test_dataset))
+        return super().predict(test_dataset, *args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return self._loader_in_order(*self._named(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return self._loader_in_order("test_dataset", test_dataset)
+
+    def _named(self, eval_dataset: Any) -> tuple[str, Any]:
+        """Return the name of an evaluation dataset in messages, and the dataset."""
+        if isinstance(eval_dataset, str):
+            return f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
+        return "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
+
+    def _source(self, name: str, dataset: Any, planned_from: PlannedFrom) -> Any:
+        return self.attached.evaluation_source(self, name, dataset, planned_from)
+
+    def _loader_in_order(self, name: str, dataset: Any) -> DataLoader[Any]:
+        return self.attached.loader_of(self, self._source(name, dataset, PlannedFrom()))
 
     def compute_loss(
         self,
@@ -114,25 +115,22 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         num_items_in_batch: Any = None,
         **others: Any,
     ) -> Any:
-        planned = self.planned_batches
-        if num_items_in_batch is None:
-            planned.prove_on_first_batch(model, inputs)
-        else:  # as compute_loss gets it, for models that are compiled
-            items = num_items_in_batch.to(exact_type(num_items_in_batch.device))
-            planned.prove_on_first_batch(model, {**inputs, ITEMS: items})
-        # trees are taken by Trainer's compute_loss alone; settings are passed on as Trainer passes them
-        own = partial(Trainer.compute_loss, self) if is_tree_batch(inputs) else super().compute_loss
+        state, evaluation = self.attached, self.attached.evaluation
+        trains = evaluation is None and num_items_in_batch is not None
+        state.prove_on_first_batch(model, {**inputs, ITEMS: num_items_in_batch} if trains else inputs)
+        loss = state.loss if trains or model.training else "token"
+        if trains:  # after isolation was proven on whole documents
+            inputs = self.cut_for_this_step(inputs)
+        # settings are passed on as Trainer passes them
+        by_model = state.trainer_loss.by_model(inputs, loss)
+        own = partial(Trainer.compute_loss, self) if by_model else super().compute_loss
         compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)
-        if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
-            result, total, tokens = planned.trainer_loss.of_evaluation(self, model, inputs, compute)
-            if planned.evaluation is not None:
-                planned.evaluation.add(total, tokens)
-            return result
-        if num_items_in_batch is not None:  # in train(), after isolation was proven on whole documents
-            inputs = self._cut_for_this_step(inputs)
-        return planned.trainer_loss.of_micro_batch(
-            self, model, inputs, compute, planned.decided.loss, num_items_in_batch, planned.token_losses
-        )
+        items = num_items_in_batch if trains else None
+        found, counted = state.trainer_loss.of_micro_batch(self, model, inputs, compute, loss, items)
+        if evaluation is not None:
+            mean = found[0] if isinstance(found, tuple) else found
+            evaluation.add(mean * counted, counted)
+        return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with borders_required():
@@ -141,15 +139,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
-        self.planned_batches.predictions.begin(inputs)
+        self.attached.predictions.begin(inputs)
         if is_tree_batch(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def _cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
-        return with_segments_cut(batch, longest_segment(self.planned_batches.decided.batching, self.state.global_step))
 
     def evaluation_loop(
         self,
@@ -159,10 +153,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        planned = self.planned_batches
-        planned.evaluation = TokenMean(self.args.device)
-        planned.predictions = Predictions(self.accelerator, metric_key_prefix)
-        self.gather_function = partial(planned.predictions.gathered, self.gather_function)
+        state = self.attached
+        state.evaluation, state.predictions = TokenMean(self.args.device), Predictions(self.accelerator)
+        self.gather_function = partial(state.predictions.gathered, self.gather_function)
         rows = self.args.per_device_eval_batch_size
         self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
         try:
@@ -170,14 +163,45 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
             if (name := f"{metric_key_prefix}_loss") in output.metrics:
-                if not planned.evaluation.batches:
+                if not state.evaluation.batches:
                     raise PackingError(
                         "prediction_step: expected a method that calls self.compute_loss, but "
-                        f"{planned.trainer_loss.kind.__name__}.prediction_step did not call compute_loss"
+                        f"{state.kind.__name__}.prediction_step did not call compute_loss"
                     )
-                summed, tokens = planned.evaluation.over_ranks(self.accelerator)
+                summed, tokens = state.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
-            planned.evaluation = None
-            self.args.per_device_eval_batch_size = rows
-        return output._replace(num_samples=planned.predictions.documents)
+            state.evaluation, self.args.per_device_eval_batch_size = None, rows
+        return output._replace(num_samples=state.predictions.documents)
+
+
+class WholeRowTrainer(AttachedTrainer):
+    """A Trainer with its own collator, loss and evaluation, which trains on micro-batches of whole rows."""
+
+    attached: AttachedRows
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        **others: Any,
+    ) -> Any:
+        inputs = dict(inputs)
+        units = inputs.pop(UNITS, None)
+        inputs.pop(REAL_ROWS, None)
+        with gathering_uneven_tensors(self.accelerator):
+            found = super().compute_loss(model, inputs, return_outputs, **others)
+        if num_items_in_batch is None or (units is None and not model.training):  # not a step of training
+            return found
+        if units is None:
+            raise PackingError(
+                f"trainer: expected the batches of the collator in compute_loss, but {self.attached.kind.__name__} "
+                f"makes others in training_step, without {UNITS!r}. attach(trainer, None) keeps its batches"
+            )
+        self.current_gradient_accumulation_steps = 1  # training_step may divide by it, but the share is of a step
+        loss, *outputs = found if return_outputs else (found,)
+        share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
+        loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
+        return (loss, *outputs) if return_outputs else loss
