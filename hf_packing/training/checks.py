@@ -6,7 +6,7 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -249,9 +249,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
         _check_masks_are_applied(dataset, compared)
 
 
-def check_labels_are_hidden(
-    dataset: Any, sizes: RowSizes, model: nn.Module, rows_of: Callable[..., SampledRows] = SampledRows
-) -> None:
+def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
     A masked language model is such a model. Only a few rows, spread over the dataset, are read.
@@ -260,7 +258,6 @@ def check_labels_are_hidden(
         dataset: a map-style dataset of packed rows or documents.
         sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
         model: a patched model.
-        rows_of: the class of the rows.
 
     Raises:
         PackingError: in the rows that were read, every label is the input token at the same position.
@@ -270,7 +267,7 @@ def check_labels_are_hidden(
     if not sees_labels(inner) or not len(rows):
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
-    read = rows_of(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
+    read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
     labeled = [
         {name: row[name] for name in row if name not in LOSS_MASKS}
         for row in read.__getitems__([(number, False) for number in numbers])

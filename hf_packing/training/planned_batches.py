@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
@@ -198,7 +199,8 @@ class PlannedBatches:
             check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
             check_takes_trees_as(self.trainer_loss, trainer, self._masks)
             return
-        check_labels_are_hidden(dataset, sizes, trainer.model, self._rows_of(trainer))
+        if self._masks is None:  # otherwise, the collator makes the labels
+            check_labels_are_hidden(dataset, sizes, trainer.model)
 
     def kept_labels(self, trainer: Trainer, sampler: RankBatchSampler) -> LabelCounts | None:
         """Count the labels that are left in the training dataset; None if they are not known before training.
@@ -313,9 +315,12 @@ class PlannedBatches:
         """Return the class of the rows: SampledRows, or rows that the trainer's collator masks."""
         if self._masks is None:
             return SampledRows
-        from hf_packing.training.masked_documents import masked_rows
+        from hf_packing.training.masking import MaskedRows, Masking
 
-        return masked_rows(self._masks, trainer.args, planned_from)
+        masking = Masking.of(self._masks, trainer.args)
+        if planned_from is not None:
+            planned_from.note_settings(data_collator=masking)
+        return partial(MaskedRows, masking=masking)
 
     def _sizes(self, dataset: Any) -> RowSizes:
         """Return the sizes of a dataset's rows; the dataset is read again only if its state has changed."""
