@@ -28,7 +28,6 @@ from hf_packing.training.checks import (
     check_accelerator,
     check_arguments,
     check_labels_are_hidden,
-    check_loss_masks,
     check_masks,
     check_methods,
     check_not_dispatched,
@@ -50,7 +49,6 @@ from hf_packing.training.ranks import (
     micro_batch_counts,
     on_all_ranks,
 )
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as, trees_to_train
 from hf_packing.training.trainer_loss import loss_of_trainer, loss_settings, refuse_changed_settings
@@ -150,7 +148,6 @@ class PlannedBatches:
         batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
         planned_from.note_settings(tokens=self.decided.shapes[0], max_segments=self.decided.shapes[1])
-        check_loss_masks(trainer, trainer.train_dataset)
         rows = self._rows_to_train(trainer)
         return self._sampler(trainer, "train_dataset", rows, planned_from, batching, accumulation)
 
@@ -174,8 +171,6 @@ class PlannedBatches:
             ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
         patch_models(trainer, self.decided.prove)
-        if self.decided.shapes != (None, None):
-            refuse_padding_in_router_loss(trainer.model)
         collator = collator_for(trainer.model, *self.decided.shapes)
         check_masks(self._masks, trainer.model, collator)
         if not self.trainer_loss.is_its_own:
@@ -307,7 +302,6 @@ class PlannedBatches:
         sizes = self._sizes(dataset)
         planned_from.note_data(name, dataset, sizes)
         self._rows_of(trainer, planned_from)
-        check_loss_masks(trainer, dataset)
         rank, world_size = data_rank(trainer.accelerator)
         return RankBatchSampler(batching, sizes, world_size, rank, accumulation)
 

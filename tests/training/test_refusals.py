@@ -43,7 +43,6 @@ SCHEDULE = hfp.LengthSchedule(8, 10)
 SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
 DATA, RELATED = documents(45), documents(12, samples=3)
 UNLABELED = DATA.remove_columns("labels")
-OF_CHATS = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
 
 CACHED = "_signature_columns"
 """What a trainer notes when its dataloader is asked for."""
@@ -177,7 +176,6 @@ ATTACH = [
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
     ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
     ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
-    ("column 'assistant_masks'", lambda of: hfp.attach(of(data=OF_CHATS), BUDGET)),
 ]
 
 
