@@ -37,7 +37,6 @@ from hf_packing.training.model_loss import (
 )
 from hf_packing.training.passed_on import check_columns, passed_on, taken_by_model
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, trees_to_train
 from hf_packing.training.tree_batch import labels_key
@@ -148,8 +147,6 @@ def prepare_dataloader(
 
         def isolate_and_check(_: PlannedFrom) -> None:
             patch_for_training(model, accelerator, prove)
-            if tokens is not None:
-                refuse_padding_in_router_loss(model)
             check_loss_of_model(model, loss)
             if sampler.sizes.trees is None:
                 check_labels_are_hidden(dataset, sampler.sizes, model)

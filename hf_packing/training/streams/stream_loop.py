@@ -25,7 +25,6 @@ from hf_packing.training.losses import Loss, check_loss, with_share
 from hf_packing.training.model_loss import check_loss_of_model, collator_for
 from hf_packing.training.passed_on import check_columns, passed_on_in_stream, taken_by_model
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, data_rank, on_all_ranks
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.streams.stream_loader import Batch, StreamLoader
 from hf_packing.training.streams.training_stream import (
     TrainingStream,
@@ -185,8 +184,6 @@ def _isolate_and_check(
     _: PlannedFrom,
 ) -> None:
     patch_for_training(model, accelerator, prove)
-    if shapes != (None, None):
-        refuse_padding_in_router_loss(model)
     if shares_prefixes(dataset, batching):
         check_takes_trees(model, loss, batching, shapes)
         return
