@@ -31,7 +31,8 @@ from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_documents
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
-from hf_packing.training.ranks import BatchesOfCheckpoint, PlannedFrom, on_all_ranks
+from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.state import AttachedPacks, AttachedRows
 from hf_packing.training.streams.stream_trainer import StreamTrainer
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
@@ -163,7 +164,9 @@ def attach(
         with models_unpatched_on_error(trainer):
             on_all_ranks(lambda _: state.settle(trainer))
             summary = on_all_ranks(lambda _: state.summary(trainer))
-    trainer.attached, trainer.data_collator, trainer.__class__ = state, state.collator, kind
+    trainer.attached, trainer.__class__ = state, kind
+    if isinstance(state, AttachedPacks):
+        trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
     trainer.add_callback(BatchesOfCheckpoint)
     state.remember(trainer)

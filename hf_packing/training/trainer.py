@@ -22,8 +22,9 @@ from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS
-from hf_packing.training.ranks import PlannedFrom, Predictions, StepCounts, data_rank, items_counted, on_all_ranks
+from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.state import Attached, AttachedPacks, AttachedRows
+from hf_packing.training.step_counts import Predictions, StepCounts, items_counted
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
@@ -68,7 +69,7 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         """Log packing metrics together with the training loss."""
         counts = self.attached.step_counts
         if "loss" in logs:
-            logs = {**logs, **counts.take(self.attached.source.max_tokens)}
+            logs = {**logs, **counts.take(self.attached.max_tokens)}
         counts.correct_speed(logs)
         super().log(logs, *args, **kwargs)
 
