@@ -182,7 +182,7 @@ def _refuse_given(arguments: dict[str, Any], why: str) -> None:
 
 @contextmanager
 def _as_before_attach(trainer: Any) -> Iterator[None]:
-    """Context manager: the trainer is as before an earlier attach. If the block raises an error, it is attached again."""
+    """Context manager: a trainer is as before an earlier attach; if the block raises an error, it is attached again."""
     if not isinstance(trainer, AttachedTrainer):
         yield
         return
@@ -199,7 +199,9 @@ def _as_before_attach(trainer: Any) -> Iterator[None]:
         raise
 
 
-def _unpad(trainer: Any, prove: ProveInTraining, fewest_shared: int | None, planned_from: PlannedFrom) -> UnpaddedModels:
+def _unpad(
+    trainer: Any, prove: ProveInTraining, fewest_shared: int | None, planned_from: PlannedFrom
+) -> UnpaddedModels:
     planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
     return unpad_models(trainer, prove, fewest_shared)
 

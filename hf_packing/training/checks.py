@@ -163,7 +163,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse accelerator settings that do not work with planned batches.
 
     Raises:
-        PackingError: split_batches, context parallelism or sequence parallelism is on; sync_with_dataloader is off; or
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is off; or
             the accelerator has fewer processes than were launched.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
@@ -171,6 +171,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"accelerator: expected num_processes={launched}, the number of launched processes, got "
             f"{accelerator.num_processes}; every process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
+    if accelerator.dispatch_batches:
+        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own batches")
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True; accelerate would split every planned batch")
     if not accelerator.gradient_state.sync_with_dataloader:
@@ -184,12 +186,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
             raise PackingError(
                 f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
             )
-
-
-def check_not_dispatched(accelerator: Accelerator) -> None:
-    """Refuse dispatch_batches=True for a dataset whose rows every rank reads by itself; streams can be dispatched."""
-    if accelerator.dispatch_batches:
-        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own planned batches")
 
 
 def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:

@@ -1,40 +1,16 @@
-"""Train on rows of trees: find the trees of a dataset's documents, and check that a model and a trainer take them."""
+"""Check that a model and a trainer can be trained on rows of trees, and warn of what is not exact in them."""
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from transformers import Trainer
 
 from hf_packing.attention import has_local_weights, inner_model, patch_model
-from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
-from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.checks import masks_tokens
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.trainer_loss import TrainerLoss
-
-
-def trees_to_train(
-    dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None, more: Sequence[str] = ()
-) -> TreesOfDocuments:
-    """Return the trees of a training dataset's documents.
-
-    Args:
-        dataset: the training dataset.
-        batching: a TokenBudget that shares prefixes.
-        unread: names of columns that are not read.
-        model: the model that will run the batches; None stands for any model.
-        more: names of further columns to read.
-    """
-    assert isinstance(batching, TokenBudget)
-    assert batching.fewest_shared is not None
-    has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
-    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]
-    return TreesOfDocuments.find(dataset, batching.max_tokens, batching.fewest_shared, batching.overflow, unread, more)
 
 
 def check_takes_trees(model: nn.Module, batching: Batching, shapes: Shapes) -> None:

@@ -1,4 +1,4 @@
-"""Read whole rows of a dataset for the user's own collator, measure what the collator makes of them, and load them.
+"""Whole rows of a dataset, which the trainer's own collator makes batches of: what it makes is measured, then planned.
 
 For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
 turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are not padding when
@@ -7,39 +7,175 @@ the collator gets this row alone.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets.utils import tqdm
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.batching import SampledRow
-from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.training.loader import batches_loader, on_device
+from hf_packing.training.loss_units import Collate, collate_rows, count_units
+from hf_packing.training.ranks import PlannedFrom, data_rank
 
-Collate = Callable[[list[Any]], Any]
+REAL_ROWS, UNITS = "real_rows", "units"
+"""Keys of entries that the loader adds to every batch: the number of rows that are not copies, and of the units in them
+over which the loss is averaged, int64 scalars."""
 
-REAL_ROWS = "real_rows"
-"""Key of an entry that the loader adds to every batch: the number of rows that are not copies, an int64 scalar."""
+_SHORT_ROWS = 6
+"""The most rows in the first part of the rows with which a loss is checked."""
 
 
-class WholeRows(torch.utils.data.Dataset[Any]):
-    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler.
+class WholeRows:
+    """A map-style dataset whose rows stay whole, planned for this rank.
 
     Args:
-        dataset: the map-style dataset that the sampler was made for.
+        dataset: the dataset, as the collator gets it.
         sampler: the sampler of this rank.
+        collate: the trainer's collator.
+        accelerator: the accelerator.
     """
+
+    sources: Sequence[str] = ()
+
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate, accelerator: Accelerator) -> None:
+        self.dataset, self.sampler, self.collate = dataset, sampler, collate
+        self.unit = "rows"
+        """What the loss is a mean of, a key of UNITS."""
+        self._accelerator = accelerator
+
+    def set_unit(self, unit: str) -> None:
+        """Set what the loss is a mean of, which a checkpoint has to have been saved with."""
+        self.unit = self.sampler.more_inputs["loss"] = unit
+
+    def rows_to_check(self) -> tuple[list[Any], list[Any]]:
+        """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
+
+        The first part has the shortest rows, and the second part one or two long ones, so that the parts have other
+        numbers of tokens for each row. The second part is empty if no two rows fit into a micro-batch.
+        """
+        tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
+        assert most is not None
+        by_length = np.argsort(tokens, kind="stable")
+        by_length = by_length[tokens[by_length] > 0]
+        taken = tokens[by_length].cumsum()
+        number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
+        left = most - taken[number - 1]
+        two, one = (by_length[tokens[by_length] <= limit][-rows:] for rows, limit in ((2, left // 2), (1, left)))
+        parts = by_length[:number], two if len(two) else one
+        return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]], *_: Any) -> Tensor:
+        """Return the tokens, rows, attention cost and units of each batch; see `micro_batch_counts`.
+
+        Raises:
+            PackingError: a batch has more tokens than planned, so the collator makes more of a row than when it was
+                asked for the row alone.
+        """
+        found = []
+        for batch in batches:
+            lengths = lengths_in(batch)
+            tokens, most = lengths.sum(), self.sampler.batching.most_tokens
+            if tokens > most:
+                raise PackingError(
+                    f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {int(tokens)}. "
+                    "The collator makes more tokens of the rows together than of each row alone: it has to return an "
+                    "attention_mask that is 0 on padding, and must not add tokens at random"
+                )
+            counts = (tokens, batch[REAL_ROWS], lengths.square().sum(), batch[UNITS])
+            found.append(torch.stack([each.to(lengths.device).long() for each in counts]))
+        return torch.stack(found)
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+        """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
+        return self.sampler.summary(unpacked, isolation)
+
+    def loader(self, collate: Collate, **options: Any) -> DataLoader[Any]:
+        """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
+        rows, collate = _RowsOfBatches(self.dataset, self.sampler), _CollateRows(collate, self.unit)
+        return on_device(batches_loader(rows, self.sampler, collate, **options), self._accelerator)
+
+
+def open_whole_rows(
+    name: str,
+    dataset: Any,
+    collate: Collate,
+    batching: TokenBudget,
+    accelerator: Accelerator,
+    planned_from: PlannedFrom,
+    *,
+    config: Any,
+    accumulation: int = 1,
+) -> WholeRows:
+    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
+
+    Args:
+        name: the name of the dataset in error messages.
+        dataset: the dataset, as the collator gets it, without unused columns.
+        collate: the trainer's collator.
+        batching: the batching. Whole rows are never cut.
+        accelerator: the accelerator.
+        planned_from: notes the data.
+        config: the configuration of the model.
+        accumulation: number of micro-batches of each rank in an optimizer step.
+
+    Raises:
+        PackingError: the collator makes batches whose tokens cannot be counted; or a row is too long, and `overflow` is
+            not "drop".
+    """
+    if batching.overflow not in ("error", "drop"):
+        raise PackingError(
+            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
+            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
+        )
+    sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
+    planned_from.note_data(name, dataset, sizes)
+    too_long = np.flatnonzero(sizes.tokens > batching.max_tokens)
+    if len(too_long) and batching.overflow == "error":
+        row = int(too_long[0])
+        raise PackingError(
+            f"max_tokens: row {row} of {name} has {sizes.tokens[row]} tokens in the collator's batch, but a "
+            f"micro-batch may have at most {batching.max_tokens} (rows that are too long: {len(too_long)} in all); "
+            "raise max_tokens, let the tokenizer or the collator truncate, or use overflow='drop'"
+        )
+    rank, world_size = data_rank(accelerator)
+    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate, accelerator)
+
+
+def refuse_streams_and_packs(name: str, dataset: Any) -> None:
+    """Refuse a dataset that has no numbered rows, or whose rows are packs."""
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise PackingError(
+            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
+            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        )
+    if not len(dataset):
+        raise PackingError(f"{name}: expected at least one row, got an empty dataset")
+    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
+    refuse_lost_borders(dataset, columns)
+    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
+        raise PackingError(
+            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
+            "packs; pass the documents, since attach forms the batches"
+        )
+
+
+class _RowsOfBatches(torch.utils.data.Dataset[Any]):
+    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler."""
 
     def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
         self.dataset = dataset
@@ -61,15 +197,18 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class CollateRows:
-    """A collator that passes rows on to the user's collator, and adds the number of rows that are not copies."""
+class _CollateRows:
+    """A collator that passes rows on to the user's collator, and adds the numbers of rows and units without copies."""
 
     collate: Collate
+    unit: str
 
     def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
         rows = list(rows)
         batch = checked_batch(self.collate([row for row, _ in rows]))
-        return {**batch, REAL_ROWS: torch.tensor(sum(not is_copy for _, is_copy in rows))}
+        real_rows = sum(not is_copy for _, is_copy in rows)
+        units = count_units(self.unit, batch, real_rows) if real_rows else 0
+        return {**batch, REAL_ROWS: torch.tensor(real_rows), UNITS: torch.as_tensor(units)}
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -77,11 +216,6 @@ def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(list(numbers)))
     return [dataset[number] for number in numbers]
-
-
-def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
-    """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
-    return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
 
 
 def checked_batch(batch: Any) -> Mapping[str, Any]:
@@ -112,35 +246,6 @@ def lengths_in(batch: Mapping[str, Any]) -> Tensor:
         return mask.reshape(-1, mask.shape[-1]).sum(1)
     tokens = batch[INPUT_IDS]
     return torch.full((tokens[..., 0].numel(),), tokens.shape[-1], device=tokens.device)
-
-
-def refuse_streams_and_packs(name: str, dataset: Any) -> None:
-    """Refuse a dataset that has no numbered rows, or whose rows are packs.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the trainer's dataset.
-
-    Raises:
-        PackingError: the trainer has no dataset, or the dataset is not supported.
-    """
-    if dataset is None:
-        raise PackingError(f"{name}: expected a dataset, but the trainer has none")
-    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
-        raise PackingError(
-            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
-            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
-        )
-    if not len(dataset):
-        raise PackingError(f"{name}: expected at least one row, got an empty dataset")
-    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
-    refuse_lost_borders(dataset, columns)
-    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
-        raise PackingError(
-            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
-            "packs; pass the documents, since attach forms the batches"
-        )
 
 
 def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
@@ -239,48 +344,3 @@ def _digest(batch: Mapping[str, Any]) -> bytes:
             exact = value.double() if value.is_floating_point() else value
             digest.update(name.encode() + np.ascontiguousarray(exact.cpu().numpy()).tobytes())
     return digest.digest()
-
-
-def refuse_long_rows(name: str, sizes: RowSizes, max_tokens: int, overflow: str) -> None:
-    """Refuse rows that do not fit into a micro-batch. Whole rows are never cut.
-
-    Args:
-        name: the name of the dataset in error messages.
-        sizes: the sizes of the dataset's rows.
-        max_tokens: the most tokens that a micro-batch may have.
-        overflow: "error" or "drop".
-
-    Raises:
-        PackingError: `overflow` asks to cut rows, or a row is too long and `overflow` is "error".
-    """
-    if overflow not in ("error", "drop"):
-        raise PackingError(
-            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
-            f"{overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
-        )
-    too_long: IntArray = np.flatnonzero(sizes.tokens > max_tokens)
-    if len(too_long) and overflow == "error":
-        row = int(too_long[0])
-        raise PackingError(
-            f"max_tokens: row {row} of {name} has {sizes.tokens[row]} tokens in the collator's batch, but a "
-            f"micro-batch may have at most {max_tokens} (rows that are too long: {len(too_long)} in all); raise "
-            "max_tokens, let the tokenizer or the collator truncate, or use overflow='drop'"
-        )
-
-
-def whole_rows_loader(dataset: Any, sampler: RankBatchSampler, collate: Collate, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader of the sampler's micro-batches, which the user's collator makes.
-
-    Args:
-        dataset: the map-style dataset that the sampler was made for.
-        sampler: the sampler of this rank.
-        collate: the trainer's collator.
-        options: further arguments of DataLoader.
-    """
-    return DataLoader(
-        WholeRows(dataset, sampler),
-        batch_sampler=sampler,
-        collate_fn=CollateRows(collate),
-        generator=torch.Generator(),
-        **options,
-    )
