@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
-import datasets
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -35,6 +34,7 @@ from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.state import AttachedPacks, AttachedRows
 from hf_packing.training.streams.stream_trainer import StreamTrainer
+from hf_packing.training.streams.training_stream import is_stream
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
@@ -168,7 +168,8 @@ def attach(
     if isinstance(state, AttachedPacks):
         trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
-    trainer.add_callback(BatchesOfCheckpoint)
+    if not is_stream(trainer.train_dataset):
+        trainer.add_callback(BatchesOfCheckpoint)
     state.remember(trainer)
     return summary
 
@@ -258,7 +259,7 @@ def _plan_packs(
     for name, dataset in _evaluation_datasets(trainer).items():
         state.open_evaluation(trainer, name, dataset, planned_from)
     check_columns("attach", list(known.values()), taken_by_trainer(trainer))
-    methods = StreamTrainer if isinstance(trainer.train_dataset, datasets.IterableDataset) else PackedTrainer
+    methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
     return state, subclass_with(methods, type(trainer), "Packed")
 
 

@@ -1,6 +1,5 @@
 """The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
 
-import reprlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -97,8 +96,8 @@ class Attached:
             before = self._expected[name]
             if now is not before and now != before:
                 raise PackingError(
-                    f"{name}: expected {reprlib.repr(before)}, as when attach was called, got {reprlib.repr(now)}; "
-                    "call attach again after such a change"
+                    f"{name}: expected the value that it had when attach was called, {_shown(before)}, got "
+                    f"{_shown(now)}; call attach again after such a change"
                 )
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
@@ -121,6 +120,10 @@ class Attached:
         return loader
 
 
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
+
+
 def _decided_by(trainer: Trainer) -> dict[str, Any]:
     """Return everything that decides batches and losses, by name."""
     holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
@@ -128,7 +131,7 @@ def _decided_by(trainer: Trainer) -> dict[str, Any]:
     data, model = trainer.train_dataset, inner_model(trainer.model)
     return found | {
         "train_dataset.format": getattr(data, "format", None),
-        "train_dataset: number of rows": len(data) if hasattr(data, "__len__") else None,
+        "len(train_dataset)": len(data) if hasattr(data, "__len__") else None,
         "model": type(model) if trainer.model_init is not None else model,
     }
 

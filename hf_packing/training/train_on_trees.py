@@ -46,7 +46,7 @@ def check_takes_trees_as(own: TrainerLoss, trainer: Trainer) -> None:
             f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
             f"{type(trainer.data_collator).__name__} with mlm=True"
         )
-    if not (own.is_cross_entropy or own.sums_log_probs) or trainer.args.use_liger_kernel:
+    if not own.is_cross_entropy:
         raise PackingError(
             "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach computes, "
             f"but {own.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "

@@ -123,8 +123,8 @@ class PackedTrainer(AttachedTrainer):
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
         # settings are passed on as Trainer passes them
-        by_model = state.trainer_loss.by_model(inputs, loss)
-        own = partial(Trainer.compute_loss, self) if by_model else super().compute_loss
+        of_model = state.trainer_loss.is_of_model(inputs, loss)
+        own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)
         items = num_items_in_batch if trains else None
         found, counted = state.trainer_loss.of_micro_batch(self, model, inputs, compute, loss, items)

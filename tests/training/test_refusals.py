@@ -131,7 +131,6 @@ def own_batches(name):
 
 ATTACH = [
     ("trainer", lambda _: hfp.attach(None, BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(), BUDGET)),
     *(
         ("trainer", lambda _, name=name: hfp.attach(own_batches(name), BUDGET))
         for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer")
@@ -364,7 +363,6 @@ STREAMS = [
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), MATCHING)),
     ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
     ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
     ("length_schedule", lambda of: hfp.attach(of(data=trees()), SCHEDULED)),
     ("max_documents", lambda of: hfp.attach(of(data=stream()), FEW)),

@@ -89,5 +89,6 @@ def _load(folder: str | bool) -> dict[str, Any]:
             f"resume_from_checkpoint: expected a checkpoint of a trainer attached to a stream, got {folder} without "
             f"{STATE_FILE}; to begin with the first row of the stream instead, set ignore_data_skip=True"
         )
-    state: dict[str, Any] = torch.load(file, weights_only=True)
+    with torch.serialization.safe_globals([bytes]):  # of which torch only loads those that are not empty
+        state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
