@@ -185,6 +185,7 @@ def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
         trainer.train()
     assert trainer.state.global_step == 2
     trainer.remove_callback(Slower)
+    trainer.args.gradient_accumulation_steps = 1
     trainer.train()
     assert trainer.state.global_step == 4
 
