@@ -31,7 +31,7 @@ HOME_OF = {
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",
     "rows_loader": "training.loader",
-    "MaskedRows": "training.masked_documents",
+    "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training
     "Answer": "training.streams.lockstep",

@@ -6,12 +6,9 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import datasets
 import numpy as np
-import numpy.typing as npt
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
@@ -20,27 +17,10 @@ from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import (
     COMPLETION_MASK,
-    IGNORED_LABEL,
-    INPUT_IDS,
-    LABELS,
     LOSS_MASKS,
-    SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
-    find_unmasked_label,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
-from hf_packing.rows.changes import count_labels
-from hf_packing.rows.lazy import DocumentRows, lazy_rows
-from hf_packing.rows.token_columns import (
-    TOKENS_AT_ONCE,
-    TokenColumn,
-    blocks_of_rows,
-    check_same_lengths,
-    is_token_type,
-    row_numbers,
-    visible_columns,
-)
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
@@ -208,46 +188,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
             )
 
 
-def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
-    """Refuse a dataset whose labels contradict the loss masks that the trainer applies.
-
-    Datasets with a transform, but for lazy packs, and datasets of other libraries are not checked here: for their rows,
-    the collator compares labels and masks batch by batch.
-
-    Args:
-        trainer: the trainer, whose class and arguments decide which masks apply.
-        dataset: the dataset to train or evaluate on.
-
-    Raises:
-        PackingError: the dataset has a loss mask but no labels, and the trainer does not apply loss masks; a label is
-            not -100 where an applied mask is 0; or a label is -100 although completion_only_loss=False means that all
-            tokens are trained on.
-    """
-    asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
-    trains_on_all = applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss
-    if trains_on_all and (lazy := lazy_rows(dataset)) is not None and LABELS in dataset.column_names:
-        _check_all_labels_of_lazy(*lazy)
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        return
-    names = visible_columns(dataset)
-    masks = [name for name in LOSS_MASKS if name in names]
-    if masks and LABELS not in names and not applies_masks(trainer):
-        raise PackingError(
-            f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
-            "use SFTTrainer, or pack(dataset, strategy), which makes labels from the mask"
-        )
-    if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
-        return
-    if trains_on_all:
-        _check_all_labels(dataset)
-    ignored = ignored_masks(trainer) if SEQ_LENGTHS not in names or asked is not None else ()
-    if compared := [name for name in masks if name not in ignored]:
-        _check_masks_are_applied(dataset, compared)
-
-
-def check_labels_are_hidden(
-    dataset: Any, sizes: RowSizes, model: nn.Module, rows_of: Callable[..., SampledRows] = SampledRows
-) -> None:
+def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
     A masked language model is such a model. Only a few rows, spread over the dataset, are read.
@@ -256,7 +197,6 @@ def check_labels_are_hidden(
         dataset: a map-style dataset of packed rows or documents.
         sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
         model: a patched model.
-        rows_of: the class of the rows.
 
     Raises:
         PackingError: in the rows that were read, every label is the input token at the same position.
@@ -266,7 +206,7 @@ def check_labels_are_hidden(
     if not sees_labels(inner) or not len(rows):
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
-    read = rows_of(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
+    read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
     labeled = [
         {name: row[name] for name in row if name not in LOSS_MASKS}
         for row in read.__getitems__([(number, False) for number in numbers])
@@ -322,60 +262,3 @@ def _check_collator(collator: Any) -> None:
         f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, "
         f"got {name}. attach would replace this collator; to change labels, use the dataset's map or with_transform"
     )
-
-
-def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> None:
-    for rows, values, _ in _blocks(dataset, [LABELS, *masks]):
-        if found := find_unmasked_label(values[LABELS], {name: values[name] for name in masks}):
-            name, token = found
-            raise PackingError(
-                f"column {name!r}: expected labels that are -100 where the mask is 0, but row {rows[token]} has the "
-                f"label {values[LABELS][token]} at such a token; apply the mask to the labels, or remove one of the "
-                "two columns"
-            )
-
-
-def _check_all_labels(dataset: datasets.Dataset) -> None:
-    for rows, values, begins in _blocks(dataset, [LABELS]):
-        masked = values[LABELS] == IGNORED_LABEL
-        masked[begins] = False
-        if masked.any():
-            raise _asks_for_all(f"row {rows[int(masked.argmax())]} has labels of -100")
-
-
-def _check_all_labels_of_lazy(rows: DocumentRows, packs: IntArray) -> None:
-    segments = rows.plan.take_packs(packs).segments
-    if missing := int((segments.length - 1).sum(dtype=np.int64)) - count_labels(rows.columns, segments):
-        raise _asks_for_all(f"{missing:,} tokens have labels of -100")
-
-
-def _asks_for_all(found: str) -> PackingError:
-    return PackingError(
-        f"completion_only_loss: expected None, got False, which asks for training on all tokens, but {found}. To train "
-        "on all tokens, remove the column 'labels'; if rows are packed, pack the documents again without the column "
-        "'completion_mask'"
-    )
-
-
-def _blocks(
-    dataset: datasets.Dataset, names: list[str]
-) -> Iterator[tuple[IntArray, dict[str, npt.NDArray[Any]], IntArray]]:
-    """Yield columns of a dataset in blocks of rows, with about half a million tokens in each block.
-
-    Yields:
-        The row number of every token in the block, int64 [tokens]; the columns by name, as flat arrays [tokens]; and
-        the index of each document's first token within the block, int64 [documents].
-    """
-    table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}
-    check_same_lengths(columns)
-    segments = (
-        TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None
-    )
-    length = columns[LABELS].length
-    for first, end in blocks_of_rows(length, TOKENS_AT_ONCE):
-        rows = np.arange(first, end)
-        values = {name: columns[name].gather_rows(rows) for name in names}
-        lengths = length[rows] if segments is None else segments.gather_rows(rows)
-        begins = np.cumsum(lengths, dtype=np.int64) - lengths
-        yield np.repeat(rows, length[rows]), values, begins[lengths > 0]

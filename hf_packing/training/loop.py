@@ -24,22 +24,18 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import Loss, check_loss, items_in
+from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.model_loss import (
-    check_loss_of_model,
+    WholeStep,
     collator_for,
     own_loss_of,
-    run_with_loss,
-    weighting_of,
 )
 from hf_packing.training.passed_on import check_columns
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees
-from hf_packing.training.tree_batch import labels_key
 
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
@@ -129,21 +125,18 @@ def prepare_dataloader(
 
     balanced, source = on_all_ranks(plan)
 
-    def isolate_and_check(_: PlannedFrom) -> PackingCollator:
+    collator = collator_for(model, *shapes)
+
+    def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:
             patch_for_training(model, accelerator, prove)
-            if tokens is not None:
-                refuse_padding_in_router_loss(model)
-            check_loss_of_model(model, loss)
             if source.shares_prefixes:
-                check_takes_trees(model, loss, balanced, shapes)
+                check_takes_trees(model, balanced, shapes)
             source.check_labels(model)
-        collator = collator_for(model, *shapes)
         source.count_labels(collator)
-        return collator
 
     with nullcontext() if model is None else unpatched_on_error(model):
-        collator = on_all_ranks(isolate_and_check)
+        on_all_ranks(isolate_and_check)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
@@ -199,10 +192,10 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     mean = TokenMean(accelerator.device)
     with in_mode(model, training=False), torch.no_grad():
         for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
-            counted = items_in(batch, "token")
-            weighting = weighting_of(model, batch, "token", counted.clamp(min=1))
-            loss, observed = run_with_loss(model, batch, batch[labels_key(batch)], counted.clamp(min=1), weighting)
-            mean.add(observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(loss) * counted, counted)
+            step = WholeStep.of(model, batch, "token")
+            loss, observed = step.run(model)
+            # without what the model adds to its cross-entropy, such as the loss of routers
+            mean.add((observed.sums[0] / step.items if len(observed.sums) == 1 else loss) * step.own, step.own)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")

@@ -32,19 +32,18 @@ from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
-from hf_packing.training.masked_documents import MaskedRows
-from hf_packing.training.masking import Masking, masking_of
+from hf_packing.training.masking import MaskedRows, Masking
 from hf_packing.training.passed_on import Takes, passed_on, passed_on_in_stream, taken_by_model, taken_by_trainer
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import (
+    StreamSummary,
     TrainingStream,
     check_labels_of_stream,
     is_packed_stream,
     is_stream,
     training_stream,
-    with_rows_joined,
 )
 
 
@@ -70,7 +69,7 @@ class Reading:
     def of_trainer(cls, trainer: Trainer) -> "Reading":
         """Return how rows are read for a trainer, with the labels that its own collator would make."""
         collator = trainer.data_collator
-        masking = masking_of(collator, trainer.args) if masks_tokens(collator) else None
+        masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
         unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
         return cls(taken_by_trainer(trainer), unread, applies_masks(trainer), masking)
 
@@ -113,8 +112,8 @@ class PackedRows:
 
     def check_labels(self, model: nn.Module) -> None:
         """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if not self.shares_prefixes:
-            check_labels_are_hidden(self.dataset, self.sampler.sizes, model, self._reading.rows_of)
+        if not self.shares_prefixes and self._reading.masking is None:
+            check_labels_are_hidden(self.dataset, self.sampler.sizes, model)
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Count the labels that are left for training, where they are known before.
@@ -190,6 +189,10 @@ class StreamedRows:
         counts = micro_batch_counts(batches, loss)
         return torch.cat([counts, torch.from_numpy(np.array(loader.tokens_of_sources)).to(counts.device)], 1)
 
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
+        """Return how a training reads the stream; the number of documents in a step without packing is not known."""
+        return StreamSummary(self.stream, data_rank(self.accelerator).world_size, self.accumulation, isolation)
+
     def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> StreamLoader:
         """Return the loader of this rank; see `PackedRows.loader`."""
         names = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
@@ -241,7 +244,7 @@ def open_source(
         packs = None if in_order is not None and is_packed_stream(dataset) else batching
         stream = training_stream(name, dataset, packs, world_size, reading.unread)
         if in_order is not None and in_order.rows_per_batch is not None:
-            stream = with_rows_joined(stream, in_order.rows_per_batch)
+            stream = replace(stream, rows_per_batch=in_order.rows_per_batch)
         planned_from.note_settings(**{name: stream})
         return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

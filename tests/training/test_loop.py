@@ -12,7 +12,6 @@ from training_by_hand import gradients_of_a_padded_batch, largest_difference
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from tools.tiny_model import tiny_model
 
 
@@ -41,7 +40,6 @@ def test_modules_that_are_frozen_stay_frozen():
     before = hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9))
     frozen = model.model.layers[0].eval()
     assert hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9)) == before
-    refuse_padding_in_router_loss(model)
     assert model.training
     assert not any(module.training for module in frozen.modules())
 

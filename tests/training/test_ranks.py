@@ -182,7 +182,7 @@ def evaluations(log, made, kind, own):
     trainer.data_collator = None if own.last else trainer.data_collator
     pattern = own.at_fault("data_collator: expected the collator set by attach")
     log.expect(pattern, f"{kind}: another collator later", trainer.train)
-    trainer.data_collator = trainer.planned_batches.collator
+    trainer.data_collator = trainer.attached.collator
     if own.rank == 0:
         assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
     log.expect(None, f"{kind}: after all that", trainer.train)

@@ -4,7 +4,6 @@ import copy
 from types import SimpleNamespace
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import trl
@@ -44,7 +43,6 @@ SCHEDULE = hfp.LengthSchedule(8, 10)
 SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
 DATA, RELATED = documents(45), documents(12, samples=3)
 UNLABELED = DATA.remove_columns("labels")
-OF_CHATS = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
 
 CACHED = "_signature_columns"
 """What a trainer notes when its dataloader is asked for."""
@@ -117,23 +115,6 @@ class OwnBatches(DataCollatorForLanguageModeling):
         return super().torch_call(examples)
 
 
-class OwnDraws(DataCollatorForLanguageModeling):
-    def torch_mask_tokens(self, inputs, special_tokens_mask=None):  # noqa: ARG002
-        labels = inputs.clone()
-        labels[torch.rand(labels.shape) > 0.15] = -100
-        return inputs, labels
-
-
-def without_spaces():
-    """Offsets as of a byte-level tokenizer whose tokens have the space before a word."""
-
-    def closed(row):
-        ends = np.cumsum([last - first for first, last in row["offset_mapping"]])
-        return {"offset_mapping": [list(pair) for pair in zip([0, *ends[:-1]], ends, strict=True)]}
-
-    return to_mask(columns=("input_ids", "special_tokens_mask", "offset_mapping")).map(closed)
-
-
 def labeled_masks():
     return to_mask().map(lambda row: {"labels": row["input_ids"]})
 
@@ -150,7 +131,6 @@ def own_batches(name):
 
 ATTACH = [
     ("trainer", lambda _: hfp.attach(None, BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(), BUDGET)),
     *(
         ("trainer", lambda _, name=name: hfp.attach(own_batches(name), BUDGET))
         for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer")
@@ -184,11 +164,7 @@ ATTACH = [
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": MaskingCollator()}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": lambda rows: rows}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": collator()}), BUDGET)),
-    ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks()), BUDGET)),
-    ("dataset", lambda of: hfp.attach(masking(of, collator(True), to_mask()), BUDGET)),
     ("data_collator", lambda of: hfp.attach(masking(of, OwnBatches(TOKENIZER), to_mask()), BUDGET)),
-    ("data_collator", lambda of: hfp.attach(masking(of, OwnDraws(TOKENIZER), to_mask()), BUDGET)),
-    ("offset_mapping", lambda of: hfp.attach(masking(of, collator(True), without_spaces()), BUDGET)),
     ("get_train_dataloader", lambda of: hfp.attach(of(on={"get_train_dataloader": list}), BUDGET)),
     ("compute_loss", lambda of: hfp.attach(of(on={"compute_loss": lambda *_, **__: 0}), BUDGET)),
     ("model", lambda of: hfp.attach(of(model=without_loss()), BUDGET)),
@@ -199,7 +175,6 @@ ATTACH = [
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
     ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
     ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
-    ("column 'assistant_masks'", lambda of: hfp.attach(of(data=OF_CHATS), BUDGET)),
 ]
 
 
@@ -388,7 +363,6 @@ STREAMS = [
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), MATCHING)),
     ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
     ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
     ("length_schedule", lambda of: hfp.attach(of(data=trees()), SCHEDULED)),
     ("max_documents", lambda of: hfp.attach(of(data=stream()), FEW)),
@@ -427,6 +401,12 @@ def said_to_be_divided(of):
     return trainer
 
 
+def masking_labels(of):
+    trainer = masking(of, collator(), labeled_masks())
+    hfp.attach(trainer, BUDGET)
+    return trainer
+
+
 def of_masked_rows(of):
     hide = {"labels": [5, *[-100] * 9], "input_ids": [4] * 10}
     return of.attached(model=patched_tiny("bert", "masked"), data=datasets.Dataset.from_list([hide] * 9))
@@ -444,6 +424,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
         ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
+        ("data_collator", lambda of: masking_labels(of).train()),
         ("enable_jit_checkpoint", lambda of: with_jit_checkpoints(of).train()),
         ("dataset", lambda of: of.attached(data=EMPTY).train()),
     ],

@@ -4,9 +4,9 @@ teacher or a reference model. `attach(trainer, None)` only does this, so that pa
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,7 +14,7 @@ from hf_packing.attention import (
     ProveInTraining,
     has_local_weights,
     inner_model,
-    is_patched,
+    input_device,
     patch_for_training,
     predicts_tokens,
     prove_unpadding,
@@ -26,8 +26,7 @@ from hf_packing.attention import (
 from hf_packing.checks import check_choice
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import check_no_noise
-from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.shared_randomness import warn_of_shared_randomness
+from hf_packing.training.train_on_trees import warn_of_shared_randomness
 
 
 @dataclass(frozen=True)
@@ -50,88 +49,63 @@ class UnpaddedModels:
         return "\n".join(f"{name}: {text}" for name, text in self.models.items())
 
 
-def unpad_models(
-    trainer: Any, prove: ProveInTraining, options: dict[str, Any], fewest_shared: int | None = None
-) -> UnpaddedModels:
-    """Patch the models of a trainer, and prove that they take padded batches. The trainer's batches, its loss and its
-    metrics stay as they are.
-
-    Args:
-        trainer: a Trainer, or an instance of any subclass, such as a GRPOTrainer or a DPOTrainer of TRL.
-        prove: as described in `patch_model`; "first batch" stands for "model" here.
-        options: the other arguments of `attach`, by name, which only a batching can use.
-        fewest_shared: the fewest tokens that rows of a batch share to be computed once; None to compute every row.
+def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None) -> UnpaddedModels:
+    """Patch the models of a trainer, and prove that they take padded batches; "first batch" stands for "model" here.
 
     Raises:
-        PackingError: the trainer has no model, or adds noise to embeddings; an option is given; two models share a
-            configuration; or the weights of a model are not in memory.
+        PackingError: the trainer has no model, or adds noise to embeddings; two models share a configuration; or the
+            weights of a model are not in memory.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
-            rows can share prefixes. All models are left unpatched.
+            rows can share prefixes.
     """
-    if given := [name for name, value in options.items() if value is not None]:
-        raise PackingError(
-            f"{given[0]}: expected no such argument if batching is None, since the trainer then makes its own batches; "
-            f"got {options[given[0]]!r}"
-        )
     check_choice("prove", prove, ProveInTraining)
     check_no_noise(trainer)
-    with models_unpatched_on_error(trainer) as found:
-        on_all_ranks(partial(_patch_and_prove, trainer, found, prove, fewest_shared))
-    return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})
-
-
-@contextmanager
-def models_unpatched_on_error(trainer: Any) -> Iterator[dict[str, nn.Module]]:
-    """Context manager: yield the models of a trainer by name. If the block raises an error, its patches are removed."""
-    found = models_of(trainer)
-    with ExitStack() as as_before:
-        for name, model in found.items():
-            with _named(f"trainer.{name}"):
-                as_before.enter_context(unpatched_on_error(model))
-        yield found
+    patch_models(trainer, "small" if prove == "small" else "model")
+    for name, model in models_of(trainer).items():
+        if has_local_weights(model):
+            with _named(name), trainer.accelerator.autocast():
+                _take_padded_batches(model, fewest_shared, name == "model")
+    return UnpaddedModels({name: _describe(inner_model(model)) for name, model in models_of(trainer).items()})
 
 
 def patch_models(trainer: Any, prove: ProveInTraining) -> None:
     """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
     for name, model in models_of(trainer).items():
-        with _named(f"trainer.{name}"):
-            if name == "model":
-                patch_for_training(model, trainer.accelerator, prove)
-            elif not is_patched(inner_model(model)):
-                patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
+        with _named(name):
+            waits = prove == "first batch" and name != "model"
+            patch_for_training(model, trainer.accelerator, "model" if waits else prove)
 
 
-def _patch_and_prove(
-    trainer: Any,
-    models: dict[str, nn.Module],
-    prove: ProveInTraining,
-    fewest_shared: int | None,
-    planned_from: PlannedFrom,
-) -> None:
-    planned_from.note_settings(batching=None, prove=prove, models=list(models), share_prefixes=fewest_shared)
-    patch_models(trainer, "small" if prove == "small" else "model")
-    for name, model in models.items():
-        with _named(f"trainer.{name}"):
-            inner = inner_model(model)
-            if has_local_weights(model):
-                with trainer.accelerator.autocast():
-                    route = route_of(inner)  # patch_model may have proven padded batches, without autocast
-                    if not (route and route.facts.unpadding) or trainer.accelerator.mixed_precision != "no":
-                        prove_unpadding(inner)
-                    if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
-                        share_prefixes(inner, fewest_shared)
-                        if fewest_shared is not None:
-                            warn_of_shared_randomness(model)
+@contextmanager
+def models_unpatched_on_error(trainer: Any) -> Iterator[None]:
+    """Context manager: if the block raises an error, the patches that it has made in a trainer's models are removed."""
+    with ExitStack() as as_before:
+        for name, model in models_of(trainer).items():
+            with _named(name):
+                as_before.enter_context(unpatched_on_error(model))
+        yield
+
+
+def _take_padded_batches(model: nn.Module, fewest_shared: int | None, is_trained: bool) -> None:
+    """Prove that a patched model takes padded batches, and let a language model share the prefixes of their rows."""
+    inner = inner_model(model)
+    route = route_of(inner)
+    if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
+        prove_unpadding(inner)  # patch_model may have proven it, but without autocast
+    if is_trained or predicts_tokens(inner):  # reward models share no prefixes
+        share_prefixes(inner, fewest_shared)
+        if fewest_shared is not None:
+            warn_of_shared_randomness(model)
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Context manager: errors in the block begin with a name."""
+    """Context manager: errors in the block begin with the name of a trainer's model."""
     try:
         yield
     except PackingError as error:
-        hint = "" if name == "trainer.model" else ". Keep a model that reads no batches of the trainer outside of it"
-        raise type(error)(f"{name}: {error}{hint}") from error
+        hint = "" if name == "model" else ". Keep a model that reads no batches of the trainer outside of it"
+        raise type(error)(f"trainer.{name}: {error}{hint}") from error
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
