@@ -163,8 +163,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse accelerator settings that do not work with planned batches.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is off; or
-            the accelerator has fewer processes than were launched.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is
+            off; or the accelerator has fewer processes than were launched.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
         raise PackingError(

@@ -57,7 +57,7 @@ def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> DataLoader[A
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """What your own training loop needs in addition to batches: a proof of isolation, and each batch's share of the loss.
+    """What your own training loop needs beside batches: a proof of isolation, and each batch's share of the loss.
 
     Attributes:
         keep_labels: whether labels stay in batches, so that the model can compute the loss itself.
@@ -173,7 +173,7 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
             )
 
     def _check_between_steps(self) -> None:
-        """Raise PackingError in the middle of an optimizer step, since a checkpoint would lack accumulated gradients."""
+        """Refuse a state in the middle of an optimizer step, which would lack accumulated gradients."""
         if (of_step := self.micro_batches_done % self.accumulation) and not self._accelerator.sync_gradients:
             raise PackingError(
                 f"state: expected a checkpoint after an optimizer step of {self.accumulation} micro-batches, got a "

@@ -1,4 +1,4 @@
-"""Record in the checkpoints of a Trainer how batches are planned, so that a resumed run makes the same optimizer steps."""
+"""Record in checkpoints of a Trainer how batches are planned, so that a resumed run makes the same optimizer steps."""
 
 from typing import Any
 
@@ -34,10 +34,9 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
             if saved is None:
                 raise PackingError(
-                    "resume_from_checkpoint: expected a checkpoint of an attached trainer whose steps tell the position "
+                    "resume_from_checkpoint: expected a checkpoint of an attached trainer whose steps tell the place "
                     "in the epoch, got a checkpoint of another trainer, or of a run that was resumed with "
-                    "ignore_data_skip=True in the middle of an epoch; to begin a new epoch instead, set "
-                    "ignore_data_skip=True"
+                    "ignore_data_skip=True in the middle of an epoch; set ignore_data_skip=True to begin a new epoch"
                 )
             sampler.check_can_resume(saved)
         self.batches = None if begins_new_epoch else sampler.plan_inputs()

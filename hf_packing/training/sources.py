@@ -5,7 +5,7 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class PackedRows:
         return self.sampler.sizes.trees is not None
 
     def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position."""
+        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
         if not self.shares_prefixes and self._reading.masking is None:
             check_labels_are_hidden(self.dataset, self.sampler.sizes, model)
 
@@ -173,7 +173,7 @@ class StreamedRows:
         return self.stream.shares_prefixes
 
     def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position."""
+        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
         if not self.shares_prefixes:
             check_labels_of_stream(self.dataset, model)
 

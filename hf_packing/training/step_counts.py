@@ -1,5 +1,4 @@
-"""Count what the ranks have run: the tokens, documents and attention cost of optimizer steps, for the logs, and what they
-predict in an evaluation, without copies of rows."""
+"""Count what the ranks run: the tokens, documents and attention cost of optimizer steps for logs, and predictions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

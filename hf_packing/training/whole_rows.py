@@ -120,7 +120,7 @@ def open_whole_rows(
     config: Any,
     accumulation: int = 1,
 ) -> WholeRows:
-    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
+    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data for other ranks.
 
     Args:
         name: the name of the dataset in error messages.
