@@ -178,17 +178,6 @@ ATTACH = [
 ]
 
 
-def evaluated_on_a_stream(of):
-    hfp.attach(of(on={"eval_dataset": {"code": documents(5).to_iterable_dataset()}}), BUDGET)
-
-
-EVALUATION = [
-    ("eval_dataset['code']", evaluated_on_a_stream),
-    ("eval_dataset", lambda of: of.attached().evaluate(documents(5).to_iterable_dataset())),
-    ("eval_dataset", lambda of: of.attached().evaluate("many")),
-]
-
-
 def in_rows_of_trees():
     return hfp.pack(RELATED, hfp.BestFit(128), share_prefixes=2)
 
@@ -334,11 +323,6 @@ def trees(streams=2):
     return hfp.pack(data, hfp.BestFit(96), share_prefixes=2, streams=streams, window_packs=4)
 
 
-def logged_twice():
-    sources = {name: stream(1) for name in ("web", "web_loss")}
-    return hfp.pack(hfp.mix(sources, {"web": 1, "web_loss": 1}), hfp.BestFit(48), streams=1)
-
-
 WIDE = hfp.TokenBudget(96)
 MATCHING = hfp.TokenBudget(48, match_documents_per_step=3)
 FEW = hfp.TokenBudget(96, share_prefixes=2, max_documents=3)
@@ -352,7 +336,6 @@ STREAMS = [
     ("train_dataset", lambda of: hfp.attach(of(data=in_a_later_epoch()), BUDGET)),
     ("train_dataset", lambda _: training_stream("train_dataset", packed(), BUDGET, ranks=3)),
     ("train_dataset", lambda of: hfp.attach(of(data=stream().shuffle(seed=0, buffer_size=10)), BUDGET)),
-    ("train_dataset", lambda of: hfp.attach(of(data=logged_twice()), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees(None)), WIDE)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees().filter(bool)), WIDE)),
     ("max_documents", lambda of: hfp.attach(of(data=packed()), hfp.TokenBudget(96, max_documents=8))),
@@ -370,7 +353,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *EVALUATION, *TREES, *WHOLE_ROWS, *STREAMS])
+@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *TREES, *WHOLE_ROWS, *STREAMS])
 def test_attach(tmp_path, argument, call):
     trainers = Trainers(tmp_path)
     check_refused(argument, lambda: call(trainers))
