@@ -33,8 +33,8 @@ from hf_packing.training.loss_units import Collate, collate_rows, count_units
 from hf_packing.training.ranks import PlannedFrom, data_rank
 
 COUNTS = "counts"
-"""Key of an entry that the loader adds to every batch, int64 [4]: its tokens, the rows that are not copies, the attention
-cost, and the units in these rows over which the loss is averaged."""
+"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies, of
+squared lengths, and of units in these rows over which the loss is averaged."""
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
@@ -191,8 +191,8 @@ class _CollateRows:
         tokens, squares = _tokens_and_squares(batch)
         if tokens > self.most_tokens:
             raise PackingError(
-                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}. "
-                "The collator makes more tokens of the rows together than of each row alone: it has to return an "
+                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
+                ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
         real_rows = sum(not is_copy for _, is_copy in rows)
