@@ -101,14 +101,13 @@ def prepare_dataloader(
         >>> len(loader), sorted(batch["input_ids"].shape[1] for batch in loader)
         (2, [4, 5])
     """
-
     if not isinstance(accelerator, Accelerator):
         raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
     if decided := _DECIDED_BY_BATCHING & options.keys():
         raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
     shapes = tokens, max_segments
 
-    def plan(planned_from: PlannedFrom) -> tuple[Batching, PackedRows | StreamedRows]:
+    def plan(planned_from: PlannedFrom) -> tuple[Batching, PackedRows | StreamedRows, PackingCollator]:
         check_accelerator(accelerator)
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):
@@ -120,11 +119,9 @@ def prepare_dataloader(
             "dataset", dataset, balanced, accelerator, reading, planned_from, accumulation=accumulation, loss=loss
         )
         check_columns("prepare_dataloader", [dataset], reading.takes)
-        return balanced, source
+        return balanced, source, collator_for(model, *shapes)
 
-    balanced, source = on_all_ranks(plan)
-
-    collator = collator_for(model, *shapes)
+    balanced, source, collator = on_all_ranks(plan)
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:

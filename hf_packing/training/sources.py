@@ -4,8 +4,8 @@ A source reads the sizes of a dataset or opens its logical streams, says what al
 loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_rows.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,13 @@ from transformers import Trainer
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
-from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.kept_labels import kept_labels
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import sizes_of
+from hf_packing.sampling.sizes import check_map_style, sizes_of
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
@@ -72,11 +71,6 @@ class Reading:
         masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
         unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
         return cls(taken_by_trainer(trainer), unread, applies_masks(trainer), masking)
-
-    @property
-    def rows_of(self) -> Callable[..., SampledRows]:
-        """The class of the rows of a map-style dataset."""
-        return SampledRows if self.masking is None else partial(MaskedRows, masking=self.masking)
 
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
@@ -144,7 +138,8 @@ class PackedRows:
             options: further arguments of DataLoader.
         """
         reading = self._reading
-        rows = reading.rows_of(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+        rows_of = SampledRows if reading.masking is None else partial(MaskedRows, masking=reading.masking)
+        rows = rows_of(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
         batches: DataLoader[Any] = batches_loader(rows, rows.batches, collate, **options)
         return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
@@ -247,11 +242,7 @@ def open_source(
             stream = replace(stream, rows_per_batch=in_order.rows_per_batch)
         planned_from.note_settings(**{name: stream})
         return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise PackingError(
-            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
-            "Make one of its first rows, by datasets.Dataset.from_list(list(stream.take(1000)))"
-        )
+    check_map_style(name, dataset)
     plans = in_order or batching
     assert plans is not None
     if plans.fewest_shared is not None:

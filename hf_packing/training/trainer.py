@@ -28,7 +28,7 @@ from hf_packing.training.step_counts import Predictions, StepCounts, items_count
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
-from hf_packing.training.whole_rows import REAL_ROWS, UNITS
+from hf_packing.training.whole_rows import COUNTS
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -182,19 +182,19 @@ class WholeRowTrainer(AttachedTrainer):
         **others: Any,
     ) -> Any:
         inputs = dict(inputs)
-        units = inputs.pop(UNITS, None)
-        inputs.pop(REAL_ROWS, None)
+        counts = inputs.pop(COUNTS, None)
         with gathering_uneven_tensors(self.accelerator):
             found = super().compute_loss(model, inputs, return_outputs, **others)
-        if num_items_in_batch is None or (units is None and not model.training):  # not a step of training
+        if num_items_in_batch is None or (counts is None and not model.training):  # not a step of training
             return found
-        if units is None:
+        if counts is None:
             raise PackingError(
                 f"trainer: expected the batches of the collator in compute_loss, but {self.attached.kind.__name__} "
-                f"makes others in training_step, without {UNITS!r}. attach(trainer, None) keeps its batches"
+                f"makes others in training_step, without {COUNTS!r}. attach(trainer, None) keeps its batches"
             )
         self.current_gradient_accumulation_steps = 1  # training_step may divide by it, but the share is of a step
         loss, *outputs = found if return_outputs else (found,)
+        units = counts[-1]
         share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         return (loss, *outputs) if return_outputs else loss

@@ -212,6 +212,27 @@ def test_sft_trainer_with_masks_of_completions(tmp_path):
         train(masked, completion_only_loss=False)
 
 
+def test_the_share_of_each_source_is_logged(tmp_path):
+    """It is the share of the tokens that were trained on since the last log."""
+    rows = {"a": [[5, *range(6, 6 + length)] for length in (3, 4, 5) * 9], "b": [[60, 61, 62]] * 27}
+    sources = {name: datasets.Dataset.from_dict({"input_ids": ids}) for name, ids in rows.items()}
+    mixed = hfp.mix(sources, {"a": 0.75, "b": 0.25})
+    data = hfp.pack(mixed, hfp.BestFit(CAPACITY), streams=1, window_packs=1)
+    trainer = trainer_of(tmp_path, data=data, max_steps=2, logging_steps=2, gradient_accumulation_steps=2)
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    step, seen = trainer.training_step, []
+
+    def noted(model, inputs, *others):
+        seen.extend(inputs["input_ids"][0].tolist())
+        return step(model, inputs, *others)
+
+    trainer.training_step = noted
+    trainer.train()
+    logs = next(line for line in trainer.state.log_history if "loss" in line)
+    assert logs["source_b"] == pytest.approx(np.mean(np.array(seen) >= 60))
+    assert logs["source_a"] + logs["source_b"] == pytest.approx(1)
+
+
 def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tmp_path):
     class Samples(TrainerCallback):
         def on_step_end(self, args, state, control, **known):  # noqa: ARG002

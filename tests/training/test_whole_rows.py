@@ -31,7 +31,7 @@ from whole_rows import (
 import hf_packing as hfp
 from hf_packing.training import loss_units
 from hf_packing.training.loss_units import find_loss_unit
-from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
+from hf_packing.training.whole_rows import sizes_of_rows
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -207,8 +207,13 @@ def test_sizes_are_those_of_collated_rows():
 
     data = datasets.Dataset.from_dict({"input_ids": [[1] * 4, [2] * 30]})
     assert sizes_of_rows(data, collate).tokens.tolist() == [9, 9]
-    mask = torch.tensor([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
-    assert lengths_in({"attention_mask": mask}).tolist() == [2, 1, 3, 0]
+
+
+def test_sizes_of_rows_with_several_sequences():
+    mask = [[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]]
+    rows = [{"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor(each)} for each in mask]
+    sizes = sizes_of_rows(rows, lambda rows: rows[0])
+    assert (sizes.tokens.tolist(), sizes.squared_lengths.tolist()) == ([3, 3], [5, 9])
 
 
 def test_match_documents_per_step(tmp_path):

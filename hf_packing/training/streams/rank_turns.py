@@ -1,7 +1,7 @@
 """Read the rows of one rank's logical streams, in the order of their turns, in DataLoader workers if asked for.
 
 Workers read ahead of the training, so a worker sends how far its logical streams have come along with every
-micro-batch. The start of a window, which can be large, is sent only once.
+micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +15,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from hf_packing.columns import SOURCE
 from hf_packing.planning.lengths import IntArray
 from hf_packing.streams.logical import PackedExamples, Position, Turn
-from hf_packing.streams.packed import Window
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-
-class Move(NamedTuple):
-    """The progress of a logical stream in one turn."""
-
-    stream: int
-    turns: int
-    rows_out: int
-    """Number of rows of the window that are out."""
-    window: Window | None
-    """The start of the window; None if it is as in the stream's turn before."""
-    ended: bool
 
 
 class MicroBatch(NamedTuple):
@@ -37,18 +24,12 @@ class MicroBatch(NamedTuple):
 
     batch: dict[str, Any] | None
     """The batch; None if the logical streams of all its turns have ended."""
-    moves: list[Move]
+    positions: dict[int, Position]
+    """How far its logical streams have come, by their numbers."""
+    ended: list[int]
+    """Its logical streams that have ended."""
     of_sources: IntArray | None
     """int64 [sources]: the number of tokens of each source of a mixture; None without a mixture or without a batch."""
-
-
-def moved(before: Position | None, move: Move) -> Position:
-    """Return the position of a logical stream after a move."""
-    window = move.window
-    if window is None:
-        assert before is not None
-        _, window, _ = before
-    return move.turns, window, move.rows_out
 
 
 class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
@@ -103,21 +84,19 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
             streams = streams.changed(owned=tuple(each for at in mine for each in streams.owned[at : at + size]))
         streams = streams.changed()
         streams.load_state_dict(self._state)
-        turns, windows = _without_end(streams), {}
+        turns = _without_end(streams)
         while True:
-            yield self._joined(list(islice(turns, size)), windows)
+            yield self._joined(list(islice(turns, size)))
 
-    def _joined(self, turns: Sequence[Turn], windows: dict[int, Window | None]) -> MicroBatch:
-        """Return a micro-batch, given the last window of each logical stream that was sent."""
+    def _joined(self, turns: Sequence[Turn]) -> MicroBatch:
+        """Return the micro-batch of some turns."""
         rows: list[dict[str, Any]] = [turn.values(self._names) for turn in turns if turn.row is not None]
-        moves = []
-        for stream, row, (count, window, rows_out) in turns:
-            known, windows[stream] = windows.get(stream), window
-            moves.append(Move(stream, count, rows_out, None if window is known else window, row is None))
         of_sources = None
         if rows and self._sources:  # no model takes the sources
             of_sources = np.bincount(np.concatenate([row.pop(SOURCE) for row in rows]), minlength=self._sources)
-        return MicroBatch(self._collate(rows) if rows else None, moves, of_sources)
+        positions = {turn.stream: turn.position for turn in turns}
+        ended = [turn.stream for turn in turns if turn.row is None]
+        return MicroBatch(self._collate(rows) if rows else None, positions, ended, of_sources)
 
 
 def _without_end(streams: PackedExamples) -> Iterator[Turn]:

@@ -16,7 +16,7 @@ from hf_packing.streams.logical import Position
 from hf_packing.training.loader import Batch, LoopSteps, StepLoader
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
-from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns, moved
+from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns
 from hf_packing.training.streams.training_stream import TrainingStream
 
 _MASKED_TOKENS = 16
@@ -110,7 +110,7 @@ class StreamLoader(StepLoader):
 
         def read() -> tuple[list[MicroBatch], Answer]:
             step = list(islice(micro_batches, self.accumulation))
-            left.difference_update(move.stream for each in step for move in each.moves if move.ended)
+            left.difference_update(*(each.ended for each in step))
             if any(each.batch is not None for each in step):
                 return step, Answer.ROW
             return step, Answer.NO_ROW if left else Answer.ENDED
@@ -133,8 +133,8 @@ class StreamLoader(StepLoader):
 
     def _move(self, step: list[MicroBatch]) -> None:
         """Note that a step was run, or passed over."""
-        for move in (move for each in step for move in each.moves):
-            self._positions[move.stream] = moved(self._positions.get(move.stream), move)
+        for micro_batch in step:
+            self._positions.update(micro_batch.positions)
 
     def _masked(self) -> Batch:
         """Return a batch without labels, for a rank that has no row while other ranks have one.
