@@ -28,7 +28,7 @@ from hf_packing.training.checks import (
 )
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
-from hf_packing.training.max_length import refuse_cut_documents
+from hf_packing.training.max_length import refuse_cut_rows
 from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
@@ -248,9 +248,7 @@ def _plan_packs(
     """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
     check_batching(batching)
     check_trainer(trainer, check_loss(loss))
-    known = {"train_dataset": trainer.train_dataset, **_evaluation_datasets(trainer)}
-    for name, dataset in known.items():
-        refuse_cut_documents(trainer, name, dataset)
+    refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
@@ -259,7 +257,8 @@ def _plan_packs(
     state.open_training(trainer, planned_from)
     for name, dataset in _evaluation_datasets(trainer).items():
         state.open_evaluation(trainer, name, dataset, planned_from)
-    check_columns("attach", list(known.values()), taken_by_trainer(trainer))
+    known = [trainer.train_dataset, *_evaluation_datasets(trainer).values()]
+    check_columns("attach", known, taken_by_trainer(trainer))
     methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
     return state, subclass_with(methods, type(trainer), "Packed")
 
@@ -303,13 +302,9 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     check_rows_are_whole("train_dataset", trainer.train_dataset)
-    limit = getattr(trainer.args, "max_length", None)
-    with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
-    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
-        raise PackingError(
-            f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
-            f"since attach cannot count what {kind} cuts or drops then"
-        )
+    refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
+    if getattr(trainer.args, "max_length", None) is not None and _has_pictures(trainer.train_dataset):
+        raise PackingError(f"max_length: expected None with pictures, got {trainer.args.max_length}")
     check_methods(trainer)
     check_arguments(trainer, None)
     check_accelerator(trainer.accelerator)

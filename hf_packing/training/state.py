@@ -1,6 +1,7 @@
 """The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
 from hf_packing.training.losses import Loss
-from hf_packing.training.max_length import lost_pairs
+from hf_packing.training.max_length import refuse_cut_rows
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
@@ -28,6 +29,9 @@ from hf_packing.training.train_on_trees import check_takes_trees, check_takes_tr
 from hf_packing.training.trainer_loss import loss_of_trainer
 from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
 from hf_packing.training.whole_rows import WholeRows, open_whole_rows
+
+TEST_DATASET = "test_dataset"
+"""The name of the dataset of predict() in messages."""
 
 _DECIDED = (
     *("train_dataset", "data_collator", "compute_loss_func", "label_smoother", "model_accepts_loss_kwargs"),
@@ -166,6 +170,7 @@ class AttachedPacks(Attached):
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._evaluations: dict[str, _Opened] = {}
+        self._compares = False
 
     @property
     def max_tokens(self) -> int | None:
@@ -202,23 +207,38 @@ class AttachedPacks(Attached):
         state = rows, len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None)
         known = self._evaluations.get(name)
         if known is None or known.dataset is not dataset or known.state != state:
+            if name != TEST_DATASET:  # which SFTTrainer does not prepare
+                refuse_cut_rows(trainer, name, dataset)
             batching, accelerator = self.batching, trainer.accelerator
-            source = open_source(
-                name, dataset, batching, accelerator, self._reading, planned_from, in_order=in_order
-            )
+            source = open_source(name, dataset, batching, accelerator, self._reading, planned_from, in_order=in_order)
             known = self._evaluations[name] = _Opened(dataset, state, source)
         return known.source
 
-    def evaluation_source(
-        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
-    ) -> PackedRows | StreamedRows:
-        """Return the source of an evaluation, after a check for changes since attach, and of labels."""
-        self.check(trainer)
-        if not is_patched(inner_model(trainer.model)):
-            self.settle(trainer)
-        source = self.open_evaluation(trainer, name, dataset, planned_from)
-        self._check_rows(trainer, source)
-        return source
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """Context manager for a method that all ranks call, such as evaluate(): they compare data in its first loader.
+
+        Other loaders may be made on one rank alone, such as those of callbacks.
+        """
+        self._compares = True
+        try:
+            yield
+        finally:
+            self._compares = False
+
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+        """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
+
+        def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
+            self.check(trainer)
+            if not is_patched(inner_model(trainer.model)):
+                self.settle(trainer)
+            source = self.open_evaluation(trainer, name, dataset, planned_from)
+            self._check_rows(trainer, source)
+            return source
+
+        compares, self._compares = self._compares, False
+        return self.loader_of(trainer, on_all_ranks(open_rows) if compares else open_rows(PlannedFrom()))
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove)
@@ -283,9 +303,3 @@ class AttachedRows(Attached):
         parts = self.source.rows_to_check()
         self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
         self.source.set_unit(self.loss)
-
-    def summary(self, trainer: Trainer) -> EpochSummary:
-        summary = super().summary(trainer)
-        assert isinstance(summary, EpochSummary)
-        dropped, lost = lost_pairs(trainer, trainer.train_dataset)
-        return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)

@@ -22,8 +22,8 @@ from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS
-from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.state import Attached, AttachedPacks, AttachedRows
+from hf_packing.training.ranks import data_rank, on_all_ranks
+from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
 from hf_packing.training.step_counts import Predictions, StepCounts, items_counted
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
@@ -80,33 +80,25 @@ class PackedTrainer(AttachedTrainer):
     attached: AttachedPacks
     gather_function: Any
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if not isinstance(self.eval_dataset if eval_dataset is None else eval_dataset, dict):  # else one by one
-            on_all_ranks(partial(self._source, *self._named(eval_dataset)))
-        metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
-        return metrics
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.attached.on_all_ranks():
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
 
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
-        on_all_ranks(partial(self._source, "test_dataset", test_dataset))
-        return super().predict(test_dataset, *args, **kwargs)
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        with self.attached.on_all_ranks():
+            return super().predict(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return self._loader_in_order(*self._named(eval_dataset))
+        if isinstance(eval_dataset, str):
+            return self.attached.loader_in_order(
+                self, f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
+            )
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return self._loader_in_order("test_dataset", test_dataset)
-
-    def _named(self, eval_dataset: Any) -> tuple[str, Any]:
-        """Return the name of an evaluation dataset in messages, and the dataset."""
-        if isinstance(eval_dataset, str):
-            return f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
-        return "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
-
-    def _source(self, name: str, dataset: Any, planned_from: PlannedFrom) -> Any:
-        return self.attached.evaluation_source(self, name, dataset, planned_from)
-
-    def _loader_in_order(self, name: str, dataset: Any) -> DataLoader[Any]:
-        return self.attached.loader_of(self, self._source(name, dataset, PlannedFrom()))
+        return self.attached.loader_in_order(self, TEST_DATASET, test_dataset)
 
     def compute_loss(
         self,

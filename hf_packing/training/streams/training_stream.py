@@ -84,9 +84,9 @@ class StreamSummary:
         return self.ranks * self.accumulation * self.stream.rows_per_batch
 
     def __str__(self) -> str:
-        streams = self.stream.streams
+        streams, ranks = self.stream.streams, self.ranks
         return (
-            f"stream: {streams.streams} logical streams, {streams.streams // self.ranks} on each of {self.ranks} ranks\n"
+            f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
             f"rows: {streams.packing}\n"
             f"step: {self.rows_per_step} rows, in {self.accumulation} micro-batches of {self.stream.rows_per_batch} "
             f"rows on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
