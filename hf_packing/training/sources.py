@@ -23,11 +23,9 @@ from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_ID
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, sizes_of
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
