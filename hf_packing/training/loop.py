@@ -27,19 +27,16 @@ from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_not_dispatched
 from hf_packing.training.loader import PackedLoader, rows_loader
-from hf_packing.training.losses import Loss, check_loss, items_in
+from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.model_loss import (
-    check_loss_of_model,
+    WholeStep,
     collator_for,
     own_loss_of,
-    run_with_loss,
-    weighting_of,
 )
 from hf_packing.training.passed_on import check_columns, passed_on, taken_by_model
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, trees_to_train
-from hf_packing.training.tree_batch import labels_key
 
 if TYPE_CHECKING:
     from hf_packing.training.streams.stream_loop import StreamLoopLoader
@@ -66,8 +63,9 @@ def prepare_dataloader(
 
     The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. Compute the loss with
     `compute_loss(model, batch)`, which gives the same gradient for every split of an optimizer step into ranks and
-    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch`,
-    `model(**batch).loss` is the same loss. For other models and for loss="sequence", use only `compute_loss`.
+    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch` and adds
+    nothing to it, `model(**batch).loss` is the same loss. For other models and loss="sequence", use only
+    `compute_loss`.
 
     Args:
         accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
@@ -77,11 +75,10 @@ def prepare_dataloader(
         batching: a TokenBudget or a BucketBatches; for a stream, a TokenBudget.
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
-        model: the model to train. This function patches the model, if it is not patched yet, and checks on a short
-            document that the model's own loss is the cross-entropy of its logits, as compute_loss computes it. If
-            linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
-            the model yourself; batches are then made for a model that predicts the next token, and a linear_cost of
-            None stands for a typical value.
+        model: the model to train. This function patches the model, if it is not patched yet, and finds out on a short
+            document which token its logits predict. If linear_cost of the batching is None, the model's configuration
+            decides the value. If `model` is None, patch the model yourself; batches are then made for a model that
+            predicts the next token, and a linear_cost of None stands for a typical value.
         prove: "first batch" to prove isolation of `model` when the loader yields its first batch; the route of a large
             model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. None for batches of any
@@ -97,10 +94,9 @@ def prepare_dataloader(
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
             dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
-            all labels are in what is cut or dropped;
-            the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
-            differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
-            that only repeat the input.
+            all labels are in what is cut or dropped; the model returns no loss of its logits, or is already sharded;
+            data or arguments differ between ranks (raised on all ranks); or a masked language model gets data without
+            labels, or labels that only repeat the input.
         ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:
@@ -143,19 +139,18 @@ def prepare_dataloader(
         return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
 
     dataset, sampler = on_all_ranks(plan)
+    collator = collator_for(model, tokens, max_segments)
     if model is not None:
 
         def isolate_and_check(_: PlannedFrom) -> None:
             patch_for_training(model, accelerator, prove)
-            check_loss_of_model(model, loss)
             if sampler.sizes.trees is None:
                 check_labels_are_hidden(dataset, sampler.sizes, model)
             else:
-                check_takes_trees(model, loss, sampler.batching, (tokens, max_segments))
+                check_takes_trees(model, sampler.batching, (tokens, max_segments))
 
         with unpatched_on_error(model):
             on_all_ranks(isolate_and_check)
-    collator = collator_for(model, tokens, max_segments)
     labels = on_all_ranks(lambda _: kept_labels(dataset, sampler, keep_first=collator.keep_first_labels))
     if labels is not None:
         labels.check_some_left("batching", sampler.batching)
@@ -224,10 +219,10 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     with in_mode(model, training=False), torch.no_grad():
         for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
             batch = send_to_device(batch, accelerator.device)
-            counted = items_in(batch, "token")
-            weighting = weighting_of(model, batch, "token", counted.clamp(min=1))
-            loss, observed = run_with_loss(model, batch, batch[labels_key(batch)], counted.clamp(min=1), weighting)
-            mean.add(observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(loss) * counted, counted)
+            step = WholeStep.of(model, batch, "token")
+            loss, observed = step.run(model)
+            # without what the model adds to its cross-entropy, such as the loss of routers
+            mean.add((observed.sums[0] / step.items if len(observed.sums) == 1 else loss) * step.own, step.own)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")

@@ -18,7 +18,7 @@ from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, exact_type
+from hf_packing.training.losses import ITEMS, Loss
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import (
     Predictions,
@@ -85,7 +85,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        planned.trainer_loss.micro_batches = len(batches)
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
@@ -115,24 +114,21 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         **others: Any,
     ) -> Any:
         planned = self.planned_batches
-        if num_items_in_batch is None:
-            planned.prove_on_first_batch(model, inputs)
-        else:  # as compute_loss gets it, for models that are compiled
-            items = num_items_in_batch.to(exact_type(num_items_in_batch.device))
-            planned.prove_on_first_batch(model, {**inputs, ITEMS: items})
-        # trees are taken by Trainer's compute_loss alone; settings are passed on as Trainer passes them
-        own = partial(Trainer.compute_loss, self) if is_tree_batch(inputs) else super().compute_loss
+        items = None if planned.evaluation is not None else num_items_in_batch  # prediction_step counts all labels
+        planned.prove_on_first_batch(model, inputs if items is None else {**inputs, ITEMS: items})
+        evaluates = items is None and not self.model.training
+        loss: Loss = "token" if evaluates else planned.decided.loss
+        is_of_model = planned.trainer_loss.is_of_model(inputs, loss)
+        # settings are passed on as Trainer passes them
+        own = partial(Trainer.compute_loss, self) if is_of_model else super().compute_loss
         compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)
-        if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
-            result, total, tokens = planned.trainer_loss.of_evaluation(self, model, inputs, compute)
-            if planned.evaluation is not None:
-                planned.evaluation.add(total, tokens)
-            return result
-        if num_items_in_batch is not None:  # in train(), after isolation was proven on whole documents
+        if items is not None:  # in train(), after isolation was proven on whole documents
             inputs = self._cut_for_this_step(inputs)
-        return planned.trainer_loss.of_micro_batch(
-            self, model, inputs, compute, planned.decided.loss, num_items_in_batch, planned.token_losses
-        )
+        result, counted = planned.trainer_loss.of_micro_batch(self, model, inputs, compute, loss, items)
+        if planned.evaluation is not None:
+            mean = result[0] if isinstance(result, tuple) else result
+            planned.evaluation.add(mean * counted, counted)
+        return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with borders_required():

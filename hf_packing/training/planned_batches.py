@@ -38,7 +38,7 @@ from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss
 from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.model_loss import check_loss_of_model, collator_for
+from hf_packing.training.model_loss import collator_for
 from hf_packing.training.passed_on import passed_on, taken_by_trainer
 from hf_packing.training.ranks import (
     CollectiveCall,
@@ -170,13 +170,10 @@ class PlannedBatches:
             PackingError: the model's loss is not supported.
             ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
-        patch_models(trainer, self.decided.prove)
         collator = collator_for(trainer.model, *self.decided.shapes)
+        patch_models(trainer, self.decided.prove)
         check_masks(self._masks, trainer.model, collator)
-        if not self.trainer_loss.is_its_own:
-            check_loss_of_model(trainer.model, self.decided.loss)
-        self._settled, self.trainer_loss.is_divided = weakref.ref(inner_model(trainer.model)), None
-        self.collator = collator
+        self._settled, self.collator = weakref.ref(inner_model(trainer.model)), collator
 
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> Tensor:
         """Return the counts of this rank's micro-batches; see `micro_batch_counts`."""
@@ -191,8 +188,8 @@ class PlannedBatches:
         """Refuse labels that only repeat the input tokens; see `check_labels_are_hidden`."""
         sizes = self._sizes(self._rows_to_train(trainer) if dataset is trainer.train_dataset else dataset)
         if sizes.trees is not None:
-            check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
-            check_takes_trees_as(self.trainer_loss, trainer, self._masks)
+            check_takes_trees(trainer.model, self.decided.batching, self.decided.shapes)
+            check_takes_trees_as(self.trainer_loss, self._masks)
             return
         if self._masks is None:  # otherwise, the collator makes the labels
             check_labels_are_hidden(dataset, sizes, trainer.model)

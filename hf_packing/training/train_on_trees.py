@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
 
 from hf_packing.attention import has_local_weights, inner_model, patch_model
 from hf_packing.columns import TOKEN_TYPE_IDS
@@ -12,8 +11,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
-from hf_packing.training.losses import Loss
-from hf_packing.training.model_loss import check_loss_of_model, check_predicts_next
+from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.shared_randomness import warn_of_shared_randomness
 from hf_packing.training.trainer_loss import TrainerLoss
 
@@ -37,18 +35,17 @@ def trees_to_train(
     return TreesOfDocuments.find(dataset, batching.max_tokens, batching.fewest_shared, batching.overflow, unread, more)
 
 
-def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: Shapes) -> None:
+def check_takes_trees(model: nn.Module, batching: Batching, shapes: Shapes) -> None:
     """Prove that a patched model runs rows of trees, and check that it can be trained on them with these settings.
 
     If weights are not in memory, trees must have been proven before. A warning names what is not exact in trees.
 
     Raises:
-        PackingError: the model sees the tokens that it predicts; its own loss is not the cross-entropy of its logits;
-            or batches have fixed shapes, or segments that are cut by a schedule.
+        PackingError: the model sees the tokens that it predicts; or batches have fixed shapes, or segments that are
+            cut by a schedule.
         ModelNotSupportedError: it cannot be proven that the model runs rows of trees.
     """
     check_predicts_next(model)
-    check_loss_of_model(model, loss, trees=True)
     if shapes != (None, None):
         raise PackingError(
             f"tokens: expected None for documents that share prefixes, whose batches have no fixed shapes, got "
@@ -64,12 +61,11 @@ def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: 
     warn_of_shared_randomness(model)
 
 
-def check_takes_trees_as(own: TrainerLoss, trainer: Trainer, masks: Any) -> None:
+def check_takes_trees_as(own: TrainerLoss, masks: Any) -> None:
     """Check that a trainer's loss is the model's own one, whose cross-entropy can be that of rows of trees.
 
     Args:
         own: the way in which the trainer computes its loss.
-        trainer: the trainer, whose model is patched.
         masks: the trainer's collator if it masks tokens, else None.
 
     Raises:
@@ -80,7 +76,7 @@ def check_takes_trees_as(own: TrainerLoss, trainer: Trainer, masks: Any) -> None
             f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
             f"{type(masks).__name__} with mlm=True"
         )
-    if (own.is_its_own and not own.sums_log_probs) or trainer.args.use_liger_kernel:
+    if not own.is_cross_entropy:
         raise PackingError(
             "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach computes, "
             f"but {own.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "

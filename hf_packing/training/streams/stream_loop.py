@@ -22,7 +22,7 @@ from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.loader import items_of_step
 from hf_packing.training.losses import Loss, check_loss, with_share
-from hf_packing.training.model_loss import check_loss_of_model, collator_for
+from hf_packing.training.model_loss import collator_for
 from hf_packing.training.passed_on import check_columns, passed_on_in_stream, taken_by_model
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, data_rank, on_all_ranks
 from hf_packing.training.streams.stream_loader import Batch, StreamLoader
@@ -104,14 +104,15 @@ def prepare_stream_loader(
     """Return a loader of this rank's batches of a stream; `prepare_dataloader` describes the arguments."""
     stream = on_all_ranks(partial(_open, accelerator, dataset, batching, loss, model, shapes))
     check_columns("prepare_dataloader", [dataset], taken_by_model(model))
+    collator = collator_for(model, *shapes)
     if model is not None:
         with unpatched_on_error(model):
-            on_all_ranks(partial(_isolate_and_check, accelerator, dataset, batching, loss, model, prove, shapes))
+            on_all_ranks(partial(_isolate_and_check, accelerator, dataset, batching, model, prove, shapes))
     pinned = {"pin_memory": accelerator.device.type == "cuda"} | options
     loader = StreamLoopLoader(
         stream,
         accelerator,
-        collator_for(model, *shapes),
+        collator,
         accumulation=accelerator.gradient_accumulation_steps,
         token_types=model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0)),
         more=passed_on_in_stream(stream.streams.features, taken_by_model(model)),
@@ -177,7 +178,6 @@ def _isolate_and_check(
     accelerator: Accelerator,
     dataset: Any,
     batching: Batching,
-    loss: Loss,
     model: nn.Module,
     prove: ProveInTraining,
     shapes: Shapes,
@@ -185,7 +185,6 @@ def _isolate_and_check(
 ) -> None:
     patch_for_training(model, accelerator, prove)
     if shares_prefixes(dataset, batching):
-        check_takes_trees(model, loss, batching, shapes)
+        check_takes_trees(model, batching, shapes)
         return
-    check_loss_of_model(model, loss)
     check_labels_of_stream(dataset, model)

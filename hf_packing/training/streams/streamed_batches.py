@@ -194,8 +194,8 @@ class StreamedBatches(PlannedBatches):
         if not is_stream(dataset):
             super().check_labels(trainer, dataset)
         elif shares_prefixes(dataset, self.decided.batching):
-            check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
-            check_takes_trees_as(self.trainer_loss, trainer, self._masks)
+            check_takes_trees(trainer.model, self.decided.batching, self.decided.shapes)
+            check_takes_trees_as(self.trainer_loss, self._masks)
         else:
             check_labels_of_stream(dataset, trainer.model)
 
