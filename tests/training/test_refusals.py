@@ -168,7 +168,6 @@ ATTACH = [
     ("get_train_dataloader", lambda of: hfp.attach(of(on={"get_train_dataloader": list}), BUDGET)),
     ("compute_loss", lambda of: hfp.attach(of(on={"compute_loss": lambda *_, **__: 0}), BUDGET)),
     ("model", lambda of: hfp.attach(of(model=without_loss()), BUDGET)),
-    slow("model", lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET)),
     ("tokens", lambda of: hfp.attach(of(), LIMITED, tokens=63, max_segments=8)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64, max_segments=7)),
@@ -377,13 +376,6 @@ def with_jit_checkpoints(of):
     return trainer
 
 
-def said_to_be_divided(of):
-    """BERT ignores num_items_in_batch, so that nothing divides its loss."""
-    trainer = of(OwnLoss, model=patched_tiny("bert", "masked"), on={"loss_is_scaled_for_ga": True})
-    hfp.attach(trainer, BUDGET)
-    return trainer
-
-
 def masking_labels(of):
     trainer = masking(of, collator(), labeled_masks())
     hfp.attach(trainer, BUDGET)
@@ -403,7 +395,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     ("argument", "call"),
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
-        ("loss_is_scaled_for_ga", lambda of: said_to_be_divided(of).train()),
+        slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
