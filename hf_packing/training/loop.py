@@ -17,6 +17,7 @@ from hf_packing.attention import (
     patch_for_training,
     unpatched_on_error,
 )
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
