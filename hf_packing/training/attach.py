@@ -31,6 +31,7 @@ from hf_packing.training.streams.training_stream import is_stream
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
+from hf_packing.training.whole_rows import check_rows_are_whole
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -276,6 +277,7 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
+    check_rows_are_whole("train_dataset", trainer.train_dataset)
     refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
     if getattr(trainer.args, "max_length", None) is not None and _has_pictures(trainer.train_dataset):
         raise PackingError(f"max_length: expected None with pictures, got {trainer.args.max_length}")

@@ -5,7 +5,7 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,9 @@ from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_ID
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, sizes_of
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
@@ -40,7 +38,6 @@ from hf_packing.training.streams.training_stream import (
     StreamSummary,
     TrainingStream,
     check_labels_of_stream,
-    is_packed_stream,
     is_stream,
     training_stream,
 )
@@ -236,10 +233,7 @@ def open_source(
     """
     rank, world_size = data_rank(accelerator)
     if is_stream(dataset):
-        packs = None if in_order is not None and is_packed_stream(dataset) else batching
-        stream = training_stream(name, dataset, packs, world_size, reading.unread)
-        if in_order is not None and in_order.rows_per_batch is not None:
-            stream = replace(stream, rows_per_batch=in_order.rows_per_batch)
+        stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
         planned_from.note_settings(**{name: stream})
         return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
     check_map_style(name, dataset)

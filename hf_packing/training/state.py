@@ -28,7 +28,7 @@ from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
 from hf_packing.training.trainer_loss import loss_of_trainer
 from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
-from hf_packing.training.whole_rows import WholeRows, check_rows_are_whole, open_whole_rows
+from hf_packing.training.whole_rows import WholeRows, open_whole_rows
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""
@@ -272,7 +272,6 @@ class AttachedRows(Attached):
     def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
-        check_rows_are_whole("train_dataset", trainer.train_dataset)
         with torch.random.fork_rng():  # making a loader may draw random numbers
             stock = trainer.get_train_dataloader()
         self.source = open_whole_rows(

@@ -33,8 +33,8 @@ from hf_packing.training.loss_units import Collate, collate_rows, count_units
 from hf_packing.training.ranks import PlannedFrom, data_rank
 
 COUNTS = "counts"
-"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies, of
-squared lengths, and of units in these rows over which the loss is averaged."""
+"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies,
+of squared lengths, and of the units in these rows over which the loss is averaged."""
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""

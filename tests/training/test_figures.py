@@ -9,7 +9,6 @@ import torch
 from processes import on_ranks
 from trainers import documents, tokenizer, trainer_of
 from transformers import Trainer
-from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.sampling.evaluation import InOrder

@@ -206,10 +206,6 @@ def test_sft_trainer_with_masks_of_completions(tmp_path):
         return logged(trainer)
 
     assert all(loss > 0 for loss in train(rows.to_iterable_dataset(num_shards=8)))
-    with pytest.warns(UserWarning, match="pack applies completion_mask to labels"):
-        masked = hfp.pack(rows.to_iterable_dataset(num_shards=8), hfp.BestFit(CAPACITY), streams=8)
-    with pytest.raises(hfp.PackingError, match="expected a stream without 'completion_mask'"):
-        train(masked, completion_only_loss=False)
 
 
 def test_the_share_of_each_source_is_logged(tmp_path):
@@ -242,7 +238,8 @@ def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tm
     trainer = trainer_of(tmp_path, data=packed(files), callbacks=[Samples()], **known)
     hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
     trainer.train()
-    assert torch.load(tmp_path / "checkpoint-4" / "packed_stream.pt", weights_only=True)["steps"] == 4
+    with torch.serialization.safe_globals([bytes]):
+        assert torch.load(tmp_path / "checkpoint-4" / "packed_stream.pt", weights_only=True)["steps"] == 4
 
 
 def test_the_collator_of_the_trainer_may_fix_shapes(files, tmp_path):
