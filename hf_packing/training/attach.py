@@ -68,15 +68,16 @@ def attach(
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
-    Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
+    Call `attach` before `train()`, on all ranks at the same time. `attach` patches the model on its current
     device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
     share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks
     and epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly
     with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
     micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. If you change a
-    dataset or an argument, the next train(), evaluate() or predict() uses the new value or raises an error.
+    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. After you change
+    the training dataset or something that decides batches or the loss, call `attach` again; until then, train(),
+    evaluate() and predict() raise an error that names the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
@@ -114,8 +115,8 @@ def attach(
         UnpaddedModels: how each model runs padded batches.
 
     Raises:
-        PackingError: the trainer, an argument or a dataset is not supported; SFTTrainer has cut documents to its
-            max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
+        PackingError: the trainer, an argument or a dataset is not supported; a trainer of TRL cuts or drops rows because
+            of its max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
             data or arguments differ between ranks (raised on all ranks); or a masked language model gets data without
             labels, or labels that only repeat the input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a

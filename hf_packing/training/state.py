@@ -14,6 +14,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
@@ -50,7 +51,7 @@ class Attached:
 
     source: PackedRows | StreamedRows | WholeRows
     """What the trainer trains on."""
-    loss: str
+    loss: Any
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining) -> None:
@@ -255,6 +256,7 @@ class AttachedRows(Attached):
     """The state of a trainer whose rows stay whole, with its own collator, loss and evaluation."""
 
     source: WholeRows
+    batching: TokenBudget
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss_unit: str | None) -> None:
         super().__init__(trainer, batching, prove)
