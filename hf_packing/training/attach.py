@@ -4,13 +4,12 @@
 trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, overload
 
 from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
@@ -19,13 +18,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes, check_batching
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
-from hf_packing.training.checks import (
-    check_accelerator,
-    check_arguments,
-    check_methods,
-    check_trainer,
-    overridden_batch_methods,
-)
+from hf_packing.training.checks import check_trainer
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_rows
@@ -75,15 +68,16 @@ def attach(
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
-    Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
+    Call `attach` before `train()`, on all ranks at the same time. `attach` patches the model on its current
     device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
     share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks
     and epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly
     with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
     micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. If you change a
-    dataset or an argument, the next train(), evaluate() or predict() uses the new value or raises an error.
+    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. After you change
+    the training dataset or something that decides batches or the loss, call `attach` again; until then, train(),
+    evaluate() and predict() raise an error that names the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
@@ -121,8 +115,8 @@ def attach(
         UnpaddedModels: how each model runs padded batches.
 
     Raises:
-        PackingError: the trainer, an argument or a dataset is not supported; SFTTrainer has cut documents to its
-            max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
+        PackingError: the trainer, an argument or a dataset is not supported; a trainer of TRL cuts or drops rows because
+            of its max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
             data or arguments differ between ranks (raised on all ranks); or a masked language model gets data without
             labels, or labels that only repeat the input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
@@ -151,21 +145,21 @@ def attach(
             return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
     shared = {"share_prefixes": share_prefixes or None}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
-    with _as_before_attach(trainer):
-        if keeps_rows_whole(trainer):
-            what = f"{type(trainer).__name__} with {type(inner_model(trainer.model)).__name__}"
-            _refuse_given(of_packed_rows, f"for {what}, which computes its own loss of padded batches")
-            plan: Any = partial(_plan_whole_rows, trainer, batching, match_documents_per_step, prove, loss_unit)
-        else:
-            given = {"loss_unit": loss_unit}
-            _refuse_given(given, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-            shapes = tokens, max_segments
-            plan = partial(_plan_packs, trainer, batching, match_documents_per_step, prove, loss or "token", shapes)
-        state, kind = on_all_ranks(plan)
-        with models_unpatched_on_error(trainer):
-            on_all_ranks(lambda _: state.settle(trainer))
-            summary = on_all_ranks(lambda _: state.summary(trainer))
-    trainer.attached, trainer.__class__ = state, kind
+    plain = _without_attach(trainer)
+    if keeps_rows_whole(plain):
+        what = f"{type(plain).__name__} with {type(inner_model(plain.model)).__name__}"
+        _refuse_given(of_packed_rows, f"for {what}, which computes its own loss of padded batches")
+        plan: Any = partial(_plan_whole_rows, plain, batching, match_documents_per_step, prove, loss_unit)
+    else:
+        given = {"loss_unit": loss_unit}
+        _refuse_given(given, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
+        shapes = tokens, max_segments
+        plan = partial(_plan_packs, plain, batching, match_documents_per_step, prove, loss or "token", shapes)
+    state, kind = on_all_ranks(plan)
+    with models_unpatched_on_error(plain):
+        on_all_ranks(lambda _: state.settle(plain))
+        summary = on_all_ranks(lambda _: state.summary(plain))
+    trainer.attached, trainer.data_collator, trainer.__class__ = state, plain.data_collator, kind
     if isinstance(state, AttachedPacks):
         trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
@@ -182,23 +176,15 @@ def _refuse_given(arguments: dict[str, Any], why: str) -> None:
             raise PackingError(f"{name}: expected no such argument {why}; got {value!r}")
 
 
-@contextmanager
-def _as_before_attach(trainer: Any) -> Iterator[None]:
-    """Context manager: a trainer is as before an earlier attach; if the block raises an error, it is attached again."""
-    if not isinstance(trainer, AttachedTrainer):
-        yield
-        return
-    attributes, kind = vars(trainer).copy(), type(trainer)
-    state = vars(trainer).pop("attached")
-    trainer.__class__ = state.kind
-    if trainer.data_collator is state.collator:
-        trainer.data_collator = state.own_collator
-    try:
-        yield
-    except BaseException:
-        vars(trainer).update(attributes)
-        trainer.__class__ = kind
-        raise
+def _without_attach(trainer: Any) -> Any:
+    """Return a shallow copy of a trainer, as it was before an earlier attach."""
+    plain = copy.copy(trainer)
+    if isinstance(trainer, AttachedTrainer):
+        state = trainer.attached
+        plain.__class__ = state.kind
+        if trainer.data_collator is state.collator:
+            plain.data_collator = state.own_collator
+    return plain
 
 
 def _unpad(
@@ -221,11 +207,7 @@ def keeps_rows_whole(trainer: Any) -> bool:
     of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
     if of_trl:
         return "SFTTrainer" not in of_trl
-    inner = inner_model(trainer.model)
-    names = {base.__name__ for base in type(inner).__mro__}
-    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
-        return False
-    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner)
+    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner_model(trainer.model))
 
 
 def _has_pictures(dataset: Any) -> bool:
@@ -256,9 +238,8 @@ def _plan_packs(
     state = AttachedPacks(trainer, _complete(trainer, batching, documents_per_step), prove, loss, shapes)
     state.open_training(trainer, planned_from)
     for name, dataset in _evaluation_datasets(trainer).items():
-        state.open_evaluation(trainer, name, dataset, planned_from)
-    known = [trainer.train_dataset, *_evaluation_datasets(trainer).values()]
-    check_columns("attach", known, taken_by_trainer(trainer))
+        state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
+    check_columns("attach", [trainer.train_dataset], taken_by_trainer(trainer))
     methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
     return state, subclass_with(methods, type(trainer), "Packed")
 
@@ -280,6 +261,7 @@ def _plan_whole_rows(
 
 def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
     """Refuse a trainer, a batching or a unit that does not work with whole rows."""
+    check_trainer(trainer, None)
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
     if not isinstance(batching, TokenBudget):
         raise PackingError(
@@ -290,11 +272,6 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
         raise PackingError(f"length_schedule: expected None for whole rows, got {batching.length_schedule}")
     if loss_unit not in (None, *UNITS):
         raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
-    if own := overridden_batch_methods(type(trainer)):
-        raise PackingError(
-            f"trainer: expected a trainer that takes its batches from its dataset, got {kind}, which overrides "
-            f"{own[0]}; attach(trainer, None) keeps the trainer's batches, and takes out their padding"
-        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise PackingError(
             f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "
@@ -305,9 +282,6 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
     refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
     if getattr(trainer.args, "max_length", None) is not None and _has_pictures(trainer.train_dataset):
         raise PackingError(f"max_length: expected None with pictures, got {trainer.args.max_length}")
-    check_methods(trainer)
-    check_arguments(trainer, None)
-    check_accelerator(trainer.accelerator)
 
 
 def _complete(trainer: Trainer, batching: Batching, documents_per_step: int | None) -> Batching:

@@ -90,9 +90,9 @@ def prepare_dataloader(
     Raises:
         PackingError: split_batches, dispatch_batches, context or sequence parallelism is on; the dataset is neither
             map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch; all labels are in
-            what is cut or dropped; the model's own loss is not the cross-entropy of its logits; the model is already
-            sharded; data or arguments differ between ranks (raised on all ranks); or a masked language model gets data
-            without labels, or labels that only repeat the input.
+            what is cut or dropped; the model returns no loss of its logits, or is already sharded; data or arguments
+            differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
+            that only repeat the input.
         ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:

@@ -5,7 +5,7 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from hf_packing.training.streams.training_stream import (
     StreamSummary,
     TrainingStream,
     check_labels_of_stream,
-    is_packed_stream,
     is_stream,
     training_stream,
 )
@@ -235,10 +234,7 @@ def open_source(
     """
     rank, world_size = data_rank(accelerator)
     if is_stream(dataset):
-        packs = None if in_order is not None and is_packed_stream(dataset) else batching
-        stream = training_stream(name, dataset, packs, world_size, reading.unread)
-        if in_order is not None and in_order.rows_per_batch is not None:
-            stream = replace(stream, rows_per_batch=in_order.rows_per_batch)
+        stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
         planned_from.note_settings(**{name: stream})
         return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
     check_map_style(name, dataset)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
@@ -50,7 +51,7 @@ class Attached:
 
     source: PackedRows | StreamedRows | WholeRows
     """What the trainer trains on."""
-    loss: str
+    loss: Any
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining) -> None:
@@ -140,14 +141,6 @@ def _decided_by(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-class _Opened(NamedTuple):
-    """The source of an evaluation, and what it was made of."""
-
-    dataset: Any
-    state: Any
-    source: PackedRows | StreamedRows
-
-
 class AttachedPacks(Attached):
     """The state of a trainer that trains, evaluates and predicts on packed batches."""
 
@@ -169,7 +162,8 @@ class AttachedPacks(Attached):
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
-        self._evaluations: dict[str, _Opened] = {}
+        self.evaluated: list[PackedRows | StreamedRows] = []
+        """The sources of the evaluation datasets that the trainer has at attach."""
         self._compares = False
 
     @property
@@ -198,28 +192,24 @@ class AttachedPacks(Attached):
     def open_evaluation(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
     ) -> PackedRows | StreamedRows:
-        """Return the source of an evaluation. The dataset is measured again only if it has changed."""
+        """Return the source of an evaluation: rows in the order of the dataset."""
+        if name != TEST_DATASET:  # which SFTTrainer does not prepare
+            refuse_cut_rows(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
         planned_from.note_settings(per_device_eval_batch_size=rows)
         in_order = InOrder(rows)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
-        state = rows, len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None)
-        known = self._evaluations.get(name)
-        if known is None or known.dataset is not dataset or known.state != state:
-            if name != TEST_DATASET:  # which SFTTrainer does not prepare
-                refuse_cut_rows(trainer, name, dataset)
-            batching, accelerator = self.batching, trainer.accelerator
-            source = open_source(name, dataset, batching, accelerator, self._reading, planned_from, in_order=in_order)
-            known = self._evaluations[name] = _Opened(dataset, state, source)
-        return known.source
+        accelerator = trainer.accelerator
+        return open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
 
     @contextmanager
-    def on_all_ranks(self) -> Iterator[None]:
+    def on_all_ranks(self, trainer: Trainer) -> Iterator[None]:
         """Context manager for a method that all ranks call, such as evaluate(): they compare data in its first loader.
 
         Other loaders may be made on one rank alone, such as those of callbacks.
         """
+        on_all_ranks(lambda _: self.check(trainer))
         self._compares = True
         try:
             yield
@@ -230,7 +220,6 @@ class AttachedPacks(Attached):
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
 
         def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
-            self.check(trainer)
             if not is_patched(inner_model(trainer.model)):
                 self.settle(trainer)
             source = self.open_evaluation(trainer, name, dataset, planned_from)
@@ -242,7 +231,7 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove)
-        for source in (self.source, *(each.source for each in self._evaluations.values())):
+        for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
 
     def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
@@ -267,6 +256,7 @@ class AttachedRows(Attached):
     """The state of a trainer whose rows stay whole, with its own collator, loss and evaluation."""
 
     source: WholeRows
+    batching: TokenBudget
 
     def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss_unit: str | None) -> None:
         super().__init__(trainer, batching, prove)

@@ -81,12 +81,12 @@ class PackedTrainer(AttachedTrainer):
     gather_function: Any
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.attached.on_all_ranks():
+        with self.attached.on_all_ranks(self):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
             return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        with self.attached.on_all_ranks():
+        with self.attached.on_all_ranks(self):
             return super().predict(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -155,12 +155,7 @@ class PackedTrainer(AttachedTrainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            if (name := f"{metric_key_prefix}_loss") in output.metrics:
-                if not state.evaluation.batches:
-                    raise PackingError(
-                        "prediction_step: expected a method that calls self.compute_loss, but "
-                        f"{state.kind.__name__}.prediction_step did not call compute_loss"
-                    )
+            if (name := f"{metric_key_prefix}_loss") in output.metrics and state.evaluation.batches:
                 summed, tokens = state.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:

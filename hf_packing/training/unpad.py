@@ -1,8 +1,8 @@
 """Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
 teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_packing.attention import (
     route_of,
     share_prefixes,
     shares_prefixes,
+    takes_argument,
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
@@ -119,33 +120,30 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     found, seen = {"model": trainer.model}, set(trainer.model.modules())
     callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
     for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
-        for name, module in _modules_in(vars(owner)):
-            inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
-            if _reads_tokens(module) and not inside <= seen:
-                found[of_callback + name] = module
-                seen.update(module.modules())
+        for name, module in _values_of(owner):
+            if isinstance(module, nn.Module) and _reads_tokens(module):
+                inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+                if not inside <= seen:
+                    found[of_callback + name] = module
+                    seen.update(module.modules())
     return found
 
 
-def _reads_tokens(module: nn.Module) -> bool:
-    """Return whether a module, or a model of transformers in it, embeds tokens, unlike losses and vision towers."""
-    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
-    if not models:
-        return any(isinstance(each, nn.Embedding) for each in module.modules())
-    with suppress(NotImplementedError):
-        weights = [getattr(each.get_input_embeddings(), "weight", None) for each in models]
-        return any(weight is not None and weight.ndim == 2 for weight in weights)
-    return False
-
-
-def _modules_in(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules among some values, and in the lists and dicts among them, with their names."""
-    for name, value in values.items():
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, (list, tuple, dict)):
+def _values_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, and what is in its lists and dicts, with their names."""
+    for name, value in vars(owner).items():
+        yield name, value
+        if isinstance(value, (list, tuple, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}[{key!r}]", each) for key, each in items if isinstance(each, nn.Module))
+            yield from ((f"{name}[{key!r}]", each) for key, each in items)
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Return whether a module, or a model of transformers in it, reads tokens, unlike losses and vision towers."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if models:
+        return any(takes_argument(each, "input_ids") for each in models)
+    return any(isinstance(each, nn.Embedding) for each in module.modules())
 
 
 def _describe(model: PreTrainedModel) -> str:

@@ -270,7 +270,6 @@ WHOLE_ROWS = [
     ("data_collator", lambda of: hfp.attach(of.of_rows(on={"data_collator": default_data_collator}), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
-    ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.select([])), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), None)),
@@ -365,11 +364,6 @@ class WithoutCrossEntropy(Trainer):
         return -model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, labels.clamp(min=0)).mean()
 
 
-class WithoutComputeLoss(Trainer):
-    def prediction_step(self, *_, **__):
-        return torch.tensor(1.0), None, None
-
-
 def with_jit_checkpoints(of):
     trainer = of.attached(data=stream())
     trainer.args.enable_jit_checkpoint = True
@@ -396,7 +390,6 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
-        ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
         ("data_collator", lambda of: masking_labels(of).train()),

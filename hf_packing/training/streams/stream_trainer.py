@@ -81,7 +81,7 @@ class ResumedStream(TrainerCallback):  # type: ignore[misc]  # transformers has 
         state.epoch = loader.epoch + loader.steps_done / state.max_steps
 
 
-def _load(folder: str | bool) -> dict[str, Any]:
+def _load(folder: Any) -> dict[str, Any]:
     """Return the state of the stream in a checkpoint, or raise PackingError if it has none."""
     file = Path(folder) / STATE_FILE
     if not file.is_file():

@@ -1,9 +1,9 @@
 """Make the logical streams that a training reads: those of a packed stream, or of a stream that TokenBudget packs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import datasets
 import numpy as np
@@ -15,6 +15,7 @@ from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
@@ -97,31 +98,24 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, datasets.IterableDataset)
 
 
-def is_packed_stream(dataset: Any) -> bool:
-    """Return whether `pack` has packed a stream as logical streams."""
-    return is_stream(dataset) and _has_logical_streams(upstream.examples_of(dataset))
-
-
-def _has_logical_streams(examples: upstream.Examples) -> TypeGuard[PackedExamples]:
-    return isinstance(examples, PackedExamples) and examples.streams > 0
-
-
 def training_stream(
     name: str,
     stream: datasets.IterableDataset,
     batching: Batching | None,
     ranks: int,
     unread: Sequence[str] = (),
+    in_order: InOrder | None = None,
 ) -> TrainingStream:
-    """Return what a training reads from a stream.
+    """Return what a training or an evaluation reads from a stream.
 
     Args:
         name: the name of the stream in error messages.
         stream: a stream that `pack` has divided into logical streams, or a stream of documents.
         batching: a TokenBudget. Documents are packed into rows of at most max_tokens tokens. Packed rows are joined to
-            micro-batches of at most max_tokens tokens. None for a packed stream, with one row in a micro-batch.
+            micro-batches of at most max_tokens tokens. None for an evaluation on a packed stream.
         ranks: number of ranks.
         unread: names of columns of documents that are not read.
+        in_order: how many rows an evaluation has in a micro-batch; None for training.
 
     Raises:
         PackingError: the stream, or the batching, is not supported.
@@ -147,10 +141,12 @@ def training_stream(
             "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
         )
     examples = upstream.examples_of(stream)
-    if _has_logical_streams(examples):
-        found = _of_packed_rows(name, examples, batching)
+    if isinstance(examples, PackedExamples) and examples.streams:
+        found = _of_packed_rows(name, examples, batching if in_order is None else None)
     else:
         found = _of_documents(name, stream, examples, batching, unread)
+    if in_order is not None and in_order.rows_per_batch is not None:
+        found = replace(found, rows_per_batch=in_order.rows_per_batch)
     if found.streams.streams % ranks:
         raise PackingError(
             f"{name}: expected a number of logical streams that is a multiple of the {ranks} ranks, got "
