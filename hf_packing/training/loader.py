@@ -122,7 +122,7 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         self._accelerator, self._loop = accelerator, loop
 
     @property
-    def proof(self) -> FirstBatchProof | None:
+    def first_batch_proof(self) -> FirstBatchProof | None:
         """What was proven on the first batch; `print` shows it. None if isolation was proven before."""
         return None if self._loop is None or self._loop.prove_on is None else self._loop.proof
 
@@ -200,7 +200,7 @@ class PackedLoader(StepLoader):
     def summary(self) -> EpochSummary:
         """The numbers of steps, micro-batches, documents, tokens and labels in the epoch; `print` shows them."""
         self._sampler.set_epoch(self.epoch)
-        return self._sampler.summary(isolation=self.proof, labels=self._labels)
+        return self._sampler.summary(isolation=self.first_batch_proof, labels=self._labels)
 
     def __len__(self) -> int:
         self._sampler.set_epoch(self.epoch)

@@ -87,9 +87,9 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
         raise different from failure
     if failure is not None:
         raise failure
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise PackingError(f"rank {rank} of {processes} raised {error}")
+    for rank, told in enumerate(errors):
+        if told is not None:
+            raise PackingError(f"rank {rank} of {processes} raised {told}")
     return result
 
 

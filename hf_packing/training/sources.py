@@ -26,6 +26,7 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
@@ -72,7 +73,7 @@ class Reading:
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
     """Return token_type_ids if a model has no embedding for it: some models give this column another meaning."""
-    if model is None or getattr(inner_model(model).config, "type_vocab_size", 0):
+    if model is None or getattr(inner_model(model).config, "type_vocab_size", None):
         return ()
     return (TOKEN_TYPE_IDS,)
 
@@ -240,6 +241,7 @@ def open_source(
     plans = in_order or batching
     assert plans is not None
     if plans.fewest_shared is not None:
+        assert isinstance(plans, TokenBudget)
         more = passed_on(dataset, reading.takes)
         dataset = TreesOfDocuments.find(
             dataset, plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more

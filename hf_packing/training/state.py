@@ -197,12 +197,13 @@ class AttachedPacks(Attached):
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
-        planned_from.note_settings(per_device_eval_batch_size=rows)
         in_order = InOrder(rows)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
         accelerator = trainer.accelerator
-        return open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
+        source = open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
+        planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
+        return source
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer) -> Iterator[None]:
