@@ -2,6 +2,7 @@
 
 import accelerate
 import datasets
+import numpy as np
 import pytest
 from plain_dataset import Plain
 from tiers import fast_only
