@@ -236,7 +236,7 @@ def test_models_that_an_accelerator_has_prepared():
 
 
 def test_what_trainer_calls():
-    """training.packed_trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
+    """training.trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
     assert list(inspect.signature(Trainer.get_batch_samples).parameters) == [
         "self",
         "epoch_iterator",

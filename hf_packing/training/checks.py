@@ -75,8 +75,8 @@ _EXPECTED_WITHOUT_PADDING = {
 _ROWS_READ = 16
 
 
-def check_trainer(trainer: Any, loss: Loss) -> None:
-    """Refuse a trainer that `attach` does not support.
+def check_trainer(trainer: Any, loss: Loss | None) -> None:
+    """Refuse a trainer that `attach` does not support with a loss of packed rows; None if rows stay whole.
 
     Raises:
         PackingError: the object is not a Trainer; the trainer makes its own batches; or the trainer's methods,
@@ -85,9 +85,9 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
-    own = overridden_batch_methods(kind)
+    own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
-    if own or (of_trl and sft_trainer is None):
+    if own or (of_trl and sft_trainer is None and loss is not None):
         what = (
             f"{kind.__name__}, which overrides {own[0]}"
             if own
@@ -98,7 +98,8 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
             "attach(trainer, None) keeps its batches, and takes out their padding"
         )
     check_methods(trainer)
-    _check_collator(trainer.data_collator)
+    if loss is not None:
+        _check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
         raise PackingError(
@@ -106,11 +107,6 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
         )
     check_arguments(trainer, loss)
-
-
-def overridden_batch_methods(kind: type[Trainer]) -> list[str]:
-    """Return the names of the methods with which a trainer's class makes batches of its own."""
-    return [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
 
 
 def check_methods(trainer: Trainer) -> None:
@@ -163,14 +159,16 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse accelerator settings that do not work with planned batches.
 
     Raises:
-        PackingError: split_batches, context parallelism or sequence parallelism is on; sync_with_dataloader is off; or
-            the accelerator has fewer processes than were launched.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is
+            off; or the accelerator has fewer processes than were launched.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
         raise PackingError(
             f"accelerator: expected num_processes={launched}, the number of launched processes, got "
             f"{accelerator.num_processes}; every process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
+    if accelerator.dispatch_batches:
+        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own batches")
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True; accelerate would split every planned batch")
     if not accelerator.gradient_state.sync_with_dataloader:
@@ -184,12 +182,6 @@ def check_accelerator(accelerator: Accelerator) -> None:
             raise PackingError(
                 f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
             )
-
-
-def check_not_dispatched(accelerator: Accelerator) -> None:
-    """Refuse dispatch_batches=True for a dataset whose rows every rank reads by itself; streams can be dispatched."""
-    if accelerator.dispatch_batches:
-        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own planned batches")
 
 
 def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:

@@ -18,9 +18,14 @@ from transformers import Trainer
 from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.whole_rows import Collate, collate_rows
 
 Batch = Mapping[str, Any]
+Collate = Callable[[list[Any]], Any]
+
+
+def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
+    """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
+    return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
 
 
 def _labels(batch: Batch, begin: int = 0) -> Tensor:

@@ -129,7 +129,7 @@ class MaskedRows(SampledRows):
     ) -> None:
         super().__init__(dataset, sampler, unread, apply_masks, [*more, *masking.columns])
         self.masking = masking
-        sampler.more_inputs = {"data_collator": str(masking)}
+        sampler.more_inputs["data_collator"] = str(masking)
 
     @property
     def batches(self) -> Iterable[list[Any]]:

@@ -62,7 +62,7 @@ class Checked(Trainer):
     filled, seen = 0, 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if hasattr(self, "planned_batches"):
+        if hasattr(self, "attached"):
             check(inputs)
             self.seen += 1
             self.filled += int((inputs["seq_idx"] < 0).any())

@@ -131,7 +131,6 @@ def own_batches(name):
 
 ATTACH = [
     ("trainer", lambda _: hfp.attach(None, BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(), BUDGET)),
     *(
         ("trainer", lambda _, name=name: hfp.attach(own_batches(name), BUDGET))
         for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer")
@@ -175,17 +174,6 @@ ATTACH = [
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
     ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
     ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
-]
-
-
-def evaluated_on_a_stream(of):
-    hfp.attach(of(on={"eval_dataset": {"code": documents(5).to_iterable_dataset()}}), BUDGET)
-
-
-EVALUATION = [
-    ("eval_dataset['code']", evaluated_on_a_stream),
-    ("eval_dataset", lambda of: of.attached().evaluate(documents(5).to_iterable_dataset())),
-    ("eval_dataset", lambda of: of.attached().evaluate("many")),
 ]
 
 
@@ -334,11 +322,6 @@ def trees(streams=2):
     return hfp.pack(data, hfp.BestFit(96), share_prefixes=2, streams=streams, window_packs=4)
 
 
-def logged_twice():
-    sources = {name: stream(1) for name in ("web", "web_loss")}
-    return hfp.pack(hfp.mix(sources, {"web": 1, "web_loss": 1}), hfp.BestFit(48), streams=1)
-
-
 WIDE = hfp.TokenBudget(96)
 MATCHING = hfp.TokenBudget(48, match_documents_per_step=3)
 FEW = hfp.TokenBudget(96, share_prefixes=2, max_documents=3)
@@ -352,7 +335,6 @@ STREAMS = [
     ("train_dataset", lambda of: hfp.attach(of(data=in_a_later_epoch()), BUDGET)),
     ("train_dataset", lambda _: training_stream("train_dataset", packed(), BUDGET, ranks=3)),
     ("train_dataset", lambda of: hfp.attach(of(data=stream().shuffle(seed=0, buffer_size=10)), BUDGET)),
-    ("train_dataset", lambda of: hfp.attach(of(data=logged_twice()), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees(None)), WIDE)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees().filter(bool)), WIDE)),
     ("max_documents", lambda of: hfp.attach(of(data=packed()), hfp.TokenBudget(96, max_documents=8))),
@@ -363,7 +345,6 @@ STREAMS = [
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), MATCHING)),
     ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
     ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
     ("length_schedule", lambda of: hfp.attach(of(data=trees()), SCHEDULED)),
     ("max_documents", lambda of: hfp.attach(of(data=stream()), FEW)),
@@ -371,7 +352,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *EVALUATION, *TREES, *WHOLE_ROWS, *STREAMS])
+@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *TREES, *WHOLE_ROWS, *STREAMS])
 def test_attach(tmp_path, argument, call):
     trainers = Trainers(tmp_path)
     check_refused(argument, lambda: call(trainers))

@@ -38,7 +38,7 @@ from hf_packing.training.losses import (
     weights_of,
     with_share,
 )
-from hf_packing.training.ranks import micro_batch_counts
+from hf_packing.training.step_counts import micro_batch_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
