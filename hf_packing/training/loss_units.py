@@ -29,7 +29,8 @@ def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
 
 
 def _labels(batch: Batch, begin: int = 0) -> Tensor:
-    return (batch[LABELS][..., begin:] != IGNORED_LABEL).sum()
+    labels: Tensor = batch[LABELS]
+    return (labels[..., begin:] != IGNORED_LABEL).sum()
 
 
 UNITS: dict[str, Callable[[Batch, int], Tensor]] = {

@@ -33,7 +33,7 @@ from hf_packing.attention import (
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Observed, Weighting, observed_logits
+from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
@@ -85,7 +85,7 @@ class WholeStep:
         return torch.where(self.own > 0, own / (self.items if items is None else items), 0)
 
     @contextmanager
-    def observed(self, model: nn.Module) -> Iterator[Observed]:
+    def observed(self, model: nn.Module) -> Iterator[Head]:
         """Context manager for the forward: cross-entropies run in chunks, and the weighted sum takes the place of one.
 
         Raises:
@@ -100,7 +100,7 @@ class WholeStep:
                 f"computes {found}, or is compiled as a whole"
             )
 
-    def run(self, model: nn.Module) -> tuple[Tensor, Observed]:
+    def run(self, model: nn.Module) -> tuple[Tensor, Head]:
         """Run a model with its own loss, and return the loss and what was observed of its cross-entropies."""
         items = {ITEMS: self.items} if takes_argument(inner_model(model), ITEMS) else {}
         with self.observed(model) as observed:
