@@ -24,13 +24,12 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import Loss, check_loss
+from hf_packing.training.losses import Loss, TokenMean, check_loss
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
-from hf_packing.training.passed_on import check_columns
+from hf_packing.training.passed_on import warn_of_columns_left_out
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
 from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees
 
 _DECIDED_BY_BATCHING = frozenset(
@@ -115,7 +114,7 @@ def prepare_dataloader(
         source = open_source(
             "dataset", dataset, balanced, accelerator, reading, planned_from, accumulation=accumulation, loss=loss
         )
-        check_columns("prepare_dataloader", [dataset], reading.takes)
+        warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes)
 
     balanced, source, collator = on_all_ranks(plan)

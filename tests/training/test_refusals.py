@@ -157,7 +157,7 @@ ATTACH = [
     ("neftune_noise_alpha", lambda of: hfp.attach(of(neftune_noise_alpha=5.0), BUDGET)),
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
-    ("label_smoothing_factor", lambda of: hfp.attach(of(label_smoothing_factor=0.1), BUDGET, loss="sequence")),
+    ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
@@ -387,6 +387,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     ("argument", "call"),
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
+        ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
         slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
