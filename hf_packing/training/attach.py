@@ -22,7 +22,7 @@ from hf_packing.training.checks import check_trainer
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.passed_on import check_columns, taken_by_trainer
+from hf_packing.training.passed_on import taken_by_trainer, warn_of_columns_left_out
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.state import AttachedPacks, AttachedRows
@@ -239,7 +239,7 @@ def _plan_packs(
     state.open_training(trainer, planned_from)
     for name, dataset in _evaluation_datasets(trainer).items():
         state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
-    check_columns("attach", [trainer.train_dataset], taken_by_trainer(trainer))
+    warn_of_columns_left_out("attach", trainer.train_dataset, taken_by_trainer(trainer))
     methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
     return state, subclass_with(methods, type(trainer), "Packed")
 
