@@ -43,7 +43,7 @@ _HOME_OF = {
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
-    "document_logps": "training.document_logps",
+    "document_logps": "training.logps",
     "evaluation_loss": "training.loop",
     "mix": "streams.mix",
     "pack": "rows.pack",
@@ -87,8 +87,8 @@ if TYPE_CHECKING:
     from hf_packing.text.tokenize import tokenize
     from hf_packing.training.attach import attach
     from hf_packing.training.batch_loss import compute_loss
-    from hf_packing.training.document_logps import document_logps
     from hf_packing.training.loader import PackedLoader
+    from hf_packing.training.logps import document_logps
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
     from hf_packing.training.score import Scores, score
     from hf_packing.training.unpad import UnpaddedModels

@@ -21,8 +21,8 @@ from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_ste
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
-from hf_packing.training.max_length import refuse_cut_rows
-from hf_packing.training.passed_on import check_columns, taken_by_trainer
+from hf_packing.training.max_length import refuse_cut_documents
+from hf_packing.training.passed_on import taken_by_trainer, warn_of_columns_left_out
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.state import AttachedPacks, AttachedRows
@@ -115,8 +115,8 @@ def attach(
         UnpaddedModels: how each model runs padded batches.
 
     Raises:
-        PackingError: the trainer, an argument or a dataset is not supported; a trainer of TRL cuts or drops rows because
-            of its max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
+        PackingError: the trainer, an argument or a dataset is not supported; SFTTrainer has cut documents to its
+            max_length; the training dataset has labels, but none are left after its documents were cut or dropped;
             data or arguments differ between ranks (raised on all ranks); or a masked language model gets data without
             labels, or labels that only repeat the input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
@@ -230,7 +230,7 @@ def _plan_packs(
     """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
     check_batching(batching)
     check_trainer(trainer, check_loss(loss))
-    refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
+    refuse_cut_documents(trainer, "train_dataset", trainer.train_dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
@@ -239,7 +239,7 @@ def _plan_packs(
     state.open_training(trainer, planned_from)
     for name, dataset in _evaluation_datasets(trainer).items():
         state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
-    check_columns("attach", [trainer.train_dataset], taken_by_trainer(trainer))
+    warn_of_columns_left_out("attach", trainer.train_dataset, taken_by_trainer(trainer))
     methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
     return state, subclass_with(methods, type(trainer), "Packed")
 
@@ -279,9 +279,13 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     check_rows_are_whole("train_dataset", trainer.train_dataset)
-    refuse_cut_rows(trainer, "train_dataset", trainer.train_dataset)
-    if getattr(trainer.args, "max_length", None) is not None and _has_pictures(trainer.train_dataset):
-        raise PackingError(f"max_length: expected None with pictures, got {trainer.args.max_length}")
+    limit = getattr(trainer.args, "max_length", None)
+    with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
+    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
+        raise PackingError(
+            f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
+            f"since attach cannot count what {kind} cuts or drops then"
+        )
 
 
 def _complete(trainer: Trainer, batching: Batching, documents_per_step: int | None) -> Batching:

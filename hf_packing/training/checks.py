@@ -15,11 +15,7 @@ from transformers import Trainer
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import (
-    COMPLETION_MASK,
-    LOSS_MASKS,
-    TOKEN_TYPE_IDS,
-)
+from hf_packing.columns import COMPLETION_MASK, LOSS_MASKS, TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
@@ -39,7 +35,7 @@ _BATCH_METHODS = (
 """Methods of Trainer that attach replaces. A class that overrides one is refused, since attach would hide the override.
 """
 
-_LOSS_METHODS = ("compute_loss", "evaluation_loop")
+_WRAPPED_METHODS = (*_BATCH_METHODS, "compute_loss", "evaluation_loop")
 """Methods of Trainer that attach wraps. A function set on the trainer instance would be called instead of the wrapper.
 """
 
@@ -53,24 +49,28 @@ _REPLACED_COLLATORS = (
 )
 """Names of collators that attach replaces: such collators only pad or flatten rows, and make labels from input_ids."""
 
-_EXPECTED_ARGUMENTS = {
+_Expected = dict[str, tuple[Any, str]]
+"""Training arguments that are restricted: the name, the value that is needed, and the reason."""
+
+_BY_PLANS: _Expected = {
     "average_tokens_across_devices": (True, "otherwise the gradient depends on the number of processes"),
     "auto_find_batch_size": (False, "the batching decides how large batches are"),
     "train_sampling_strategy": ("random", "the batching decides the order of rows, and which rows share a batch"),
     "packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
     "eval_packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
 }
-"""Training arguments that planned batches restrict: the name, the value that is needed, and the reason."""
 
-_EXPECTED_WITH_PACKED_ROWS = {
+_BY_PACKED_ROWS: _Expected = {
     "predict_with_generate": (False, "evaluation batches are packed rows; generate from prompts after evaluate()"),
 }
-"""The same for batches of packed rows."""
 
-_EXPECTED_WITHOUT_PADDING = {
+_BY_DOCUMENT_MEANS: _Expected = {
+    "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
+}
+
+_WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
-"""The same for all trainers, also those that make their own batches."""
 
 _ROWS_READ = 16
 
@@ -88,16 +88,16 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
     if own or (of_trl and sft_trainer is None and loss is not None):
-        what = (
-            f"{kind.__name__}, which overrides {own[0]}"
-            if own
-            else f"{kind.__name__}, which makes its own batches or losses"
-        )
         raise PackingError(
-            f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}; "
-            "attach(trainer, None) keeps its batches, and takes out their padding"
+            f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {kind.__name__}, which "
+            f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "
+            "batches, and takes out their padding"
         )
-    check_methods(trainer)
+    if found := [name for name in _WRAPPED_METHODS if name in vars(trainer)]:
+        raise PackingError(
+            f"{found[0]}: expected the method of {kind.__name__}, got {vars(trainer)[found[0]]!r}, set on the trainer "
+            "object; remove this attribute. To change compute_loss or evaluation_loop, define the method in a subclass"
+        )
     if loss is not None:
         _check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
@@ -106,53 +106,25 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"tp_size: expected {trainer.get_tp_size()} in accelerate's ParallelismConfig, as in the model or "
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
         )
-    check_arguments(trainer, loss)
-
-
-def check_methods(trainer: Trainer) -> None:
-    """Refuse functions that are set on the trainer instance and would be called instead of the methods of attach."""
-    for name in (*_BATCH_METHODS, *_LOSS_METHODS):
-        if name in vars(trainer):
-            raise PackingError(
-                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}, set on the "
-                "trainer object; remove this attribute. To change compute_loss or evaluation_loop, define the method "
-                "in a subclass"
-            )
+    if trainer.args.n_gpu > 1:
+        raise PackingError(
+            f"n_gpu: expected 1 GPU for each process, got {trainer.args.n_gpu}, since nn.DataParallel would split "
+            "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
+        )
+    by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
+    _check_values(trainer.args, _BY_PLANS | _WITHOUT_PADDING | by_loss[loss])
 
 
 def check_no_noise(trainer: Any) -> None:
     """Refuse noise on embeddings, whose strength would depend on the other rows of a batch."""
-    _check_values(getattr(trainer, "args", None), _EXPECTED_WITHOUT_PADDING)
+    _check_values(getattr(trainer, "args", None), _WITHOUT_PADDING)
 
 
-def _check_values(args: Any, expected: dict[str, tuple[Any, str]]) -> None:
+def _check_values(args: Any, expected: _Expected) -> None:
     for name, (value, why) in expected.items():
         given = getattr(args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
-
-
-def check_arguments(trainer: Trainer, loss: Loss | None) -> None:
-    """Refuse training arguments that do not work with planned batches or with `loss`; None if rows stay whole."""
-    args = trainer.args
-    _check_values(args, _EXPECTED_ARGUMENTS)
-    check_no_noise(trainer)
-    if loss is not None:
-        _check_values(args, _EXPECTED_WITH_PACKED_ROWS)
-    if args.n_gpu > 1:
-        raise PackingError(
-            f"n_gpu: expected 1 GPU for each process, got {args.n_gpu}, since nn.DataParallel would split batches; "
-            "start one process for each GPU, with `accelerate launch` or `torchrun`"
-        )
-    if loss == "sequence":
-        for name, given, default in (
-            ("label_smoothing_factor", args.label_smoothing_factor, 0),
-            ("compute_loss_func", trainer.compute_loss_func, None),
-            ("use_liger_kernel", args.use_liger_kernel, False),
-            ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
-        ):
-            if given != default:
-                raise PackingError(f"{name}: expected {default!r} with loss='sequence', got {given!r}")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -230,8 +202,8 @@ def masks_tokens(collator: Any) -> bool:
 
 
 def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> None:
-    """Refuse a collator that masks tokens for a model that predicts the next token; None stands for no masks."""
-    if collator is not None and not packing.keep_first_labels:
+    """Refuse a collator that masks tokens for a model that predicts the next token."""
+    if not packing.keep_first_labels:
         raise PackingError(
             f"data_collator: expected a collator that does not mask tokens, since {type(inner_model(model)).__name__} "
             f"predicts the next token, got {type(collator).__name__} with mlm=True; pass mlm=False"
@@ -240,21 +212,11 @@ def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> No
 
 def _check_collator(collator: Any) -> None:
     """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
-    if masks_tokens(collator):
-        return
-    if getattr(collator, "mlm", False):
+    kind = collator if hasattr(collator, "__name__") else type(collator)
+    is_stock = kind.__name__ in _REPLACED_COLLATORS and kind.__module__.split(".")[0] in ("transformers", "trl")
+    if not (is_stock or kind is PackingCollator or masks_tokens(collator)):
         raise PackingError(
-            f"data_collator: expected a collator that does not mask tokens, got {type(collator).__name__} with "
-            "mlm=True but without a method torch_mask_tokens; attach replaces this collator, so mask tokens in the "
-            "dataset, for example by with_transform"
+            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
+            f"{kind.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
+            "with_transform"
         )
-    name = getattr(collator, "__name__", type(collator).__name__)
-    module = getattr(collator, "__module__", "") if hasattr(collator, "__name__") else type(collator).__module__
-    if type(collator) is PackingCollator or (
-        name in _REPLACED_COLLATORS and module.split(".")[0] in ("transformers", "trl")
-    ):
-        return
-    raise PackingError(
-        f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, "
-        f"got {name}. attach would replace this collator; to change labels, use the dataset's map or with_transform"
-    )

@@ -24,17 +24,12 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import Loss, check_loss
-from hf_packing.training.model_loss import (
-    WholeStep,
-    collator_for,
-    own_loss_of,
-)
-from hf_packing.training.passed_on import check_columns
+from hf_packing.training.losses import Loss, TokenMean, check_loss
+from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
+from hf_packing.training.passed_on import warn_of_columns_left_out
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
 from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees
 
 _DECIDED_BY_BATCHING = frozenset(
@@ -59,8 +54,9 @@ def prepare_dataloader(
 
     The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. Compute the loss with
     `compute_loss(model, batch)`, which gives the same gradient for every split of an optimizer step into ranks and
-    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch`,
-    `model(**batch).loss` is the same loss. For other models and for loss="sequence", use only `compute_loss`.
+    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch` and adds
+    nothing to it, `model(**batch).loss` is the same loss. For other models and loss="sequence", use only
+    `compute_loss`.
 
     Args:
         accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
@@ -71,10 +67,9 @@ def prepare_dataloader(
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
         model: the model to train. This function patches the model, if it is not patched yet, and checks on a short
-            document that the model's own loss is the cross-entropy of its logits, as compute_loss computes it. If
-            linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
-            the model yourself; batches are then made for a model that predicts the next token, and a linear_cost of
-            None stands for a typical value.
+            document which token its logits predict. If linear_cost of the batching is None, the model's configuration
+            decides the value. If `model` is None, patch the model yourself; batches are then made for a model that
+            predicts the next token, and a linear_cost of None stands for a typical value.
         prove: "first batch" to prove isolation of `model` when the loader yields its first batch; the route of a large
             model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. None for batches of any
@@ -119,7 +114,7 @@ def prepare_dataloader(
         source = open_source(
             "dataset", dataset, balanced, accelerator, reading, planned_from, accumulation=accumulation, loss=loss
         )
-        check_columns("prepare_dataloader", [dataset], reading.takes)
+        warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes)
 
     balanced, source, collator = on_all_ranks(plan)
@@ -151,7 +146,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
-    this mean, too.
+    this mean, too, plus what the model adds to its cross-entropy, such as the loss of routers.
 
     Args:
         accelerator: the Accelerator of the loop.

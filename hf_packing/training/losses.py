@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -111,3 +112,20 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels:
     others = {name: value for name, value in batch.items() if name != key}
     weights = {WEIGHTS: weights_of(batch, loss)} if is_weighted else {}
     return {**others, TARGETS: batch[key], ITEMS: items, **weights}
+
+
+class TokenMean:
+    """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(2, dtype=exact_type(device), device=device)
+        self.batches = 0
+
+    def add(self, summed_loss: Tensor, tokens: Tensor) -> None:
+        self._total += torch.stack([summed_loss.detach().to(self._total), tokens.to(self._total)])
+        self.batches += 1
+
+    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
+        """Return the summed loss and the number of tokens over all ranks; all ranks must call this method together."""
+        summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
+        return summed_loss, tokens

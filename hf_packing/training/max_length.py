@@ -1,7 +1,7 @@
-"""Refuse datasets of which trainers of TRL cut or drop rows because of their argument max_length.
+"""What the trainers of TRL cut or drop because of their argument max_length: it is refused or counted.
 
-SFTTrainer cuts documents when it is built, DPOTrainer cuts pairs in its collator, and RewardTrainer drops pairs, whose
-tokens are still in the table of the dataset. `attach` could not count what is lost.
+SFTTrainer cuts documents when it is built, and `attach` does not see what is lost. DPOTrainer cuts pairs in its
+collator, and DPOTrainer and RewardTrainer drop pairs, all of whose tokens are still in the table of the dataset.
 """
 
 from typing import Any
@@ -20,41 +20,60 @@ _PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"
 """Columns of tokens that DPOTrainer and RewardTrainer make; only DPOTrainer makes prompts."""
 
 
-def refuse_cut_rows(trainer: Trainer, name: str, dataset: Any) -> None:
-    """Refuse a dataset of which a trainer of TRL has cut or dropped rows, or will do so.
+def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
+    """Refuse a dataset in which SFTTrainer has cut or dropped documents, or may do so.
 
     Args:
         trainer: the trainer, whose arguments say whether it prepares datasets.
         name: the name of the dataset in error messages.
-        dataset: a dataset that the trainer was built with.
+        dataset: a dataset that the trainer was built with, or that was passed to evaluate().
 
     Raises:
-        PackingError: documents have exactly max_length tokens, or pairs have more; or the dataset is a stream.
+        PackingError: documents have exactly max_length tokens, or the dataset is a stream.
     """
     limit = getattr(trainer.args, "max_length", None)
     prepares = not (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
-    if limit is None or not prepares:
+    if sft_trainer_of(trainer) is None or limit is None or not prepares:
         return
-    is_sft = sft_trainer_of(trainer) is not None
-    if is_sft and isinstance(dataset, datasets.IterableDataset):
-        raise _error(limit, f"{name} is a stream")
-    names = dataset.data.column_names if isinstance(dataset, datasets.Dataset) else ()
-    if is_sft and INPUT_IDS in names:
-        if cut := int((_lengths(dataset, INPUT_IDS) == limit).sum()):
-            raise _error(limit, f"{cut} documents in {name} have exactly {limit} tokens")
-    elif not is_sft and _CHOSEN in names:
-        prompts = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
-        answers = np.maximum(_lengths(dataset, _CHOSEN), _lengths(dataset, _REJECTED))
-        if cut := int((prompts + answers > limit).sum()):
-            raise _error(limit, f"{cut} pairs in {name} have more than {limit} tokens")
+    found = ""
+    if isinstance(dataset, datasets.IterableDataset):
+        found = f"{name} is a stream"
+    elif isinstance(dataset, datasets.Dataset) and INPUT_IDS in dataset.data.column_names:
+        lengths = _lengths(dataset, INPUT_IDS)
+        if cut := int((lengths == limit).sum()):
+            found = f"{cut} of {len(lengths)} documents in {name} have exactly {limit} tokens"
+    if found:
+        raise PackingError(
+            f"max_length: expected SFTConfig(max_length=None), got {limit}. SFTTrainer cuts longer documents before "
+            f"attach can count what is lost, and {found}. To cut documents, pass overflow='truncate' to TokenBudget, "
+            "which counts the tokens"
+        )
 
 
-def _error(limit: int, found: str) -> PackingError:
-    return PackingError(
-        f"max_length: expected None, got {limit}, with which TRL cuts or drops what attach cannot count, and {found}. "
-        "Drop or cut long rows before the trainer is built; for SFTTrainer, TokenBudget(overflow='truncate') cuts "
-        "documents, and counts the tokens"
-    )
+def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
+    """Count the pairs that DPOTrainer and RewardTrainer drop because of max_length, and the tokens that are lost.
+
+    Args:
+        trainer: any trainer.
+        dataset: its training dataset.
+
+    Returns:
+        The number of dropped pairs, and the number of tokens in them and in the cut-off ends of other pairs.
+    """
+    limit = getattr(trainer.args, "max_length", None)
+    if limit is None or not isinstance(dataset, datasets.Dataset):
+        return 0, 0
+    names = dataset.data.column_names
+    if _CHOSEN not in names:
+        return 0, 0
+    prompt = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
+    tokens = np.stack([prompt + _lengths(dataset, name) for name in (_CHOSEN, _REJECTED)])
+    if _PROMPT not in names:
+        dropped = (tokens > limit).any(0)
+    else:
+        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start")
+    kept = np.where(dropped, 0, np.minimum(tokens, limit))
+    return int(dropped.sum()), int((tokens - kept).sum())
 
 
 def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:

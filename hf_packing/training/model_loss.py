@@ -33,7 +33,7 @@ from hf_packing.attention import (
 from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Observed, Weighting, observed_logits
+from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
@@ -85,7 +85,7 @@ class WholeStep:
         return torch.where(self.own > 0, own / (self.items if items is None else items), 0)
 
     @contextmanager
-    def observed(self, model: nn.Module) -> Iterator[Observed]:
+    def observed(self, model: nn.Module) -> Iterator[Head]:
         """Context manager for the forward: cross-entropies run in chunks, and the weighted sum takes the place of one.
 
         Raises:
@@ -100,7 +100,7 @@ class WholeStep:
                 f"computes {found}, or is compiled as a whole"
             )
 
-    def run(self, model: nn.Module) -> tuple[Tensor, Observed]:
+    def run(self, model: nn.Module) -> tuple[Tensor, Head]:
         """Run a model with its own loss, and return the loss and what was observed of its cross-entropies."""
         items = {ITEMS: self.items} if takes_argument(inner_model(model), ITEMS) else {}
         with self.observed(model) as observed:
@@ -194,29 +194,18 @@ def _ask(model: PreTrainedModel) -> OwnLoss | None:
     labels[0, _LABELED] = 1  # small, since labels out of range would put a CUDA device into an error state for good
     if not is_patched(model):
         batch = {INPUT_IDS: batch[INPUT_IDS]} | ({"use_cache": False} if takes_argument(model, "use_cache") else {})
-    leaves: list[Tensor] = []
 
-    def cut(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
-        """Make the logits leaves of the graph, so that the model itself needs none."""
-        leaves.append(logits.detach().requires_grad_())
-        return leaves[-1].clone()  # a forward may change its logits in place
-
-    def run(items: int) -> Tensor:
+    def run(items: int) -> Any:
         divisor = {ITEMS: items} if takes_argument(model, ITEMS) else {}
-        outputs = model(**{**batch, LABELS: labels}, **divisor)
-        if layer is None:
-            leaves.append(outputs.logits)
-        return outputs.loss  # type: ignore[no-any-return]
+        return model(**{**batch, LABELS: labels}, **divisor)
 
-    layer = model.get_output_embeddings()
     with restored(*model.modules()), in_mode(model, training=False), restored_random_state(device), torch.enable_grad():
-        if layer is not None:
-            layer.register_forward_hook(cut)
-        loss, other = run(1), run(2)
-    logits = leaves[0]
-    if logits.shape[-1] <= int(batch[INPUT_IDS].max()):  # logits of other things than tokens
+        # all weights may be frozen
+        model.get_input_embeddings().register_forward_hook(lambda _, __, found: found.detach().requires_grad_().clone())
+        outputs, others = run(1), run(2)
+    if outputs.logits.shape[-1] <= int(batch[INPUT_IDS].max()):  # logits of other things than tokens
         return None
-    (gradient,) = torch.autograd.grad(loss, logits)
+    (gradient,) = torch.autograd.grad(outputs.loss, outputs.logits)
     predictor = int(gradient[0].abs().amax(-1).argmax())
-    is_divided = bool((other - loss).abs() > _MUCH * loss.abs())
+    is_divided = bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs())
     return OwnLoss(predictor < _LABELED, is_divided) if predictor in (_LABELED - 1, _LABELED) else None

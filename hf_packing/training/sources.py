@@ -31,7 +31,7 @@ from hf_packing.training.checks import applies_masks, check_labels_are_hidden, i
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
 from hf_packing.training.masking import MaskedRows, Masking
-from hf_packing.training.passed_on import Takes, passed_on, passed_on_in_stream, taken_by_model, taken_by_trainer
+from hf_packing.training.passed_on import Takes, passed_on, taken_by_model, taken_by_trainer
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.stream_loader import StreamLoader
@@ -194,7 +194,7 @@ class StreamedRows:
             self.stream,
             self.accelerator,
             collate,
-            [*names, *passed_on_in_stream(self.stream.streams.features, self.reading.takes)],
+            [*names, *passed_on(self.stream.streams.features, self.reading.takes)],
             accumulation=self.accumulation,
             loss=self.loss,
             restarts=self.restarts,

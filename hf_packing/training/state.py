@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,13 @@ from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
-from hf_packing.training.losses import Loss
-from hf_packing.training.max_length import refuse_cut_rows
+from hf_packing.training.losses import Loss, TokenMean
+from hf_packing.training.max_length import lost_pairs, refuse_cut_documents
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
 from hf_packing.training.streams.training_stream import StreamSummary
-from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
 from hf_packing.training.trainer_loss import loss_of_trainer
 from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
@@ -194,7 +194,7 @@ class AttachedPacks(Attached):
     ) -> PackedRows | StreamedRows:
         """Return the source of an evaluation: rows in the order of the dataset."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
-            refuse_cut_rows(trainer, name, dataset)
+            refuse_cut_documents(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
         in_order = InOrder(rows)
         if tokens is not None and max_segments is not None:
@@ -294,3 +294,9 @@ class AttachedRows(Attached):
         parts = self.source.rows_to_check()
         self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
         self.source.set_unit(self.loss)
+
+    def summary(self, trainer: Trainer) -> EpochSummary:
+        summary = super().summary(trainer)
+        assert isinstance(summary, EpochSummary)
+        dropped, lost = lost_pairs(trainer, trainer.train_dataset)
+        return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)

@@ -21,11 +21,10 @@ from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS
+from hf_packing.training.losses import ITEMS, TokenMean
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
 from hf_packing.training.step_counts import Predictions, StepCounts, items_counted
-from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
 from hf_packing.training.whole_rows import COUNTS

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.errors import PackingError
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank
-
-_SETTINGS = (
-    *("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs"),
-    *("label_smoothing_factor", "use_liger_kernel", "loss_type"),
-)
-"""Attributes of a trainer or of its arguments that decide how it computes its loss."""
 
 Compute = Callable[..., Any]
 """A trainer's own compute_loss, given the inputs and num_items_in_batch: it returns a loss, or a loss and outputs."""
@@ -87,22 +80,6 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
     sums_log_probs = sft_trainer is not None and kind.compute_loss is sft_trainer.compute_loss
     is_cross_entropy = args.loss_type == "nll" if sums_log_probs else kind.compute_loss is Trainer.compute_loss
     return TrainerLoss(kind, is_stock and is_cross_entropy, sums_log_probs)
-
-
-def loss_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return what decides how the trainer computes its loss, by name."""
-    return {name: getattr(trainer, name, getattr(trainer.args, name, None)) for name in _SETTINGS}
-
-
-def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
-    """Raise PackingError if a setting that decides the loss is not as it was when `loss_settings` returned `before`."""
-    now = loss_settings(trainer)
-    for name, value in before.items():
-        if now[name] is not value and now[name] != value:
-            raise PackingError(
-                f"{name}: expected {value!r}, the value when attach was called, got {now[name]!r}; set the value "
-                "before you call attach"
-            )
 
 
 @contextmanager

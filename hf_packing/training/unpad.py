@@ -1,6 +1,7 @@
 """Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
 teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from hf_packing.attention import (
     route_of,
     share_prefixes,
     shares_prefixes,
-    takes_argument,
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
@@ -142,7 +142,7 @@ def _reads_tokens(module: nn.Module) -> bool:
     """Return whether a module, or a model of transformers in it, reads tokens, unlike losses and vision towers."""
     models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
     if models:
-        return any(takes_argument(each, "input_ids") for each in models)
+        return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
     return any(isinstance(each, nn.Embedding) for each in module.modules())
 
 

@@ -29,7 +29,7 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.loader import batches_loader, on_device
-from hf_packing.training.loss_units import Collate, collate_rows, count_units
+from hf_packing.training.loss_units import UNITS, Collate, collate_rows
 from hf_packing.training.ranks import PlannedFrom, data_rank
 
 COUNTS = "counts"
@@ -196,7 +196,7 @@ class _CollateRows:
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
         real_rows = sum(not is_copy for _, is_copy in rows)
-        units = int(count_units(self.unit, batch, real_rows)) if real_rows else 0
+        units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
         return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
 
 

@@ -2,6 +2,7 @@
 
 import accelerate
 import datasets
+import numpy as np
 import pytest
 from plain_dataset import Plain
 from tiers import fast_only
@@ -132,7 +133,7 @@ LIMIT = 20
 BUDGET_OF_TOKENS = hfp.TokenBudget(64)
 LENGTHS = [len(tokens) for tokens in labeled_documents(45)["input_ids"]]
 CUT = sum(length >= LIMIT for length in LENGTHS)
-REFUSED = r"max_length: expected None, got 20, .* and {} have exactly 20 tokens"
+REFUSED = r"max_length: expected SFTConfig\(max_length=None\), got 20\. .* and {} have exactly 20 tokens"
 
 
 def short():
@@ -159,7 +160,7 @@ def test_documents_that_sft_trainer_has_cut_or_dropped(tmp_path, data, cut):
     assert 0 < CUT < len(LENGTHS)
     trainer = sft(tmp_path, data())
     assert max(map(len, trainer.train_dataset["input_ids"])) <= LIMIT
-    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{cut} documents in train_dataset")):
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{cut} of .* documents in train_dataset")):
         hfp.attach(trainer, BUDGET_OF_TOKENS)
 
 
@@ -177,12 +178,12 @@ def test_max_length_that_sft_trainer_does_not_apply(tmp_path):
 def test_evaluation_data_that_sft_trainer_has_cut(tmp_path):
     trainer = sft(tmp_path, short(), per_device_eval_batch_size=2)
     trainer.eval_dataset = {"long": sft(tmp_path, labeled_documents(45)).train_dataset}
-    with pytest.raises(hfp.PackingError, match=REFUSED.format(rf"{CUT} documents in eval_dataset\['long'\]")):
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(rf"{CUT} of 45 documents in eval_dataset\['long'\]")):
         hfp.attach(trainer, BUDGET_OF_TOKENS)
     trainer.eval_dataset = None
     hfp.attach(trainer, BUDGET_OF_TOKENS)
     assert trainer.evaluate(short())["eval_loss"] > 0
-    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{CUT} documents in eval_dataset")):
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{CUT} of 45 documents in eval_dataset")):
         trainer.evaluate(labeled_documents(45))
 
 
@@ -194,16 +195,15 @@ def test_predict_cuts_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_pairs_that_are_cut_or_dropped_are_refused(kind, tmp_path):
-    longest = max(
-        len(row.get("prompt_ids", ())) + len(row[name])
-        for row in pairs(kind, tmp_path).train_dataset
-        for name in ("chosen_ids", "rejected_ids")
-    )
-    trainer = pairs(kind, tmp_path, patched=True, max_length=longest - 1)
-    with pytest.raises(hfp.PackingError, match=rf"max_length: .* pairs in train_dataset have more than {longest - 1} "):
-        hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
-    assert (
-        hfp.attach(pairs(kind, tmp_path, patched=True, max_length=longest), hfp.TokenBudget(BUDGET[kind])).lost_tokens
-        == 0
-    )
+def test_pairs_that_are_cut_or_dropped_are_counted(kind, tmp_path):
+    whole, trainer = pairs(kind, tmp_path).train_dataset, pairs(kind, tmp_path, patched=True, max_length=14)
+    summary = hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
+    prompt = np.array([len(row.get("prompt_ids", ())) for row in whole])
+    sides = np.array([[len(row[name]) for name in ("chosen_ids", "rejected_ids")] for row in whole]) + prompt[:, None]
+    dropped = prompt >= 14 if kind == "dpo" else (sides > 14).any(1)
+    assert 0 < dropped.sum() < len(whole)
+    assert summary.left_out == dropped.sum()
+    assert summary.documents == (~dropped).sum()
+    assert summary.tokens + summary.lost_tokens == sides.sum()
+    assert summary.lost_tokens > 0
+    assert f"{summary.left_out} rows left out, {summary.lost_tokens:,} tokens lost" in str(summary)

@@ -157,7 +157,7 @@ ATTACH = [
     ("neftune_noise_alpha", lambda of: hfp.attach(of(neftune_noise_alpha=5.0), BUDGET)),
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
-    ("label_smoothing_factor", lambda of: hfp.attach(of(label_smoothing_factor=0.1), BUDGET, loss="sequence")),
+    ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
@@ -209,10 +209,6 @@ def with_lengths(data):
     return data.add_column("seq_lengths", [[1]] * ROWS)
 
 
-def labeled(of, labels):
-    return on_rows(of, lambda data: data.remove_columns("labels").add_column("labels", labels))
-
-
 def of_kind(of, kind):
     stock = of.of_rows()
     return of.noted(kind(stock.model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator))
@@ -260,14 +256,10 @@ WHOLE_ROWS = [
     ("max_patches", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, max_patches=8))),
     ("overflow", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, overflow="split"))),
     ("batching", lambda of: hfp.attach(of.of_rows(), hfp.BucketBatches(160))),
-    ("batching", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
+    ("loss_unit", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
     ("loss", lambda of: hfp.attach(of.of_rows(), WHOLE, loss="sequence")),
     ("tokens", lambda of: hfp.attach(of.of_rows(), WHOLE, tokens=160, max_segments=9)),
-    ("trainer", lambda of: hfp.attach(labeled(of, [[0, 1]] * ROWS), WHOLE)),
-    ("trainer", lambda of: hfp.attach(labeled(of, [7] * ROWS), WHOLE)),
-    ("trainer", lambda of: hfp.attach(on_rows(of, lambda data: data.remove_columns("labels")), WHOLE)),
     ("trainer", lambda of: hfp.attach(overflowing(of), WHOLE)),
-    ("data_collator", lambda of: hfp.attach(of.of_rows(on={"data_collator": default_data_collator}), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
@@ -280,7 +272,7 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
     *(
-        ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
+        ("loss_unit", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
         for losses in (["sigmoid", "sft"], ["aot"])
     ),
     ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
@@ -389,6 +381,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     ("argument", "call"),
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
+        ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
         slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
