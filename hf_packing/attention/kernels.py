@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
 from hf_packing.attention.exact import Run, gather_tokens, runs_of
-from hf_packing.attention.flex import attend_with_flex, block_mask, pad_head_dim
+from hf_packing.attention.flex import attend_with_flex, pad_head_dim, row_mask, tree_mask
 from hf_packing.attention.layout import Layout, within
 
 DEVICES = {"cuda"}
@@ -375,9 +375,11 @@ class FlexKernel:
         """Compute the result of `attend_exactly`, whose arguments these are, with a mask that layers share."""
         cache, asked = row.cache, ("mask of FlexAttention", is_causal, window, chunk)
         if asked not in cache:
-            trees = row.trees if isinstance(row, Layout) and row.has_branches else None
-            borders = row.cu_seq_lens.to(query.device, torch.int32)
-            cache[asked] = block_mask(borders, query.shape[2], is_causal, window, chunk, trees)
+            if isinstance(row, Layout) and row.has_branches:
+                cache[asked] = tree_mask(row.trees, window, chunk, query.device)
+            else:
+                borders = row.cu_seq_lens.to(query.device, torch.int32)
+                cache[asked] = row_mask(borders, query.shape[2], is_causal, window, chunk)
         return attend_with_flex(query, key, value, cache[asked], **options)
 
 

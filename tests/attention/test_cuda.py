@@ -8,7 +8,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention import kernels
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import block_mask
+from hf_packing.attention.flex import row_mask
 from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
@@ -92,10 +92,10 @@ def test_flex_attention_in_rows_of_many_sizes(is_causal):
 
 def test_masks_are_made_without_waiting_for_the_device():
     borders = torch.arange(0, 16385, 512, dtype=torch.int32, device="cuda")
-    block_mask(borders, 16384, True, None)
+    row_mask(borders, 16384, True, None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        block_mask(borders, 16384, True, 4096)
+        row_mask(borders, 16384, True, 4096)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
