@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan, is_inside
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.function import NAME_WITH_LOCAL_MASKS, observe
+from hf_packing.attention.function import observe
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import switched_off
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
     Facts,
-    LocalMaskError,
     Method,
     Route,
     is_patched,
@@ -163,17 +162,15 @@ def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
             known_routes[key] = _prove(known, cases)
             return known_routes[key]
     failures: dict[str, None] = {}
-    needs_local_masks, calls_attention = False, True
+    calls_attention = True
     for method in methods_for(model, cases[0].runner.called):
-        if (method.attention == NAME_WITH_LOCAL_MASKS) and not needs_local_masks:
-            continue
         if method.attention and not calls_attention:
             continue
         try:
             known_routes[key] = _search_and_prove(method, cases, tuple(failures))
             return known_routes[key]
         except ModelNotSupportedError as error:
-            needs_local_masks, calls_attention = isinstance(error, LocalMaskError), str(error) != _NEVER_CALLED
+            calls_attention = str(error) != _NEVER_CALLED
             attention = "varlen attention" if method.attention else "the attention of the model"
             failures[f"with {attention}: {error}"] = None
     raise ModelNotSupportedError(
@@ -205,8 +202,6 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             if route is None or found.by_segment != route.by_segment:
                 route = found
                 return _prove(route, cases)
-        except LocalMaskError:
-            raise
         except ModelNotSupportedError as error:
             failure = error
         if not search.has_assumed or (route is None and not search.found):
@@ -231,10 +226,9 @@ def _route_found_by(search: Search, method: Method, case: RowCase, tried: tuple[
     If the model never calls the attention function of `method`, the route has the first method without one instead.
     """
     model = search.model
-    with observe() as observed:
+    with observe() as layers:
         plans = _run_search(search, Route(method, (), 1.0), case)
-    method.check(observed)
-    if method.attention and not observed.calls:
+    if method.attention and not layers:
         tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
         method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
     if plans:

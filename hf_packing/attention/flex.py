@@ -193,8 +193,7 @@ def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device
         torch._dynamo.mark_static(each)
     partial, full = _visible_blocks(depths, first, ends)
     keys, queries = (*_listed(partial), *_listed(full)), (*_listed(partial.T), *_listed(full.T))
-    keys, queries = ([torch.from_numpy(each).to(device) for each in side] for side in (keys, queries))
-    return _mask(attends, tokens, keys, queries)
+    return _mask(attends, tokens, *([torch.from_numpy(each).to(device) for each in side] for side in (keys, queries)))
 
 
 def _at_places(values: IntArray, fill: int) -> IntArray:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
+from hf_packing.attention.function import NAME
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.layout import Layout, lay_end_to_end
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -27,10 +27,6 @@ BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
-
-
-class LocalMaskError(ModelNotSupportedError):
-    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,6 @@ class Method:
     borders: bool = True
     mask_of_ones: bool = False
     one_row: bool = False
-
-    def check(self, observed: Observed) -> None:
-        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
-        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
-        if self.attention == NAME and lost:
-            lost_masks = " and ".join(sorted(map(str, lost)))
-            raise LocalMaskError(
-                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
-                "not get this limit"
-            )
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
@@ -138,9 +124,7 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
 
 METHODS = (
     Method(NAME),
-    Method(NAME_WITH_LOCAL_MASKS),
     Method(NAME, borders=False),
-    Method(NAME_WITH_LOCAL_MASKS, borders=False),
     Method(NAME, borders=False, positions=False),
     Method(None, borders=False, mask_of_ones=True),
     Method(None, borders=False, mask_of_ones=True, positions=False),
