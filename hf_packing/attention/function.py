@@ -216,40 +216,18 @@ def packed_varlen_mask(
     if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
         raise PackingError(f"attention_mask: {NAME} does not support a mask made of custom functions")
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
-    return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
-
-
-def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
-    """Return the window or the chunks of one of transformers' mask functions, or of several ones combined.
-
-    Args:
-        mask_function: a function of transformers.masking_utils.
-        local_size: the size that transformers reports for the window or the chunks, in tokens.
-    """
-    overlays = set(_overlay_names(mask_function))
-    if "chunked_overlay" in overlays:
+    if padding is not None or local_size is None:
+        return padding
+    window, chunk = (getattr(kwargs["config"], name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if (local_size == window) is (local_size == chunk):
+        raise PackingError(
+            f"attention_mask: expected a window of {window} tokens or chunks of {chunk}, as in the configuration, but "
+            f"not both, got a local mask of {local_size} tokens"
+        )
+    if local_size == chunk:
         return LocalMask(chunk=local_size)
-    if "sliding_window_bidirectional_overlay" in overlays:
-        return LocalMask(window=local_size + 1)
-    if "sliding_window_overlay" in overlays:
-        return LocalMask(window=local_size)
-    raise PackingError(
-        f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size of "
-        f"{local_size} tokens"
-    )
-
-
-def _overlay_names(mask_function: Any) -> Iterator[str]:
-    """Yield the names of the functions that built a mask function and its parts.
-
-    These functions, such as `sliding_window_overlay`, are in transformers.masking_utils.
-    """
-    yield mask_function.__qualname__.split(".")[0]
-    for cell in mask_function.__closure__ or ():
-        inside = cell.cell_contents
-        for function in inside if isinstance(inside, tuple) else (inside,):
-            if callable(function) and hasattr(function, "__qualname__"):
-                yield from _overlay_names(function)
+    is_bidirectional = "allow_is_bidirectional_skip" in kwargs  # transformers then counts the tokens on each side
+    return LocalMask(window=local_size + is_bidirectional)
 
 
 def register() -> None:

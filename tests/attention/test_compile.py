@@ -103,11 +103,12 @@ def locked_while_compiling(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
 @pytest.mark.parametrize("fixed", fast_only([False, True], False))
-@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("llama", 1), ("mamba", 4)], ("llama", 1)))
+@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("llama", 1), ("mistral", 1), ("mamba", 4)], ("mistral", 1)))
 def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(
     architecture, graphs, fixed, locked_while_compiling
 ):
-    """Modules of Mamba that run by segment divide it into graphs; their number does not depend on its layers."""
+    """Masks with windows are made in the graph, too. Modules of Mamba that run by segment divide it into graphs; their
+    number does not depend on its layers."""
     model = patched_tiny(architecture, "causal", num_hidden_layers=1)
     (counted,) = compilations(model, 6, **(FIXED if fixed else {}))
     assert len(counted) == graphs

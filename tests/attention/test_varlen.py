@@ -4,18 +4,20 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedConfig
 from transformers.masking_utils import (
     causal_mask_function,
-    chunked_causal_mask_function,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
     or_masks,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
 )
 
 import hf_packing as hfp
 from hf_packing.attention import kernels
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.function import LocalMask, packed_varlen, packed_varlen_mask
+from hf_packing.attention.function import NAME, LocalMask, packed_varlen, packed_varlen_mask, register
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import Layout, use_layout
 
@@ -102,11 +104,30 @@ def test_masks_of_custom_functions_are_refused():
     for how in ({"mask_function": overlaid}, {"use_vmap": True}):
         with pytest.raises(hfp.PackingError, match="does not support a mask made of custom functions"):
             packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, **how)
-    asked = {"batch_size": 1, "q_length": 3, "kv_length": 3}
-    assert packed_varlen_mask(**asked, mask_function=causal_mask_function) is None
-    for function, mask in (
-        (sliding_window_causal_mask_function(3), LocalMask(window=3)),
-        (sliding_window_bidirectional_mask_function(3), LocalMask(window=4)),
-        (chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64)), LocalMask(chunk=3)),
-    ):
-        assert packed_varlen_mask(**asked, mask_function=function, local_size=3) == mask
+
+
+@pytest.mark.parametrize(
+    ("create", "sizes", "mask"),
+    [
+        (create_causal_mask, {"sliding_window": 3}, None),
+        (create_sliding_window_causal_mask, {"sliding_window": 3}, LocalMask(window=3)),
+        (create_bidirectional_sliding_window_mask, {"sliding_window": 3}, LocalMask(window=4)),
+        (create_chunked_causal_mask, {"sliding_window": 4, "attention_chunk_size": 3}, LocalMask(chunk=3)),
+    ],
+)
+def test_masks_of_transformers(create, sizes, mask):
+    register()
+    config = PreTrainedConfig(attn_implementation=NAME, **sizes)
+    given = {"inputs_embeds": torch.zeros(1, 9, 2), "attention_mask": None}
+    if "bidirectional" not in create.__name__:
+        given |= {"cache": None}
+    assert create(config, **given) == mask
+    given["attention_mask"] = torch.ones(1, 9, dtype=torch.bool).tril(-1)
+    assert isinstance(create(config, **given), torch.Tensor)
+
+
+def test_a_local_mask_of_another_kind_is_refused():
+    config = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
+    for size in (3, 5):
+        with pytest.raises(hfp.PackingError, match=f"got a local mask of {size} tokens"):
+            packed_varlen_mask(batch_size=1, q_length=9, kv_length=9, config=config, local_size=size)
