@@ -42,9 +42,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     to copy them (labels).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
-    exact). Kernels get keys that are gathered along paths (kernels), or a mask (flex). A proof of its own runs before
-    the first such row (tree_proof, tree_batch_runs). The rows of a padded batch can share their prefixes in the same
-    way (padded).
+    exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
+    (tree_proof). The rows of a padded batch can share their prefixes in the same way (padded).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
