@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from html import escape
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from hf_packing.attention.inspect_model import (
 )
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
-from hf_packing.attention.runs import NotCallableError, Runner, what_is_missing
+from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import examined_padded_rows
 from hf_packing.batch.collate import PackingCollator
@@ -64,13 +62,6 @@ class IsolationReport:
         if self.kernel:
             lines.append(f"kernel: {self.kernel}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = [line.partition(": ") if ": " in line else ("", "", line) for line in str(self).split("\n")]
-        cells = (
-            f"<tr><th>{escape(name)}</th><td style=text-align:left>{escape(text)}</td></tr>" for name, _, text in rows
-        )
-        return f"<table>{''.join(cells)}</table>"
 
 
 Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
@@ -123,7 +114,7 @@ def check_isolation(
 
     Raises:
         PackingError: `model` is not a PreTrainedModel, or is on the meta device; `rows` is less than 1; the collator
-            fails or cuts documents; a patched model refuses the batch; `batch` has a single document; `trees` is True
+            cuts documents; a patched model refuses the batch; `batch` has a single document; `trees` is True
             for a model that is not patched; or `batch` or `trees` is given together with another argument.
 
     Example:
@@ -158,7 +149,9 @@ def check_isolation(
         return _check_rows(examined_padded_rows(runner, seed))
     lengths = distinctive_lengths(model)
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
-    case = RowCase(runner, lengths=lengths, make_batch=partial(_collate, collator), seed=seed)
+    collate = collator or PackingCollator()
+    case = RowCase(runner, lengths=lengths, make_batch=lambda documents: collate(_packed(documents)), seed=seed)
+    case.make_batch(case.segments)  # an error of the collator is no property of the model
     with suppress(NotCallableError):  # without measured rounding, fixed limits apply
         case.examine()
     return _check_rows(case)
@@ -174,7 +167,7 @@ def _check_rows(case: RowCase) -> IsolationReport:
     except PackingError:
         raise
     except Exception as error:  # custom model code may raise anything; the report contains the error
-        reason = f"the model cannot be called on a packed row: {error}{what_is_missing(case.model)}"
+        reason = f"the model cannot be called on a packed row: {error}"
         return IsolationReport(False, float("nan"), reason, route=route)
     unproven = route.facts.unproven if route else ""
     if not proofs["evaluation"].problem:
@@ -267,22 +260,13 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
     return _width(Runner(model)) in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
 
 
-def _collate(collator: Collator | None, documents: DocumentTokens) -> Mapping[str, Any]:
-    """Return a batch of packed rows of three documents each."""
-    packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
-    try:
-        return (collator or PackingCollator())(packed)
-    except Exception as error:
-        raise PackingError(
-            f"collator: expected a function that makes a batch from a list of packed rows, but the collator raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
-    """Return documents packed in a single row, with the columns that `hf_packing.pack` makes."""
-    tokens = [token for document in documents for token in document]
-    labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
-    lengths = [len(document) for document in documents]
-    positions = [position for length in lengths for position in range(length)]
-    return {"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths}
+def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:
+    """Return packed rows of three documents each, with the columns that `hf_packing.pack` makes."""
+    rows = []
+    for start in range(0, len(documents), 3):
+        lengths = [len(document) for document in documents[start : start + 3]]
+        tokens = [token for document in documents[start : start + 3] for token in document]
+        positions = [position for length in lengths for position in range(length)]
+        labels = [token if position else IGNORED_LABEL for token, position in zip(tokens, positions, strict=True)]
+        rows.append({"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths})
+    return rows
