@@ -215,7 +215,6 @@ class BatchProof:
     """Number of documents that were compared with the same documents run alone."""
     gradients: bool
     """True if gradients were compared, too."""
-    is_compiled: bool
     kernel: str
     """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
     problem: str = ""
@@ -229,7 +228,7 @@ class BatchProof:
     @property
     def where(self) -> str:
         return (
-            f"a batch of {self.tokens:,} tokens with {self.documents:,} documents of up to {self.longest:,} tokens, in "
+            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
             f"{'training' if self.training else 'evaluation'} mode and {str(self.dtype).removeprefix('torch.')}"
         )
 
@@ -269,7 +268,6 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
         dtype=case.runner.dtype,
         alone=len(case.known[0].outputs),
         gradients=bool(proof.packed.gradients),
-        is_compiled=case.runner.is_compiled,
         kernel=kernel_if_any(case.model),
         problem=problem,
         max_leak=proof.max_leak,

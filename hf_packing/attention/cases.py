@@ -125,10 +125,6 @@ class Case(ABC):
         return self.runner.model
 
     @property
-    def mode(self) -> str:
-        return "in training mode, " if self.training else ""  # the start of a message
-
-    @property
     def per_token(self) -> dict[str, Tensor]:
         """The arguments with which documents run alone, [tokens, ...] for the tokens of the batch."""
         return {"input_ids": self.tokens}
@@ -330,8 +326,6 @@ class RowCase(Case):
         tokens, others = (torch.tensor([token for each in one for token in each]) for one in documents)
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
         self.make_batch = make_batch
-        self.options: dict[str, Any] = {}
-        """Further arguments of each call of the model on the batch."""
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
 
@@ -358,7 +352,7 @@ class RowCase(Case):
         if embedded:
             ids = batch.pop("input_ids").to(self.runner.device)
             batch["inputs_embeds"] = self.model.get_input_embeddings()(ids)
-        logits = logits_of(self.runner.called, self.runner({**batch, **self.options, **options})).flatten(0, 1)
+        logits = logits_of(self.runner.called, self.runner({**batch, **options})).flatten(0, 1)
         return [logits[place] for place in places]
 
     @cached_property

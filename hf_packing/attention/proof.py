@@ -187,5 +187,5 @@ def require(case: Case) -> Proof:
     """
     proof = prove(case)
     if proof.problem:
-        raise ModelNotSupportedError(f"{case.mode}{proof.problem}")
+        raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
     return proof

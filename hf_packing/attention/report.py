@@ -22,7 +22,7 @@ from hf_packing.attention.inspect_model import (
 )
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
-from hf_packing.attention.runs import NotCallableError, Runner
+from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import examined_padded_rows
 from hf_packing.batch.collate import PackingCollator
@@ -144,16 +144,20 @@ def check_isolation(
         return _check_trees(model)
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
-    runner = Runner(model)
-    if not _takes_packed_rows(runner):
-        return _check_rows(examined_padded_rows(runner, seed))
     lengths = distinctive_lengths(model)
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
     collate = collator or PackingCollator()
-    case = RowCase(runner, lengths=lengths, make_batch=lambda documents: collate(_packed(documents)), seed=seed)
+    case = RowCase(Runner(model), lengths=lengths, make_batch=lambda rows: collate(_packed(rows)), seed=seed)
     case.make_batch(case.segments)  # an error of the collator is no property of the model
-    with suppress(NotCallableError):  # without measured rounding, fixed limits apply
+    route = route_of(model)
+    try:
+        if route is not None and not route.facts.takes_packed_rows:
+            raise NoLanguageModelError
         case.examine()
+    except NoLanguageModelError:
+        case = examined_padded_rows(case.runner, seed)
+    except NotCallableError:  # it may be callable with what the collator makes, without a measure of rounding
+        pass
     return _check_rows(case)
 
 
@@ -177,19 +181,12 @@ def _check_rows(case: RowCase) -> IsolationReport:
             unproven = f"the model cannot be called in training mode: {error}"
     reason = "changing one document did not change the logits of other documents"
     report = _report(case.model, proofs, reason, unproven)
-    return report if report.isolated or route else replace(report, reason=report.reason + _advice(case))
-
-
-def _advice(case: RowCase) -> str:
-    """Return the end of a reason, which says what to do."""
-    cause = f", with attention {case.model.config._attn_implementation!r}"
-    with suppress(Exception):  # a model that does not take use_cache
-        case.options, case.wants_gradients = {"use_cache": False}, False
-        if not prove(case).problem:
-            cause = (
-                "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
-            )
-    return f"{cause}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
+    if report.isolated or route:
+        return report
+    config = case.model.config
+    setup = f", with attention {config._attn_implementation!r} and use_cache={getattr(config, 'use_cache', False)}"
+    advice = f"{setup}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
+    return replace(report, reason=report.reason + advice)
 
 
 def _report(
@@ -236,28 +233,17 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
     return _report(inner_model(model), proofs, str([*proofs.values()][-1]))
 
 
-def _takes_packed_rows(runner: Runner) -> bool:
-    """Return whether a model takes packed rows, since it returns logits or hidden states for each token."""
-    if (route := route_of(runner.model)) is not None:
-        return route.facts.takes_packed_rows
-    return has_vocabulary(runner.model) or _width(runner) is not None
-
-
-def _width(runner: Runner) -> int | None:
-    """Return how many numbers a model returns for each token of a document; None if it returns none."""
-    with suppress(Exception):  # custom model code may raise anything
-        case = RowCase(runner)
-        case.examine()
-        return case.known[0].outputs[0].shape[-1]
-    return None
-
-
 def predicts_tokens(model: PreTrainedModel) -> bool:
     """Return whether a model is a language model: whether it has an output layer or, if it does not name one, returns
     as many numbers for each token of a document as its vocabulary has."""
     if has_vocabulary(model) or model.config.is_encoder_decoder or not has_local_weights(model):
         return has_vocabulary(model)
-    return _width(Runner(model)) in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+    case = RowCase(Runner(model))
+    with suppress(ModelNotSupportedError):
+        case.examine()
+        width = case.known[0].outputs[0].shape[-1]
+        return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+    return False
 
 
 def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:

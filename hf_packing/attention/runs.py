@@ -59,17 +59,12 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     """
     found = (getattr(output, name, None) for name in ("logits", "prediction_logits", "last_hidden_state"))
     logits = next((each for each in found if each is not None), None)
-    if getattr(output, "mc_logits", None) is not None:
-        raise NoLanguageModelError(
-            f"model: expected a model with one head, but {type(model).__name__} also returns mc_logits, and takes rows "
-            "of several choices, [rows, choices, tokens], which packed rows do not have; "
-            f"{NoLanguageModelError.SUPPORTED}"
-        )
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
+    two_heads = getattr(output, "mc_logits", None) is not None
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or two_heads:
         shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
         raise NoLanguageModelError(
-            f"model: expected logits of shape [rows, tokens, vocabulary], but {type(model).__name__} returns {shown}; "
-            f"{NoLanguageModelError.SUPPORTED}"
+            f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} "
+            f"returns {'also mc_logits' if two_heads else shown}; {NoLanguageModelError.SUPPORTED}"
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

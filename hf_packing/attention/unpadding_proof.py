@@ -54,7 +54,7 @@ class PaddedCase(RowCase):
             tokens[last] = _end_token_of(runner.model) or 0
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:  # noqa: ARG002
-        return self._outputs_of(self.by_segment(tokens), **self.options, **options)
+        return self._outputs_of(self.by_segment(tokens), **options)
 
     def outputs_alone(self, places: Tensor) -> Tensor:
         return self._outputs_of([self.tokens[places]])[0]

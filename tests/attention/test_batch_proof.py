@@ -34,7 +34,7 @@ def test_a_leak_is_found_and_named(regime):
     with torch.autocast("cpu", torch.bfloat16, enabled=regime == "autocast"):
         proof = prove_on_batch(model, batch_with())
     assert ("gradients" if regime == "gradients" else f"the difference begins in {module}") in proof.problem
-    assert str(proof).startswith("not isolated on a batch of 850 tokens with 8 documents of up to 210 tokens")
+    assert str(proof).startswith("not isolated on 8 documents of up to 210 tokens, 850 in all, in training mode and ")
 
 
 @pytest.mark.parametrize("regime", fast_only(["distance", "token"], "distance"))
@@ -118,7 +118,7 @@ def test_a_compiled_model_is_proven_as_it_is_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(patched().train(), backend="aot_eager")
     proof = prove_on_batch(compiled, batch_with())
-    assert (proof.problem, proof.is_compiled, proof.gradients) == ("", True, True)
+    assert (proof.problem, proof.gradients) == ("", True)
     model, module = leaky("distance")
     compiled = torch.compile(hfp.patch_model(model), backend="aot_eager")
     assert module in prove_on_batch(compiled, batch_with()).problem
@@ -136,7 +136,7 @@ def test_check_isolation_of_a_batch():
     report = hfp.check_isolation(patched(), batch=batch)
     assert (report.isolated, report.modes, report.max_leak) == (True, ("evaluation", "training"), 0)
     assert report.reason.startswith(
-        "a batch of 850 tokens with 8 documents of up to 210 tokens, in training mode and f"
+        "8 documents of up to 210 tokens, 850 in all, in training mode and float32; no document changes the"
     )
     assert report.reason.endswith("kernel: exact attention, segment by segment")
     model, module = leaky("training")
