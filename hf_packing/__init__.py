@@ -26,7 +26,7 @@ _HOME_OF = {
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.sequential",
     "NonNegativeLeastSquares": "strategies.nnls",
-    "Optimal": "strategies.optimal.strategy",
+    "Optimal": "strategies.optimal",
     "PackedLoader": "training.loader",
     "PackingCollator": "batch.collate",
     "PackingError": "errors",
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from hf_packing.strategies.compare import ComparedStrategy, Comparison, compare
     from hf_packing.strategies.greedy import BestFit, ShortestPackFirst
     from hf_packing.strategies.nnls import NonNegativeLeastSquares
-    from hf_packing.strategies.optimal.strategy import Optimal
+    from hf_packing.strategies.optimal import Optimal
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.streams.mix import mix
     from hf_packing.text.branches import branches

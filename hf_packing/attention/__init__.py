@@ -29,7 +29,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
-   trains with. If the proof fails, another run finds the module in which the difference begins (locate).
+   trains with (batch_proof). If the proof fails, another run finds the module in which the difference begins (locate).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except

@@ -7,7 +7,7 @@ best fit and first fit are in planning/best_fit.py.
     base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
     greedy.py       BestFit and ShortestPackFirst, which are counting strategies
     nnls.py         NonNegativeLeastSquares, a counting strategy that needs scipy
-    optimal/        Optimal, a counting strategy that needs scipy
+    optimal.py      Optimal, a counting strategy that needs scipy; column_generation.py has its algorithm
     fill_columns.py turns solutions of NonNegativeLeastSquares and Optimal into packs
     bucket.py       Bucket, a counting strategy, and BucketByLength; both strategies make packs of several capacities
     sequential.py   FixedLength, FirstCome and Multipack

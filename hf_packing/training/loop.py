@@ -21,7 +21,7 @@ from hf_packing.attention import (
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.kept_labels import kept_labels
+from hf_packing.sampling.rows import kept_labels
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import with_linear_cost

@@ -17,7 +17,7 @@ from hf_packing.attention import inner_model
 from hf_packing.batch.collate import numbers_in
 from hf_packing.columns import INPUT_IDS, KNOWN_COLUMNS, TREE_INPUT_IDS
 from hf_packing.rows.token_columns import TokenColumn, check_same_lengths, is_token_type, row_numbers, visible_columns
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
+from hf_packing.sampling.rows import TreesOfDocuments
 
 Takes = Callable[[str], bool]
 """A function that tells whether a column of this name is passed on."""

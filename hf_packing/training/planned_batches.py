@@ -16,11 +16,9 @@ from hf_packing.errors import PackingError
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, sizes_of
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.attach_decisions import AttachDecisions
 from hf_packing.training.checks import (
     applies_masks,

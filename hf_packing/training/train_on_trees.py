@@ -10,8 +10,8 @@ from hf_packing.attention import has_local_weights, inner_model, patch_model
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
+from hf_packing.sampling.rows import TreesOfDocuments
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import check_loss_of_model, check_predicts_next
 from hf_packing.training.shared_randomness import warn_of_shared_randomness
