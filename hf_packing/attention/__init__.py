@@ -29,7 +29,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
-   trains with. If the proof fails, another run finds the module in which the difference begins (locate).
+   trains with (batch_proof). If the proof fails, another run finds the module in which the difference begins (locate).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
@@ -42,9 +42,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     to copy them (labels).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
-    exact). Kernels get keys that are gathered along paths (kernels), or a mask (flex). A proof of its own runs before
-    the first such row (tree_proof, tree_batch_runs). The rows of a padded batch can share their prefixes in the same
-    way (padded).
+    exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
+    (tree_proof). The rows of a padded batch can share their prefixes in the same way (padded).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.inspect_model import embedding_of, has_local_weights, without_ddp
+from hf_packing.attention.inspect_model import embedding_of, without_ddp
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout
 from hf_packing.attention.locate import locate_leak
-from hf_packing.attention.proof import prove
+from hf_packing.attention.proof import on_any_rank, prove
 from hf_packing.attention.route import READ_ARGUMENTS, route_of
 from hf_packing.attention.runs import Embedded, Runner, gradients_of, logits_of
 from hf_packing.attention.tolerance import BATCH
@@ -45,8 +45,8 @@ class BatchCase(Case):
     """A training batch.
 
     All ranks that shard a model make the same calls, each on at most one batch: one on the batch as it is, one with
-    about half of the documents replaced, and four on documents alone. Of trees, segments are replaced, with everything
-    below them, and one document of each tree has gradients, since gradients at shared tokens are sums.
+    about half of the documents replaced, and four on documents alone. Of trees, segments without any below them are
+    replaced, and one document of each tree has gradients, since gradients at shared tokens are sums.
 
     Args:
         model: a model as a training loop calls it: wrapped by DDP, FSDP, PEFT, DeepSpeed, torch.compile, or not.
@@ -102,14 +102,14 @@ class BatchCase(Case):
             )
         return self.by_segment(logits.flatten(0, 1))
 
-    def outputs_alone(self, places: Tensor) -> Tensor:
+    @property
+    def per_token(self) -> dict[str, Tensor]:
         rows = self._inputs["input_ids"].shape
-        inputs = {
-            name: value.flatten(0, 1)[places][None]
+        return {
+            name: value.flatten(0, 1)
             for name, value in self._inputs.items()
             if isinstance(value, Tensor) and value.shape[:2] == rows and name not in READ_ARGUMENTS
         }
-        return logits_of(self.model, self.runner({**inputs, "use_cache": False}))[0]
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]
@@ -124,13 +124,6 @@ class BatchCase(Case):
         others = by_place.abs().amax(1).index_fill(0, torch.cat(places), 0)
         return [by_place[each] for each in places], float(others.max())
 
-    def on_any_rank(self, found: bool) -> bool:
-        if has_local_weights(self.model) or not torch.distributed.is_initialized():
-            return found
-        flag = torch.tensor(found, dtype=torch.int32, device=self.runner.device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-        return bool(flag)
-
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
     """Return other tokens of a batch, which the model takes."""
@@ -142,28 +135,19 @@ def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
 
 
 _FEW = 4
-"""Of fewer segments than this number, every second one is replaced."""
+"""Of fewer documents than this number, every second one is replaced."""
 
 
 def _segments_to_replace(trees: TreeSegments) -> list[int]:
-    """Return about half of the segments and, of trees, those with at most half of the tokens.
+    """Return about half of the segments that have nothing below them.
 
-    Among many segments, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For
-    every distance, some of them are that far before one that is kept, and some that far after one, so a leak to any
-    later or earlier document is visible.
+    Among many, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ... For every
+    distance, some of them are that far before one that is kept, and some that far after one, so a leak to any later or
+    earlier document is visible.
     """
-    number = len(trees.lengths)
-    left = trees.tokens // 2 if trees.has_branches else trees.tokens
-    replaced: set[int] = set()
-    for segment, parent in enumerate(trees.parents if number > 1 else ()):
-        is_chosen = segment % 2 == trees.has_branches if number < _FEW else segment.bit_count() % 2 == 0
-        below = int(trees.begins[trees.ends_below[segment]] - trees.begins[segment])
-        if parent in replaced:
-            replaced.add(segment)
-        elif is_chosen and below <= left:
-            replaced.add(segment)
-            left -= below
-    return sorted(replaced)
+    leaves = trees.leaves if len(trees.leaves) > 1 else ()
+    is_few = len(leaves) < _FEW
+    return [leaf for number, leaf in enumerate(leaves) if (number if is_few else number.bit_count()) % 2 == 0]
 
 
 def sampled_documents(lengths: Sequence[int], documents: Sequence[int], tokens: int) -> list[int]:
@@ -231,7 +215,6 @@ class BatchProof:
     """Number of documents that were compared with the same documents run alone."""
     gradients: bool
     """True if gradients were compared, too."""
-    is_compiled: bool
     kernel: str
     """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
     problem: str = ""
@@ -245,7 +228,7 @@ class BatchProof:
     @property
     def where(self) -> str:
         return (
-            f"a batch of {self.tokens:,} tokens with {self.documents:,} documents of up to {self.longest:,} tokens, in "
+            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
             f"{'training' if self.training else 'evaluation'} mode and {str(self.dtype).removeprefix('torch.')}"
         )
 
@@ -274,7 +257,7 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
     case = BatchCase(model, batch, training)
     proof = prove(case)
     problem = proof.problem
-    if case.on_any_rank(bool(problem)):
+    if on_any_rank(case.model, bool(problem)):
         place = locate_leak(case)
         problem += f"; the difference begins in {place}" if problem and place else ""
     return BatchProof(
@@ -285,7 +268,6 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
         dtype=case.runner.dtype,
         alone=len(case.known[0].outputs),
         gradients=bool(proof.packed.gradients),
-        is_compiled=case.runner.is_compiled,
         kernel=kernel_if_any(case.model),
         problem=problem,
         max_leak=proof.max_leak,

@@ -27,10 +27,19 @@ from hf_packing.attention.runs import (
     Runner,
     gradients_of,
     logits_of,
-    what_is_missing,
 )
 from hf_packing.attention.snapshot import random_state, seed_all
-from hf_packing.attention.tolerance import PROBE, Noise, Profile, Tolerance, apart, comparable, has_experts, spread
+from hf_packing.attention.tolerance import (
+    PROBE,
+    Profile,
+    Tolerance,
+    apart,
+    comparable,
+    effect_of_rounding,
+    has_experts,
+    spread,
+)
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
@@ -64,8 +73,8 @@ class Alone:
     """float [values, width] for each document."""
     gradients: dict[int, Tensor]
     """The gradients with respect to the tokens of each document; empty if they were not computed."""
-    noise: Noise
-    gradient_noise: Noise
+    noise: float
+    """The largest change of an output by rounding, in standard deviations of all outputs."""
 
     def without_documents(self) -> "Alone":
         """Return what is known of rounding alone, where documents cannot be compared."""
@@ -116,17 +125,19 @@ class Case(ABC):
         return self.runner.model
 
     @property
-    def mode(self) -> str:
-        return "in training mode, " if self.training else ""  # the start of a message
+    def per_token(self) -> dict[str, Tensor]:
+        """The arguments with which documents run alone, [tokens, ...] for the tokens of the batch."""
+        return {"input_ids": self.tokens}
 
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each document."""
         return [sum(self.trees.lengths[each] for each in path) for path in self.paths]
 
-    def tolerance(self, *noise: Noise) -> Tolerance:
-        known = noise or [each.noise for each in self.known[:1]] or [Noise()]
-        return Tolerance(self.runner.dtype, has_experts(self.model), max(known), self.profile)
+    def tolerance(self, known: Alone | None = None) -> Tolerance:
+        """Return the tolerance for a comparison with documents alone, or with another run on the batch."""
+        noise = max((each.noise for each in ([known] if known else self.known)), default=0.0)
+        return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager in which the case runs the model."""
@@ -155,10 +166,11 @@ class Case(ABC):
     def outputs(self, tokens: Tensor) -> list[Tensor]:
         """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
 
-    @abstractmethod
     def outputs_alone(self, places: Tensor) -> Tensor:
         """Run the model on a document whose tokens are in these places of the batch, and return its outputs, [values,
         width]."""
+        inputs = {name: value[places][None] for name, value in self.per_token.items()}
+        return logits_of(self.runner.called, self.runner({**inputs, "use_cache": False}))[0]
 
     @abstractmethod
     def gradients(
@@ -197,14 +209,12 @@ class Case(ABC):
         with self.runner.unpatched(attention), self.runner.eagerly(), torch.set_grad_enabled(self.wants_gradients):
             found = {document: self.run_alone(document) for document in self.sample}
             longest = max((each for each in found if each is not None), key=self.lengths.__getitem__, default=None)
-            noisy = self.run_alone(longest, noisy=True)
-        outputs, gradients = found[longest]
-        unit = spread(torch.cat([each for each, _ in found.values()]))
+            noisy, _ = self.run_alone(longest, noisy=True)
+        unit = spread(torch.cat([outputs for outputs, _ in found.values()]))
         return Alone(
-            {document: each for document, (each, _) in found.items() if document is not None},
-            {document: each for document, (_, each) in found.items() if document is not None and each is not None},
-            Noise.of(noisy[0], outputs, unit),
-            Noise.of(noisy[1], gradients),
+            {document: outputs for document, (outputs, _) in found.items() if document is not None},
+            {document: own for document, (_, own) in found.items() if document is not None and own is not None},
+            effect_of_rounding(noisy, found[longest][0], unit),
         )
 
     def run_alone(self, document: int | None, noisy: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -213,12 +223,9 @@ class Case(ABC):
         places = dummy if document is None else self.tokens_of(document)
         with self._leaves(len(places), noisy) as embedded:
             outputs = self.outputs_alone(places)
-            graded = self.gradients(score_of(outputs), embedded, [document or 0]) if self.wants_gradients else None
+            wanted = self.wants_gradients and not noisy
+            graded = self.gradients(score_of(outputs), embedded, [document or 0]) if wanted else None
         return outputs.detach(), None if graded is None else graded[0][0]
-
-    def on_any_rank(self, found: bool) -> bool:
-        """Return whether `found` is True on any of the ranks that make the same calls."""
-        return found
 
 
 def score_of(outputs: Tensor) -> Tensor:
@@ -242,9 +249,8 @@ def random_documents(
     Raises:
         PackingError: the vocabulary is too small.
     """
-    embedding, config = embedding_of(model), model.config.get_text_config()
-    known_size = getattr(config, "vocab_size", len(embedding.weight))
-    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the weight may have prompt rows
+    size, config = len(embedding_of(model).weight), model.config.get_text_config()
+    vocabulary = min(getattr(config, "vocab_size", size), size)  # the weight may have prompt rows
     settings = vars(model.config) | vars(config)
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
@@ -265,17 +271,8 @@ def random_documents(
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
-    """Return model inputs for documents packed in one row: the batch that PackingCollator makes, without labels."""
-    row = Layout.of([len(tokens) for tokens in documents])
-    return {
-        "input_ids": torch.tensor([[token for tokens in documents for token in tokens]]),
-        "position_ids": row.position_ids,
-        "cu_seq_lens_q": row.cu_seq_lens,
-        "cu_seq_lens_k": row.cu_seq_lens,
-        "max_length_q": row.longest,
-        "max_length_k": row.longest,
-        "seq_idx": row.seq_idx,
-    }
+    """Return model inputs for documents packed in one row."""
+    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
 
 
 def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
@@ -329,8 +326,6 @@ class RowCase(Case):
         tokens, others = (torch.tensor([token for each in one for token in each]) for one in documents)
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
         self.make_batch = make_batch
-        self.options: dict[str, Any] = {}
-        """Further arguments of each call of the model on the batch."""
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
 
@@ -357,19 +352,22 @@ class RowCase(Case):
         if embedded:
             ids = batch.pop("input_ids").to(self.runner.device)
             batch["inputs_embeds"] = self.model.get_input_embeddings()(ids)
-        logits = logits_of(self.runner.called, self.runner({**batch, **self.options, **options})).flatten(0, 1)
+        logits = logits_of(self.runner.called, self.runner({**batch, **options})).flatten(0, 1)
         return [logits[place] for place in places]
 
-    def outputs_alone(self, places: Tensor) -> Tensor:
-        inputs = {"input_ids": self.tokens[places][None], "use_cache": False}
-        return logits_of(self.runner.called, self.runner(inputs))[0]
-
     @cached_property
-    def own_tokens(self) -> list[Tensor]:
-        """The token ids that only one segment has, for each segment: some models add others themselves."""
-        segments = self.by_segment(self.tokens)
-        ids, owners = torch.unique(torch.cat([*map(torch.unique, segments)]), return_counts=True)
-        return [own[torch.isin(own, ids[owners == 1])] for own in map(torch.unique, segments)]
+    def owners(self) -> Tensor:
+        """The segment that has a token, for each token id; -1 if none or several have it."""
+        owners = torch.full((len(embedding_of(self.model).weight),), -1)
+        counts = torch.zeros_like(owners)
+        for number, tokens in enumerate(self.by_segment(self.tokens)):
+            owners[tokens] = number
+            counts[torch.unique(tokens)] += 1
+        return owners.where(counts < 2, -1).to(self.runner.device)
+
+    def owned_by(self, document: int) -> Tensor:
+        """Return which token ids only the segments of a document have, bool [token ids]."""
+        return torch.isin(self.owners, torch.tensor(self.paths[document], device=self.owners.device))
 
     def gradients(
         self, score: Tensor, embedded: Embedded, documents: Sequence[int]
@@ -379,11 +377,10 @@ class RowCase(Case):
             return None
         ids = torch.cat([ids.flatten() for ids, _ in embedded])
         flat = torch.cat([each.flatten(0, -2) for each in found]).float()
-        by_token = flat.new_zeros(len(embedding_of(self.model).weight), flat.shape[-1]).index_add_(0, ids, flat)
-        own = [torch.cat([self.own_tokens[each] for each in self.paths[number]]) for number in documents]
-        others = torch.cat(self.own_tokens)
-        others = others[~torch.isin(others, torch.cat(own))]
-        return [by_token[each] for each in own], float(by_token[others].abs().sum(1).max()) if len(others) else 0.0
+        by_token = flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, ids, flat)
+        own = [self.owned_by(each) for each in documents]
+        others = (self.owners >= 0) & ~torch.stack(own).any(0)
+        return [by_token[each] for each in own], float((by_token.abs().amax(1) * others).max())
 
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
@@ -402,9 +399,9 @@ class RowCase(Case):
                 failures.append(error)
         if isinstance(failures[0], NoLanguageModelError):
             raise failures[0]
+        two_texts = "; an encoder-decoder takes two texts" if self.model.config.is_encoder_decoder else ""
         raise NotCallableError(
-            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}"
-            f"{what_is_missing(self.model)}"
+            f"{type(self.model).__name__}: the model cannot be called with input_ids alone: {failures[0]}{two_texts}"
         ) from failures[0]
 
     def _examined(self, attention: str | None) -> Alone:
@@ -417,7 +414,7 @@ class RowCase(Case):
             other = self.alone(attention)
             self.runner.seed -= 1
             one, two = (torch.cat([*each.outputs.values()]) for each in (found, other))
-            if not self.tolerance(found.noise).explains(apart(two, one)):
+            if not self.tolerance(found).explains(apart(two, one)):
                 self.unproven = RANDOM
                 return found.without_documents()
         if self.training and not found.gradients:
@@ -431,7 +428,7 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     try:
         training.examine()
     except NotCallableError as error:
-        training.unproven = f"{_NOT_CALLABLE}: {error.__cause__ or error}"
+        training.known, training.unproven = [], f"{_NOT_CALLABLE}: {error.__cause__ or error}"
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.function import NAME_WITH_LOCAL_MASKS, observe
+from hf_packing.attention.function import observe
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import switched_off
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
@@ -27,7 +27,6 @@ from hf_packing.attention.route import (
     Facts,
     Method,
     Route,
-    is_patched,
     known_routes,
     methods_for,
     packed_share,
@@ -171,7 +170,11 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             is left unpatched.
     """
     model, case = cases[0].model, cases[0]
-    method, route = _with_local_masks(method, case), None
+    route: Route | None = None
+    with observe() as layers, _called_with(method, case) as forward:
+        forward()
+    if method.attention and not layers:
+        raise ModelNotSupportedError(_NEVER_CALLED)
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
         with _called_with(method, case) as forward:
@@ -217,53 +220,31 @@ def _called_with(method: Method, case: RowCase) -> Iterator[Callable[..., Any]]:
         remove(case.model)
 
 
-def _with_local_masks(method: Method, case: RowCase) -> Method:
-    """Return a method that gives the model the windows and chunks that only its attention masks have, if it has any.
-
-    Raises:
-        ModelNotSupportedError: the model cannot be called on a packed row, or does not call the method's attention.
-    """
-    with observe() as observed, _called_with(method, case) as forward:
-        forward()
-    if method.attention and not observed.calls:
-        raise ModelNotSupportedError(_NEVER_CALLED)
-    has_lost = any(mask.window not in observed.windows for mask in observed.local_masks)
-    return replace(method, attention=NAME_WITH_LOCAL_MASKS) if has_lost else method
-
-
 def _prove(route: Route, cases: list[RowCase]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it with the facts that the proof has found. If
-    the proof fails, raise ModelNotSupportedError, and leave the model unpatched.
-    """
-    model = cases[0].model
+    the proof fails, raise ModelNotSupportedError, and leave the model unpatched."""
     route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
-    install(model, route)
-    try:
-        for case in cases:
-            if case.known:
-                require(case)
-    except BaseException as error:
-        if is_patched(model):
-            remove(model)
-        if not isinstance(error, Exception):
+    with unpatched_on_error(cases[0].model):
+        install(cases[0].model, route)
+        try:
+            for case in cases:
+                if case.known:
+                    require(case)
+        except ModelNotSupportedError:
             raise
-        if isinstance(error, ModelNotSupportedError):
-            raise
-        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+        except Exception as error:  # custom model code may raise anything
+            raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
 
 
 def find_on_small_copy(model: PreTrainedModel) -> Route:
-    """Find and prove a route on a small copy of a model, and return it as a route for the model itself.
-
-    Modules that the copy does not have, such as those of PEFT or of the user, are searched in the model, if its weights
-    are in memory. Otherwise, the model itself is not run.
+    """Find and prove a route on a small copy of a model, and return it as a route for the model itself, which is not
+    run.
 
     Raises:
         ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
             segment by segment in the copy has another class in the model, or is missing there.
     """
-    failures: list[str] = []
     for dtype in _COPY_DTYPES:
         try:
             copy = small_copy_of(model, dtype)
@@ -275,32 +256,21 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
             ) from error
         try:
             find_and_prove(copy)
-            return _for_model(model, copy)
-        except NoLanguageModelError:
-            raise
+            break
         except ModelNotSupportedError as error:
-            failures.append(f"on a small copy of the model in {dtype}: {error}")
-    raise ModelNotSupportedError("; ".join(failures))
-
-
-def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
-    """Turn the route of a small copy into a route for the model itself, and return it.
-
-    Raises:
-        ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is
-            missing there.
-    """
-    route = route_of(copy)
-    assert route is not None
-    classes = {name: type(module) for name, module in copy.named_modules()}
+            if isinstance(error, NoLanguageModelError):
+                raise
+            failure = error
+    if (route := route_of(copy)) is None:
+        raise ModelNotSupportedError(f"on a small copy of the model: {failure}") from failure
     own = dict(model.named_modules())
     for plan in route.by_segment:
-        names = [cls.__name__ for cls in type(own[plan.name]).__mro__] if plan.name in own else ["no such module"]
-        if classes[plan.name].__name__ not in names:
+        found = type(own.get(plan.name))
+        if plan.kind not in [each.__name__ for each in found.__mro__]:
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: patch_model found a route on a small copy of the model, but the route does "
                 f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
-                f"{names[0]}"
+                f"{found.__name__}"
             )
     refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
     facts = replace(route.facts, refused_token=refused)
@@ -323,15 +293,7 @@ def find_for_long_documents(model: PreTrainedModel) -> None:
     short = remove(model)
     known_routes.pop(route_key(model))  # which is the short one
     try:
-        route = find_on_small_copy(model)
+        find_and_prove(model, only=find_on_small_copy(model))
     except _NoCopyError as error:
         install(model, short)
         warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
-        return
-    try:
-        find_and_prove(model, only=route)
-    except ModelNotSupportedError as error:
-        raise ModelNotSupportedError(
-            f"{type(model).__name__}: the route that keeps long documents apart in a small copy of the model is not "
-            f"proven on the model itself: {error}"
-        ) from error

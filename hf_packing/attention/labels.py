@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,8 +20,7 @@ from hf_packing.attention.route import sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.rows.token_columns import is_token_type
+from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 
 _FEWEST = 3
 """The number of trained labels that are enough to tell whether labels repeat the input. Masked language models are
@@ -96,15 +94,7 @@ def check_loader(layout: Layout) -> None:
     rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     for dataset in stored_datasets(getattr(loader, "dataset", None)):
         names = _visible(dataset)
-        has_packs = is_packed(dataset)
-        table = getattr(dataset, "data", None)  # None for a stream
-        if table is not None and SEQ_LENGTHS in set(names) & set(table.column_names):  # not in that of lazy rows
-            column = table.column(SEQ_LENGTHS)
-            if is_token_type(column.type):
-                lengths = pc.list_flatten(column)
-                refuse_packed_again(dataset, pc.sum(lengths).as_py() or 0, len(lengths))
-                has_packs |= len(lengths) > len(column)
-        if names and has_packs and (rows_read is None or len(layout.lengths) <= rows_read):
+        if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
             refuse_lost_borders(dataset, names)
             _ask(loader.collate_fn, names)
     _checked.add(loader)

@@ -1,9 +1,8 @@
 """Find the module in which the outputs of packed documents begin to differ from what they should be."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +15,9 @@ _ALWAYS_ALLOWED, _ALWAYS_ALLOWED_IN_HALF, _NOISE_FACTOR = 1e-4, 1e-2, 8
 than this share of them, and than this number times the effect of rounding."""
 
 
-class _Record(NamedTuple):
-    """What is known of each token in a call of a module: the sum of magnitudes in each tensor, float64 [tokens]."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-_Records = dict[tuple[str, int], _Record]
-"""The calls in a forward, by the name of the module and the number of its earlier calls, in the order in which they
-end."""
+_Records = dict[str, tuple[list[Tensor], list[Tensor]]]
+"""By the name of a module, what is known of its inputs and of its outputs for each token: the sum of magnitudes in each
+tensor, float64 [tokens]. Modules are in the order in which their first calls end."""
 
 
 def locate_leak(case: Case) -> str:
@@ -62,25 +54,15 @@ def _recorded(model: nn.Module, tokens: int) -> Iterator[_Records]:
     """Context manager: within the block, record the calls of all modules, in the order in which the calls end, in
     forwards of so many tokens."""
     records: _Records = {}
-    calls: Counter[str] = Counter()
-    open_inputs: list[list[Tensor]] = []
 
-    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        open_inputs.append(_sums((args, kwargs), tokens))
-
-    def end(name: str) -> Any:
-        def record(_: nn.Module, __: Any, output: Any) -> None:
-            inputs = open_inputs.pop()
+    def record(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if outputs := _sums(output, tokens):
-                records[name, calls[name]] = _Record(inputs, outputs)
-                calls[name] += 1
+                records.setdefault(name, (_sums((args, kwargs), tokens), outputs))
 
-        return record
+        return after
 
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        hooks.append(module.register_forward_hook(end(name)))
+    hooks = [each.register_forward_hook(record(name), with_kwargs=True) for name, each in model.named_modules()]
     try:
         yield records
     finally:
@@ -102,7 +84,9 @@ def _sums(value: Any, tokens: int) -> list[Tensor]:
 
 def _at(records: _Records, places: Tensor) -> _Records:
     """Return what is known of some tokens."""
-    return {key: _Record(*([each[places] for each in part] for part in record)) for key, record in records.items()}
+    return {
+        name: ([one[places] for one in given], [one[places] for one in made]) for name, (given, made) in records.items()
+    }
 
 
 def _first_difference(model: nn.Module, packed: _Records, exact: _Records, noisy: _Records, allowed: float) -> str:
@@ -116,10 +100,9 @@ def _first_difference(model: nn.Module, packed: _Records, exact: _Records, noisy
                 return True
         return False
 
-    for key in [each for each in packed if each in exact and each in noisy]:
-        inputs, outputs = zip(packed[key], exact[key], noisy[key], strict=True)
+    for name in [each for each in packed if each in exact and each in noisy]:
+        inputs, outputs = zip(packed[name], exact[name], noisy[name], strict=True)
         if differ(*outputs):
-            name = key[0]
             if differ(*inputs):
                 name = name.rpartition(".")[0]
                 while name and isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):

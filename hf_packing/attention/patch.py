@@ -14,7 +14,7 @@ from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
-from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS
+from hf_packing.attention.function import NAME
 from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
@@ -162,7 +162,7 @@ def _check_configuration(model: PreTrainedModel) -> None:
             f"return_dict: expected True in the configuration of {type(model).__name__}, got False; outputs have to "
             "have names. Set model.config.return_dict = True, and call the model with return_dict=False for a tuple"
         )
-    if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
+    if any(attention == NAME for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
             f"{type(model).__name__} is already set by patch_model; this configuration is shared with, or copied from, "

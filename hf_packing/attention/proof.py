@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
+from hf_packing.attention.inspect_model import has_local_weights, input_device
 from hf_packing.attention.kernels import fallbacks
 from hf_packing.attention.tolerance import (
+    GRADIENT_LENIENCE,
     LARGEST_GRADIENT_LEAK,
     LEAST_SEEN,
     apart,
@@ -38,8 +41,8 @@ class _Change:
 
     leak: Tensor
     """The differences where nothing may change; a single zero if there are none."""
-    seen: float
-    """The largest difference at unchanged tokens behind replaced ones or, if there are none, at replaced ones."""
+    is_seen: bool
+    """Whether unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones."""
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Proof:
         if not torch.stack([comparable(each).any() for each in packed.outputs]).all():
             return f"{type(case.model).__name__} returns no finite logits for a document"
         unit = spread(torch.cat(packed.outputs))
-        if any(each.seen <= LEAST_SEEN * unit for each in self.changes):
+        if not all(each.is_seen for each in self.changes):
             return (
                 "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
                 "of the following tokens"
@@ -99,24 +102,19 @@ class Proof:
     def _difference(self, alone: Alone, unit: float) -> str:
         """Return how documents differ from the same documents alone; empty if rounding explains it."""
         case, packed = self.case, self.packed
-        tolerance = case.tolerance(alone.noise)
+        explains = case.tolerance(alone).explains
         for number, expected in alone.outputs.items():
-            found = apart(packed.of(case.paths[number]), expected, unit)
-            if not tolerance.explains(found):
-                return _differ("logits", found, case) + tolerance.note()
-        tolerance = case.tolerance(alone.noise, alone.gradient_noise).for_gradients
-        for number in alone.gradients.keys() & packed.gradients.keys():
-            found = apart(packed.gradients[number], alone.gradients[number])
-            if not tolerance.explains(found):
-                return _differ("gradients", found, case)
+            found = [("logits", apart(packed.of(case.paths[number]), expected, unit), 1)]
+            if number in alone.gradients and number in packed.gradients:
+                gradients = apart(packed.gradients[number], alone.gradients[number])
+                found.append(("gradients", gradients, GRADIENT_LENIENCE))
+            for what, each, lenience in found:
+                if not explains(each / lenience):
+                    return (
+                        f"a document's {what} differ by {float(each.max()):.2g} standard deviations between "
+                        f"{case.where} and the document alone"
+                    )
         return ""
-
-
-def _differ(what: str, found: Tensor, case: Case) -> str:
-    return (
-        f"a document's {what} differ by {float(found.max()):.2g} standard deviations between {case.where} and the "
-        "document alone"
-    )
 
 
 def prove(case: Case) -> Proof:
@@ -135,7 +133,7 @@ def prove(case: Case) -> Proof:
                     raise
             else:
                 reason = proof.problem or "isolation is not proven on another rank"
-                if not (case.on_any_rank(bool(proof.problem)) and fall_back(reason)):
+                if not (on_any_rank(case.model, bool(proof.problem)) and fall_back(reason)):
                     return proof
 
 
@@ -148,7 +146,7 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         proof = Proof(case, packed, [_change(case, packed, replaced) for replaced in case.replacements])
         case.known = case.known or [case.alone()]
         proof.problem = proof.find_problem()
-        if case.on_any_rank(bool(proof.problem)):
+        if on_any_rank(case.model, bool(proof.problem)):
             # some models are not deterministic, and some attention functions have had bugs
             proof.repeated = case.run()
             other = case.runner.other_attention
@@ -163,13 +161,22 @@ def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     after, noticing = case.run(replaced), case.may_notice(replaced)
     kept = [each for each in range(len(before.outputs)) if each not in set(noticing)]
     left, right = after.of(kept), before.of(kept)
-    seen = differences(after.of(noticing), before.of(noticing)).amax(1)
+    inside, least = differences(after.of(noticing), before.of(noticing)).amax(1), 0.0
     is_same = case.by_segment(case.with_replaced(replaced) == case.tokens)
-    behind = torch.cat([is_same[each] for each in noticing]).to(seen.device)
-    if behind.shape == seen.shape and behind.any():
-        seen = seen[behind]
+    behind = torch.cat([is_same[each] for each in noticing]).to(inside.device)
+    if behind.shape == inside.shape and behind.any():
+        inside, least = inside[behind], LEAST_SEEN * spread(torch.cat(before.outputs))
     leak = left.new_zeros(1) if torch.equal(left, right) else differences(left, right)
-    return _Change(leak, float(seen.max()))
+    return _Change(leak, bool(inside.max() > least))
+
+
+def on_any_rank(model: PreTrainedModel, found: bool) -> bool:
+    """Return whether `found` is True on any of the ranks that shard a model, which make the same calls."""
+    if has_local_weights(model) or not torch.distributed.is_initialized():
+        return found
+    flag = torch.tensor(found, dtype=torch.int32, device=input_device(model))
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)
 
 
 def require(case: Case) -> Proof:
@@ -180,5 +187,5 @@ def require(case: Case) -> Proof:
     """
     proof = prove(case)
     if proof.problem:
-        raise ModelNotSupportedError(f"{case.mode}{proof.problem}")
+        raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
     return proof

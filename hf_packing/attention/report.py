@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from html import escape
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from hf_packing.attention.inspect_model import (
 )
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
-from hf_packing.attention.runs import NotCallableError, Runner, what_is_missing
+from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import examined_padded_rows
 from hf_packing.batch.collate import PackingCollator
@@ -64,13 +62,6 @@ class IsolationReport:
         if self.kernel:
             lines.append(f"kernel: {self.kernel}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = [line.partition(": ") if ": " in line else ("", "", line) for line in str(self).split("\n")]
-        cells = (
-            f"<tr><th>{escape(name)}</th><td style=text-align:left>{escape(text)}</td></tr>" for name, _, text in rows
-        )
-        return f"<table>{''.join(cells)}</table>"
 
 
 Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
@@ -123,7 +114,7 @@ def check_isolation(
 
     Raises:
         PackingError: `model` is not a PreTrainedModel, or is on the meta device; `rows` is less than 1; the collator
-            fails or cuts documents; a patched model refuses the batch; `batch` has a single document; `trees` is True
+            cuts documents; a patched model refuses the batch; `batch` has a single document; `trees` is True
             for a model that is not patched; or `batch` or `trees` is given together with another argument.
 
     Example:
@@ -153,14 +144,20 @@ def check_isolation(
         return _check_trees(model)
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
-    runner = Runner(model)
-    if not _takes_packed_rows(runner):
-        return _check_rows(examined_padded_rows(runner, seed))
     lengths = distinctive_lengths(model)
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
-    case = RowCase(runner, lengths=lengths, make_batch=partial(_collate, collator), seed=seed)
-    with suppress(NotCallableError):  # without measured rounding, fixed limits apply
+    collate = collator or PackingCollator()
+    case = RowCase(Runner(model), lengths=lengths, make_batch=lambda rows: collate(_packed(rows)), seed=seed)
+    case.make_batch(case.segments)  # an error of the collator is no property of the model
+    route = route_of(model)
+    try:
+        if route is not None and not route.facts.takes_packed_rows:
+            raise NoLanguageModelError
         case.examine()
+    except NoLanguageModelError:
+        case = examined_padded_rows(case.runner, seed)
+    except NotCallableError:  # it may be callable with what the collator makes, without a measure of rounding
+        pass
     return _check_rows(case)
 
 
@@ -174,7 +171,7 @@ def _check_rows(case: RowCase) -> IsolationReport:
     except PackingError:
         raise
     except Exception as error:  # custom model code may raise anything; the report contains the error
-        reason = f"the model cannot be called on a packed row: {error}{what_is_missing(case.model)}"
+        reason = f"the model cannot be called on a packed row: {error}"
         return IsolationReport(False, float("nan"), reason, route=route)
     unproven = route.facts.unproven if route else ""
     if not proofs["evaluation"].problem:
@@ -184,19 +181,12 @@ def _check_rows(case: RowCase) -> IsolationReport:
             unproven = f"the model cannot be called in training mode: {error}"
     reason = "changing one document did not change the logits of other documents"
     report = _report(case.model, proofs, reason, unproven)
-    return report if report.isolated or route else replace(report, reason=report.reason + _advice(case))
-
-
-def _advice(case: RowCase) -> str:
-    """Return the end of a reason, which says what to do."""
-    cause = f", with attention {case.model.config._attn_implementation!r}"
-    with suppress(Exception):  # a model that does not take use_cache
-        case.options, case.wants_gradients = {"use_cache": False}, False
-        if not prove(case).problem:
-            cause = (
-                "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
-            )
-    return f"{cause}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
+    if report.isolated or route:
+        return report
+    config = case.model.config
+    setup = f", with attention {config._attn_implementation!r} and use_cache={getattr(config, 'use_cache', False)}"
+    advice = f"{setup}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
+    return replace(report, reason=report.reason + advice)
 
 
 def _report(
@@ -243,46 +233,26 @@ def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
     return _report(inner_model(model), proofs, str([*proofs.values()][-1]))
 
 
-def _takes_packed_rows(runner: Runner) -> bool:
-    """Return whether a model takes packed rows, since it returns logits or hidden states for each token."""
-    if (route := route_of(runner.model)) is not None:
-        return route.facts.takes_packed_rows
-    return has_vocabulary(runner.model) or _width(runner) is not None
-
-
-def _width(runner: Runner) -> int | None:
-    """Return how many numbers a model returns for each token of a document; None if it returns none."""
-    with suppress(Exception):  # custom model code may raise anything
-        case = RowCase(runner)
-        case.examine()
-        return case.known[0].outputs[0].shape[-1]
-    return None
-
-
 def predicts_tokens(model: PreTrainedModel) -> bool:
     """Return whether a model is a language model: whether it has an output layer or, if it does not name one, returns
     as many numbers for each token of a document as its vocabulary has."""
     if has_vocabulary(model) or model.config.is_encoder_decoder or not has_local_weights(model):
         return has_vocabulary(model)
-    return _width(Runner(model)) in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+    case = RowCase(Runner(model))
+    with suppress(ModelNotSupportedError):
+        case.examine()
+        width = case.known[0].outputs[0].shape[-1]
+        return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+    return False
 
 
-def _collate(collator: Collator | None, documents: DocumentTokens) -> Mapping[str, Any]:
-    """Return a batch of packed rows of three documents each."""
-    packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
-    try:
-        return (collator or PackingCollator())(packed)
-    except Exception as error:
-        raise PackingError(
-            f"collator: expected a function that makes a batch from a list of packed rows, but the collator raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
-    """Return documents packed in a single row, with the columns that `hf_packing.pack` makes."""
-    tokens = [token for document in documents for token in document]
-    labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
-    lengths = [len(document) for document in documents]
-    positions = [position for length in lengths for position in range(length)]
-    return {"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths}
+def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:
+    """Return packed rows of three documents each, with the columns that `hf_packing.pack` makes."""
+    rows = []
+    for start in range(0, len(documents), 3):
+        lengths = [len(document) for document in documents[start : start + 3]]
+        tokens = [token for document in documents[start : start + 3] for token in document]
+        positions = [position for length in lengths for position in range(length)]
+        labels = [token if position else IGNORED_LABEL for token, position in zip(tokens, positions, strict=True)]
+        rows.append({"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths})
+    return rows

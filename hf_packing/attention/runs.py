@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import Signature, has_vocabulary, inner_model, input_device, is_compiled
+from hf_packing.attention.inspect_model import Signature, inner_model, input_device, is_compiled
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,
@@ -52,17 +50,6 @@ attention is plain PyTorch code in the model's file. Others have had bugs: in tr
 2's soft cap."""
 
 
-def what_is_missing(model: PreTrainedModel) -> str:
-    """Return the reason why a model cannot be called with input_ids alone, as text for the end of an error message;
-    an empty string if the reason is unknown."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"; {name} is an encoder-decoder, which takes two texts; {NoLanguageModelError.SUPPORTED}"
-    if not has_vocabulary(model):
-        return f"; {name} has no head for a vocabulary; {NoLanguageModelError.SUPPORTED}"
-    return ""
-
-
 def logits_of(model: nn.Module, output: Any) -> Tensor:
     """Return the logits in a model's output, [rows, tokens, vocabulary], as float32 or float64. If the model is a
     backbone, return its last hidden states, [rows, tokens, hidden size].
@@ -72,20 +59,17 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     """
     found = (getattr(output, name, None) for name in ("logits", "prediction_logits", "last_hidden_state"))
     logits = next((each for each in found if each is not None), None)
-    if getattr(output, "mc_logits", None) is not None:
-        raise NoLanguageModelError(
-            f"model: expected a model with one head, but {type(model).__name__} also returns mc_logits, and takes rows "
-            "of several choices, [rows, choices, tokens], which packed rows do not have; "
-            f"{NoLanguageModelError.SUPPORTED}"
-        )
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
+    two_heads = getattr(output, "mc_logits", None) is not None
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or two_heads:
         shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
         raise NoLanguageModelError(
-            f"model: expected logits of shape [rows, tokens, vocabulary], but {type(model).__name__} returns {shown}; "
-            f"{NoLanguageModelError.SUPPORTED}"
+            f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} "
+            f"returns {'also mc_logits' if two_heads else shown}; {NoLanguageModelError.SUPPORTED}"
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 SEED = 0
 """The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
@@ -117,8 +101,9 @@ class Runner:
         self.is_compiled = is_compiled(model)
         self.seed = SEED
         self._is_small = sum(each.numel() for each in self.model.parameters()) <= _FEW_PARAMETERS
-        self._dtypes: set[torch.dtype] = set()
-        """The dtypes of embedded tokens, and half precision of matrix products, in earlier runs."""
+        half = {each.dtype for each in (*self.model.parameters(), *self.model.buffers())} & set(HALF_PRECISION)
+        self._dtypes = half or ({torch.bfloat16} if getattr(self.model, "is_quantized", False) else set())
+        """The dtypes of weights in half precision, and those of embedded tokens in earlier runs."""
         self._embeds: nn.Module | None = None
         """The module whose output `leaves` has made a leaf, if it was to be a single one."""
         self._modules: ModuleSnapshot | None = None
@@ -129,11 +114,12 @@ class Runner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The least precise dtype among those of weights, autocast, embedded tokens and matrix products. FSDP may run a
-        model in half precision whose weights are float32, and quantized layers do the same."""
-        autocast = torch.is_autocast_enabled(self.device.type)
-        own = torch.get_autocast_dtype(self.device.type) if autocast else self.model.dtype
-        return max({own, *self._dtypes}, key=lambda dtype: torch.finfo(dtype).eps)
+        """The least precise dtype among those of weights, autocast and embedded tokens. FSDP may run a model in half
+        precision whose weights are float32, and quantized layers do the same."""
+        kind = self.device.type
+        own = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
+        found: torch.dtype = max(own, *self._dtypes, own, key=lambda dtype: torch.finfo(dtype).eps)
+        return found
 
     @contextmanager
     def undisturbed(self, training: bool, in_series: bool = False, keeps_modes: bool = False) -> Iterator[None]:
@@ -187,11 +173,10 @@ class Runner:
         }
         if self.model.training or self._is_in_series:  # else, random numbers would be a fault
             seed_all(self.seed)
-        with nullcontext() if self._is_in_series else self._restored(self._weights), ExitStack() as watched:
-            if not self.is_compiled and self.model.training not in self._watched:  # slow, and would compile again
-                self._watched.add(self.model.training)
-                watched.enter_context(self._weights)
-                watched.enter_context(_MatmulDtype(self._dtypes))
+        is_known = self.is_compiled or self.model.training in self._watched  # slow, and would compile again
+        self._watched.add(self.model.training)
+        restored = nullcontext() if self._is_in_series else self._restored(self._weights)
+        with restored, nullcontext() if is_known else self._weights:
             return self.called(**given)
 
     def eagerly(self) -> AbstractContextManager[Any]:
@@ -277,22 +262,6 @@ class Runner:
         """Return embedded tokens with every entry multiplied by 1 + eps or 1 - eps at random."""
         signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded) * 2 - 1
         return embedded * (1 + signs * torch.finfo(self.dtype).eps)
-
-
-class _MatmulDtype(TorchFunctionMode):
-    """Context manager: within the block, detect matrix products in half precision. Quantized layers compute them,
-    whatever the dtypes of the layers' inputs and outputs are."""
-
-    _NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
-
-    def __init__(self, dtypes: set[torch.dtype]) -> None:
-        super().__init__()
-        self.dtypes = dtypes
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in self._NAMES:
-            self.dtypes |= {each.dtype for each in args if isinstance(each, Tensor)} & {torch.float16, torch.bfloat16}
-        return function(*args, **(kwargs or {}))
 
 
 def gradients_of(score: Tensor, embedded: Embedded) -> list[Tensor] | None:

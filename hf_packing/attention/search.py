@@ -25,9 +25,8 @@ from hf_packing.attention.inspect_model import configurations
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import (
     WatchFunctions,
-    counts_by_itself,
     depends_on_far_positions,
-    fails_on_long_rows,
+    depends_on_length,
     find_sharing,
     outputs_differ,
     refuse_row_outputs,
@@ -202,8 +201,7 @@ class Search:
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
-            or (not has_layers and counts_by_itself(forward, inputs, row))
-            or (not has_layers and fails_on_long_rows(forward, inputs, row, self.model.get_input_embeddings()))
+            or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
         ):
             return _Finding(forward, output)
         return _Finding()

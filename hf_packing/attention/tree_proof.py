@@ -1,6 +1,8 @@
 """Prove that a patched model computes a shared prefix once, as if every document of a tree were alone."""
 
-from itertools import combinations
+import math
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH, route_of
 from hf_packing.attention.runs import Runner
-from hf_packing.attention.tolerance import Noise, differences, spread
+from hf_packing.attention.tolerance import apart
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError
 from hf_packing.trees.segments import TreeSegments
@@ -77,16 +79,14 @@ def prove_trees(model: PreTrainedModel) -> tuple[dict[str, Proof], str]:
 def _refuse_unstable_prefixes(case: TreeCase) -> None:
     """Raise ModelNotSupportedError if the outputs for a prefix depend on what follows it, in the model itself."""
     alone = case.known[0].outputs
-    largest = case.tolerance(Noise(float("inf")))  # what rounding may explain at most
-    for one, other in combinations(alone, 2):
-        both = set(case.paths[one]) & set(case.paths[other])
-        shared = sum(case.trees.lengths[each] for each in both)
-        found = differences(alone[one][:shared], alone[other][:shared])
-        if not largest.explains(found / spread(alone[other])):
+    for one, other in pairwise(alone):
+        shared = sum(case.trees.lengths[each] for each in case.paths[one] if each in case.paths[other])
+        before, after = alone[one][:shared], alone[other][:shared]
+        if not replace(case.tolerance(), noise=math.inf).explains(apart(after, before)):
             raise ModelNotSupportedError(
                 f"{type(case.model).__name__}: the outputs for a prefix are not stable: without any packing, the "
-                f"logits of a prefix differ by {float(found.max()):.2g} between two documents that begin with it, so "
-                "they depend on what follows; a shared prefix cannot be computed once"
+                f"logits of a prefix differ by {float((after - before).abs().max()):.2g} between two documents that "
+                "begin with it, so they depend on what follows; a shared prefix cannot be computed once"
             )
 
 

@@ -51,35 +51,30 @@ class PaddedCase(RowCase):
             tokens[last] = _end_token_of(runner.model) or 0
 
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:  # noqa: ARG002
-        longest = max(self.trees.lengths)
-        missing = [longest - length for length in self.trees.lengths]
-        starts = [{"right": 0, "left": each, "both": each // 2}[self.side] for each in missing]
-        ids = torch.full((len(starts), longest), pad_token_of(self.model) or 0)
-        mask = torch.zeros_like(ids)
-        places = [slice(start, start + length) for start, length in zip(starts, self.trees.lengths, strict=True)]
-        for number, row in enumerate(self.by_segment(tokens)):
-            ids[number, places[number]], mask[number, places[number]] = row, 1
-        return self._outputs_of_rows({"input_ids": ids, "attention_mask": mask, **self.options, **options}, places)
+        return self._outputs_of(self.by_segment(tokens), **options)
 
     def outputs_alone(self, places: Tensor) -> Tensor:
-        ids = self.tokens[places][None]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        return self._outputs_of_rows(inputs, [slice(len(places))])[0]
+        return self._outputs_of([self.tokens[places]])[0]
 
-    def _outputs_of_rows(self, inputs: dict[str, Any], places: list[slice]) -> list[Tensor]:
-        """Run the model on a batch with tokens in some places of its rows, and return all outputs of each row."""
-        tokens = inputs["input_ids"].shape[1]
-        if "use_cache" not in self.runner.signature.names:  # some models pass their own
-            inputs.pop("use_cache", None)
+    def _outputs_of(self, rows: list[Tensor], **options: Any) -> list[Tensor]:
+        """Run the model on a padded batch, and return all outputs of each row."""
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), pad_token_of(self.model) or 0)
+        mask, places = torch.zeros_like(ids), []
+        for number, row in enumerate(rows):
+            start = {"right": 0, "left": longest - len(row), "both": (longest - len(row)) // 2}[self.side]
+            places.append(slice(start, start + len(row)))
+            ids[number, places[-1]], mask[number, places[-1]] = row, 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if self.has_choices:
-            inputs |= {name: inputs[name][:, None] for name in ("input_ids", "attention_mask")}
-        rows: list[list[Tensor]] = [[] for _ in places]
-        for name, value in self.runner(inputs).items():
+            inputs = {name: value[:, None] for name, value in inputs.items()}
+        found: list[list[Tensor]] = [[] for _ in rows]
+        for name, value in self.runner({**inputs, **options}).items():
             if name not in _NOT_COMPARED and isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(torch.promote_types(value.dtype, torch.float32))
-                for row, values, place in zip(rows, value, places, strict=True):
-                    row.append((values[place] if value.shape[1:2] == (tokens,) else values).flatten())
-        return [torch.cat(each)[:, None] for each in rows]
+                for own, values, place in zip(found, value, places, strict=True):
+                    own.append((values[place] if value.shape[1:2] == (longest,) else values).flatten())
+        return [torch.cat(each)[:, None] for each in found]
 
 
 def _end_token_of(model: PreTrainedModel) -> int | None:

@@ -42,6 +42,8 @@ def test_padding_that_a_head_reads_is_moved():
     for side in ("left", "right", "both"):
         check(stock, model, FORMS[side]())
     assert route_of(model).facts.unpadding.to == "right"
+    with pytest.raises(hfp.PackingError, match="start_positions: expected padding on the right beside numbers that"):
+        model(**batch.inputs, start_positions=torch.zeros(len(batch.documents), dtype=torch.long))
 
 
 def with_embeddings(size, dtype, factor):
