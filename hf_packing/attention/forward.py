@@ -320,8 +320,9 @@ class PatchedForward(ReplacedForward):
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
-            _check_rows(self.model, rows, inputs, patch.facts)
         check_loader(layout)
+        if rows is not None and layout.is_unpadded:
+            _check_rows(self.model, rows, inputs, patch.facts)
         ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
             ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
