@@ -366,11 +366,8 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
         )
     refuse_media(type(backbone).__name__, inputs, rows)
     left_out = {"attention_mask", "use_cache", *CACHES}
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        if rows.has_positions:
-            inputs = {**inputs, "position_ids": positions.expand(rows.shape)}
-        else:
-            left_out.add("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
+        left_out.add("position_ids")
     inputs = {name: value for name, value in inputs.items() if name not in left_out}
     refuse_earlier_tokens(inputs)
     return inputs
