@@ -40,6 +40,7 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.columns import MAX_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
