@@ -166,10 +166,6 @@ class WeightSnapshot(TorchFunctionMode):
             self._copies += [(tensor, tensor.detach().clone()) for tensor in written]
         return function(*args, **(kwargs or {}))
 
-    def changed(self) -> list[Tensor]:
-        """Return the model's parameters and buffers whose values have changed."""
-        return [tensor for tensor, before in self._copies if not torch.equal(tensor, before)]
-
     def restore(self) -> None:
         with torch.no_grad():
             for tensor, before in self._copies:

@@ -269,17 +269,12 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
     """Join a module's outputs for the segments of a row, and return the output for the whole row.
 
     In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without token axes, such as a final state, is taken from the last segment. A single floating-point number
-    must be the same for all segments.
+    A leaf without token axes, such as a final state, is taken from the last segment.
 
     Args:
         value: output of one call of the module. The result is nested in the same way.
         axes: token axes of the module's outputs.
         parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
-
-    Raises:
-        PackingError: such a number differs, so that the number for the whole row is unknown; or a tensor has more than
-            two token axes.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
@@ -289,14 +284,7 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
         if not isinstance(last, Tensor):
             return sum(each) if along else last
         if not along:
-            if last.is_floating_point() and not last.ndim and any(not torch.equal(last, other) for other in each[:-1]):
-                raise PackingError(
-                    f"{axes.where}: the module returns a number computed from all tokens of a row, such as the loss of "
-                    "a router; the number for a row cannot be computed from the numbers for the row's segments"
-                )
             return last
-        if len(along) > 2:
-            raise PackingError(f"{axes.where}: the module returns a tensor with {len(along)} token axes, not 1 or 2")
         return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
 
     return map_leaves(value, join_leaf)
