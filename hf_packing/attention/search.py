@@ -142,11 +142,9 @@ class Search:
     def _is_like_first_of_kind(self, name: str, inputs: Any) -> bool:
         """Return whether the finding for the first call of a module of the same kind can be assumed for this call."""
         first = self._first_of_kind.get(self._kinds.get(name, -1))
-        return (
-            first is not None
-            and (first.forward is not None) == (name in self.found)
-            and _are_alike(first.inputs, inputs, self.row.tokens)
-        )
+        if first is None or (first.forward is not None) != (name in self.found):
+            return False
+        return _settings_in(first.inputs) == _settings_in(inputs)
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
@@ -307,16 +305,10 @@ def _describe(value: Any) -> Any:
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
 
-def _are_alike(one: Any, other: Any, tokens: int) -> bool:
-    """Return whether two modules get the same positional and keyword arguments, apart from the values of hidden states.
-    A floating-point tensor with two axes of the size `tokens` is a mask."""
-    left, right = dict(leaves(one)), dict(leaves(other))
-    return left.keys() == right.keys() and all(_is_like(left[path], right[path], tokens) for path in left)
-
-
-def _is_like(one: Any, other: Any, tokens: int) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (one == other or not isinstance(one, (bool, int, float, str)))
-    is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
-    is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return is_alike and (one is other or is_hidden or torch.equal(one, other))
+def _settings_in(inputs: Any) -> dict[Path, Any]:
+    """Return the settings among the arguments of a module, and the shapes of its tensors, in a dictionary by path."""
+    return {
+        path: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves(inputs)
+        if isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
+    }
