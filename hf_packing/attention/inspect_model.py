@@ -174,11 +174,12 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     integer setting of the model."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in sorted(_LENGTHS, key=lambda lengths: max(lengths) in sizes):
-        if sum(lengths) not in sizes:
-            return list(lengths)
-    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
+    found = [lengths for lengths in _LENGTHS if sum(lengths) not in sizes]
+    if not found:
+        raise PackingError(
+            "model: expected a row length of 41, 43, 47 or 53 that is no size or setting of it, got none"
+        )
+    return list(min(found, key=lambda lengths: max(lengths) in sizes))
 
 
 WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
