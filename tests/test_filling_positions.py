@@ -30,8 +30,6 @@ from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.streams.training_stream import training_stream
 
 
 def check(positions, lengths, filling=0, period=1):
@@ -71,7 +69,7 @@ FLAT = ("documents", "fixed shapes", "copies", "copies, cut", "end of streams")
 def flat_batches(draw, way):
     """Draw a batch, the lengths of the documents in it, and the number of tokens in its padding or copies."""
     if way == "end of streams":
-        batch = filler_of_streams(share_prefixes=False)
+        batch = filler_of_streams()
         return batch, [batch["input_ids"].shape[1]], int((batch["seq_idx"] < 0).sum())
     of_rows = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5))
     rows = [{"input_ids": np.arange(sum(lengths)) + 3, "seq_lengths": lengths} for lengths in of_rows]
@@ -99,13 +97,13 @@ def sampled(rows, chosen):
 
 
 @cache
-def filler_of_streams(share_prefixes):
+def filler_of_streams():
     """The batch of a rank that has no row in a step, while other ranks have one."""
     few = datasets.Dataset.from_list([{"input_ids": [5, 6, 7]}] * 3).to_iterable_dataset(num_shards=3)
-    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1, share_prefixes=share_prefixes)
-    stream = training_stream("train_dataset", stream, hfp.TokenBudget(3), 1)
-    batches = list(StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), accumulation=4))
-    return next(each for each in batches if (each.get("labels", each.get("tree_labels")) == -100).all())
+    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    batches = list(hfp.prepare_dataloader(accelerator, stream, hfp.TokenBudget(3)))
+    return next(each for each in batches if (each["labels"] == -100).all())
 
 
 def positions_at_attention(model, **inputs):
@@ -218,5 +216,3 @@ def test_trees():
 
     check_batch()
     assert all(branches[way] for way in ("rows", "copies", "padded batches"))
-    filler = filler_of_streams(share_prefixes=True)
-    check_trees("streams", filler["position_ids"][0], filler["segment_lengths"].tolist(), filler["parents"].tolist())
