@@ -72,11 +72,10 @@ class Method:
                 its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids or cache.
+            PackingError: the method does not support the caller's position_ids.
         """
         inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
-        _refuse_caches(inputs)
         inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
@@ -95,16 +94,6 @@ class Method:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
-
-
-def _refuse_caches(inputs: dict[str, Any]) -> None:
-    for name, value in inputs.items():
-        if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
-            raise PackingError(
-                f"{name}: expected no cache on this patched model, got "
-                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
-                "model.generate, or pass the cache without position_ids and other borders between documents"
-            )
 
 
 def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
