@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan, is_inside
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training, pack_in_one_row
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.function import observe
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
-from hf_packing.attention.kernels import switched_off
+from hf_packing.attention.kernels import kernel_of, switched_off
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
@@ -226,9 +225,8 @@ def _route_found_by(search: Search, method: Method, case: RowCase, tried: tuple[
     If the model never calls the attention function of `method`, the route has the first method without one instead.
     """
     model = search.model
-    with observe() as layers:
-        plans = _run_search(search, Route(method, (), 1.0), case)
-    if method.attention and not layers:
+    plans = _run_search(search, Route(method, (), 1.0), case)
+    if method.attention and not kernel_of(model):
         tried = (*tried, f"with varlen attention: {_NEVER_CALLED}")
         method = next(each for each in methods_for(model, case.runner.called) if not each.attention)
     if plans:
