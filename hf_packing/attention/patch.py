@@ -21,7 +21,7 @@ from hf_packing.attention.inspect_model import (
     inner_model,
     weights_location,
 )
-from hf_packing.attention.kernels import HUB_KERNEL, use_hub_kernel
+from hf_packing.attention.kernels import HUB_KERNEL
 from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import has_thresholds, random_where_zero
@@ -174,7 +174,7 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
     for module in model.modules():
         vars(module).pop(HUB_KERNEL, None)
         if id(getattr(module, "config", None)) in kernels:
-            use_hub_kernel(module, kernels[id(module.config)])
+            setattr(module, HUB_KERNEL, kernels[id(module.config)])
 
 
 ProveInTraining = Literal["first batch", "model", "small"]
