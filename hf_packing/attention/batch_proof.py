@@ -73,7 +73,7 @@ class BatchCase(Case):
             if name in taken
         }
         ids: Tensor = self._inputs["input_ids"]
-        trees = read_layout(self._inputs, training=True)[1].trees
+        trees = read_layout(self._inputs, training=True).trees
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
         tokens = ids.flatten()
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))

@@ -428,7 +428,7 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     try:
         training.examine()
     except NotCallableError as error:
-        training.unproven = f"{_NOT_CALLABLE}: {error.__cause__ or error}"
+        training.known, training.unproven = [], f"{_NOT_CALLABLE}: {error.__cause__ or error}"
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()

@@ -143,7 +143,7 @@ class Runner:
             self._weights = self._weights or WeightSnapshot(self.model)
             stack.callback(self._weights.restore)
             if training:
-                stack.enter_context(without_randomness(self.model, functions=not self.is_compiled))
+                stack.enter_context(without_randomness(self.model))
             if in_series:
                 stack.enter_context(self._restored(self._weights))
                 self._is_in_series = True

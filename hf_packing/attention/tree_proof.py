@@ -103,7 +103,8 @@ def share_prefixes(model: PreTrainedModel, fewest: int | None) -> None:
     patch: Patch = getattr(model, PATCH)
     if fewest is not None:
         unpadding = patch.facts.unpadding
-        if not patch.facts.takes_packed_rows or (unpadding is not None and (unpadding.by_length or unpadding.readers)):
+        has_rows = unpadding is not None and (unpadding.by_length or unpadding.rows_after)
+        if has_rows or not patch.facts.takes_packed_rows:
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: rows of a padded batch can share prefixes only if the model returns outputs "
                 "for each token, and nothing for whole rows"

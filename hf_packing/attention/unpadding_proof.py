@@ -17,16 +17,13 @@ from transformers import PreTrainedModel
 from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import Patch, PatchedForward, install_unpadding
 from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
-from hf_packing.attention.layout import CACHES, Sharing
+from hf_packing.attention.layout import CACHES
 from hf_packing.attention.padded import SIDES, Side, Unpadding
+from hf_packing.attention.poolers import find_last_of_tokens
 from hf_packing.attention.proof import require
 from hf_packing.attention.route import PATCH
-from hf_packing.attention.row_readers import find_last_of_tokens, find_row_readers
 from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.errors import ModelNotSupportedError
-
-_SHARING: tuple[Sharing, ...] = ("ragged", "equal", "none")
-
 
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logits", *CACHES)
 """Names of outputs of padded rows that are not compared."""
@@ -176,37 +173,18 @@ def _backbones(model: PreTrainedModel) -> Iterator[str]:
 
 def _candidates(model: PreTrainedModel, backbone: str, by_length: bool, case: PaddedCase) -> Iterator[Unpadding]:
     """Yield ways in which a model may run padded batches, the fastest first."""
-    module = model.get_submodule(backbone)
-    case.side = "right"
+    unpadding, module = Unpadding(backbone, by_length=by_length), model.get_submodule(backbone)
+    patch: Patch = getattr(model, PATCH)
 
     def run_backbone() -> Any:
-        patch: Patch = getattr(model, PATCH)
         forwards = (each for each in patch.replaced if isinstance(each, PatchedForward) and each.module is module)
         ids = case.tokens[None].to(case.runner.device)
         with case.undisturbed():
             return next(forwards).run_packed({"input_ids": ids}, replace(case.row, is_unpadded=True))
 
-    def run_model() -> Any:
-        with case.undisturbed():
-            return case.outputs(case.tokens)
-
-    def use(readers: list[str], rows_after: str | None = None, sharing: Sharing = "ragged") -> Unpadding:
-        unpadding = Unpadding(backbone, tuple((name, sharing) for name in readers), rows_after, by_length)
-        install_unpadding(model, unpadding)
-        return unpadding
-
-    use([])
-    inside: list[str] = []
-    rows_after = None
     if not by_length:
+        install_unpadding(model, unpadding)
         with suppress(Exception):  # the backbone may take no packed rows by itself
-            inside = find_row_readers(model, run_backbone)
-            use(inside)
-            rows_after = find_last_of_tokens(model, module, run_backbone, case.row)
-        use(inside, rows_after)
-    outside: list[str] = []
-    with suppress(Exception):  # the proof will find out why
-        outside = find_row_readers(model, run_model)
-    readers = [*inside, *(name for name in outside if name not in inside)]
-    for sharing in _SHARING if readers else _SHARING[:1]:
-        yield use(readers, rows_after, sharing)
+            unpadding = replace(unpadding, rows_after=find_last_of_tokens(model, module, run_backbone, case.row))
+    sides: tuple[Side | None, ...] = (None, "right", "left")
+    yield from (replace(unpadding, to=side) for side in sides)

@@ -12,7 +12,7 @@
 | loss_units.py | says what a loss is a mean of |
 | uneven_gather.py | gathers metrics from ranks with different numbers of rows |
 | masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
-| score.py, log_probs.py | `score`; the log-probability of each label, in chunks of tokens |
+| score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
@@ -20,9 +20,9 @@
 | losses.py | counts and weights of the labels of an optimizer step |
 | model_loss.py | lets a model compute its own loss, and finds out how it does that |
 | trainer_loss.py | lets a trainer compute its own loss, as a part of the loss of the optimizer step |
-| logits.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
+| head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
 | tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
-| document_logps.py | `document_logps`, the log-probabilities of documents, with gradients |
+| logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
 | token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | max_length.py | refuses or counts what trainers of TRL cut or drop |

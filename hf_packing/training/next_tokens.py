@@ -1,7 +1,7 @@
 """The labels of a batch, each with the token that predicts it.
 
 In a row of trees, the next token of a document may be anywhere in the row, and one token may predict several next
-tokens, one for each branch. Its logits are computed and normalized once.
+tokens, one for each branch.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class NextTokens(NamedTuple):
     tokens: Tensor
     """The token that each label belongs to, int64 [labels]."""
     labels: Tensor
-    """int64 [labels]."""
+    """int64 [labels]. A batch without labels has a single one of -100, so that its loss of 0 has a gradient."""
 
     @classmethod
     def of(cls, before: Tensor, labels: Tensor) -> "NextTokens":
@@ -42,6 +42,9 @@ class NextTokens(NamedTuple):
             labels: int64 [1, tokens]; -100 for none.
         """
         tokens = ((labels[0] != IGNORED_LABEL) & (before >= 0)).nonzero()[:, 0]
+        if not len(tokens):
+            none = tokens.new_zeros(1)
+            return cls(none, none, labels.new_full((1,), IGNORED_LABEL))
         predictors, order = before[tokens].sort(stable=True)
         return cls(predictors, tokens[order], labels[0, tokens[order]])
 
@@ -57,12 +60,3 @@ class NextTokens(NamedTuple):
         if is_tree_batch(batch):
             return cls.of(torch.from_numpy(trees_of(batch).predecessors).to(labels.device), labels)
         return cls.of(torch.arange(labels.shape[1], device=labels.device) - int(predicts_next), labels)
-
-    def log_probs(self, logits: Tensor) -> Tensor:
-        """Return the log-probability of each label, float [labels]. Each token's logits are normalized once.
-
-        Args:
-            logits: float [1, tokens, vocabulary] or [tokens, vocabulary]; 16-bit logits are converted to float32.
-        """
-        exact = logits.flatten(0, -2) if logits.dtype == torch.float64 else logits.flatten(0, -2).float()
-        return exact.log_softmax(-1)[self.predictors.to(exact.device), self.labels.to(exact.device)]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
-from hf_packing.planning.lengths import count_ranges, indices_in_ranges
-from hf_packing.trees.segments import Places, Ranges, TreeSegments
+from hf_packing.planning.lengths import indices_in_ranges
+from hf_packing.trees.segments import Places, TreeSegments
 
 TREE_KEYS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 """The keys that only a batch of trees has."""
@@ -42,7 +42,9 @@ def documents_and_tokens(batch: Mapping[str, Any]) -> tuple[Places, Places]:
     Returns:
         The documents and the indices of the tokens in the batch, both int64 [trained tokens of all documents].
     """
-    return _documents_and_tokens(batch, _trained_ranges(batch, trees_of(batch)))
+    trained = _array(batch[TRAINED])
+    ranges = trees_of(batch).find_runs(_array(batch[ENDS]), trained)
+    return np.repeat(trained[ranges.part, 0], ranges.length), indices_in_ranges(ranges.begin, ranges.length)
 
 
 def tree_weights(batch: Mapping[str, Any], *, by_document: bool) -> npt.NDArray[np.float64]:
@@ -53,23 +55,9 @@ def tree_weights(batch: Mapping[str, Any], *, by_document: bool) -> npt.NDArray[
         by_document: False if the weight is the number of documents that train on the token; True if it is the sum of
             1 / n over these documents, where n is the number of tokens that a document trains on.
     """
-    trees = trees_of(batch)
-    ranges = _trained_ranges(batch, trees)
-    if not by_document:
-        return count_ranges(ranges.begin, ranges.length, trees.tokens).astype(np.float64)
-    documents, tokens = _documents_and_tokens(batch, ranges)
-    share = 1 / np.bincount(documents).clip(min=1)
-    weights: npt.NDArray[np.float64] = np.bincount(tokens, share[documents], minlength=trees.tokens).astype(np.float64)
-    return weights
-
-
-def _trained_ranges(batch: Mapping[str, Any], trees: TreeSegments) -> Ranges:
-    return trees.find_runs(_array(batch[ENDS]), _array(batch[TRAINED]))
-
-
-def _documents_and_tokens(batch: Mapping[str, Any], ranges: Ranges) -> tuple[Places, Places]:
-    documents = _array(batch[TRAINED])[ranges.part, 0]
-    return np.repeat(documents, ranges.length), indices_in_ranges(ranges.begin, ranges.length)
+    documents, tokens = documents_and_tokens(batch)
+    shares = 1 / np.bincount(documents)[documents] if by_document else None
+    return np.bincount(tokens, shares, minlength=int(batch[SEGMENT_LENGTHS].sum())).astype(np.float64)
 
 
 def _array(values: Tensor) -> npt.NDArray[np.int64]:

@@ -111,14 +111,17 @@ def mean(attended):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: WithLoss(mean), r"WithLoss \(layers.0\).*: .* the module returns a number"),
-        (lambda: WithLoss(lambda attended: attended.mean((0, 1))), r"WithLoss.*computes a tensor of shape \[64\]"),
-        (lambda: Leaving(mean), r"Leaving \(layers.0\): the attribute loss stores a number"),
+        (
+            lambda: WithLoss(mean),
+            r"WithLoss \(layers.0\).* an output of shape \[\]|WithLoss.*the module returns a number",
+        ),
+        (lambda: WithLoss(lambda attended: attended.mean((0, 1))), r"WithLoss.*an output of shape \[64\]"),
+        (lambda: Leaving(mean), r"Leaving \(layers.0\).* one in the attribute loss"),
     ],
 )
 def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(make, reason):
     """That of the last segment would stand for all."""
-    with pytest.raises(hfp.ModelNotSupportedError, match=rf"{reason} (computed )?from all tokens"):
+    with pytest.raises(hfp.ModelNotSupportedError, match=reason):
         hfp.patch_model(own(make))
 
 

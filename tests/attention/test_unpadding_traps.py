@@ -149,10 +149,11 @@ def test_types_that_all_rows_share():
     assert torch.allclose(model(**batch, token_type_ids=types).logits, expected)
 
 
-def test_a_head_that_was_replaced_is_refused():
+def test_an_encoder_that_was_replaced_is_refused():
+    """It makes the rows of the pooler."""
     model = patched("bert", SEQUENCE)
-    model.bert.pooler = copy.deepcopy(tiny("bert", SEQUENCE).bert.pooler)
-    with pytest.raises(hfp.PackingError, match="pooler: expected the same module as when the model was patched"):
+    model.bert.encoder = copy.deepcopy(tiny("bert", SEQUENCE).bert.encoder)
+    with pytest.raises(hfp.PackingError, match="encoder: expected the same module as when the model was patched"):
         model(**padded(documents(), "left")[0])
 
 
