@@ -152,6 +152,8 @@ class PaddedRows:
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self._spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
+                if (documents, longest, self.side) == (*self.shape, "right"):
+                    return leaf
                 real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
                 return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
             if len(leaf) == documents and path[:1] != ("router_logits",):

@@ -88,9 +88,7 @@ FIXED = {"tokens": 300, "max_segments": 21}
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
 @pytest.mark.parametrize("fixed", fast_only([False, True], False))
-@pytest.mark.parametrize(
-    ("architecture", "graphs"), fast_only([("llama", 1), ("mistral", 1), ("mamba", 4)], ("mistral", 1))
-)
+@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("mistral", 1), ("mamba", 4)], ("mistral", 1)))
 def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, graphs, fixed):
     """Masks with windows are made in the graph, too. Modules of Mamba that run by segment divide it into graphs; their
     number does not depend on its layers."""
