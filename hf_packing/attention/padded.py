@@ -120,7 +120,8 @@ class PaddedRows:
 
     def take(self, value: Any, places: Tensor) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
-        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens]."""
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens], and
+        to all places of rows of several choices, [rows, choices, tokens, ...]."""
 
         def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -129,7 +130,11 @@ class PaddedRows:
                 return leaf.flatten(1)[:, places]
             if leaf.shape == (1, self.shape[1]):  # the same for all rows
                 leaf = leaf.expand(self.shape)
-            return leaf.flatten(0, 1)[places] if leaf.shape[:2] == self.shape else leaf
+            if leaf.shape[:2] == self.shape:
+                return leaf.flatten(0, 1)[places]
+            if leaf.ndim > 2 and leaf.flatten(0, 1).shape[:2] == self.shape and places.shape == self.shape:
+                return leaf.flatten(0, 2)[places].view_as(leaf)  # several choices in each row
+            return leaf
 
         return map_leaves(value, take)
 
