@@ -120,8 +120,8 @@ class PaddedRows:
 
     def take(self, value: Any, places: Tensor) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
-        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens], and
-        to all places of rows of several choices, [rows, choices, tokens, ...]."""
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens],
+        and to all places of rows of several choices, [rows, choices, tokens, ...]."""
 
         def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
