@@ -30,7 +30,8 @@ HOME_OF = {
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",
-    "rows_loader": "training.loader",
+    "SampledRows": "sampling.rows",
+    "batches_loader": "training.loader",
     "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training
