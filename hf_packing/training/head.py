@@ -59,14 +59,14 @@ def observed_logits(model: nn.Module, shape: torch.Size, weighting: Weighting | 
 
     Args:
         model: a model, with or without wrappers.
-        shape: numbers of rows and tokens of the batch.
+        shape: numbers of rows and tokens of the batch; of several rows, logits are computed as usual.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
     """
     inner = inner_model(model)
     head = Head(inner, shape, weighting)
     head.reason, can_observe = _reason_for_whole_rows(head.layer, model, inner)
     with (
-        head.installed() if can_observe else nullcontext(),
+        head.installed() if can_observe and shape[0] == 1 else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
         yield head
