@@ -37,7 +37,7 @@ _HOME_OF = {
     "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
-    "UnpaddedModels": "training.unpad_models",
+    "UnpaddedModels": "training.unpad",
     "attach": "training.attach",
     "branches": "text.branches",
     "check_isolation": "attention",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from hf_packing.training.logps import document_logps
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
     from hf_packing.training.score import Scores, score
-    from hf_packing.training.unpad_models import UnpaddedModels
+    from hf_packing.training.unpad import UnpaddedModels
 
 __all__ = [
     "BestFit",

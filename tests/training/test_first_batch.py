@@ -111,7 +111,7 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     for _ in range(2):
         trainer.train()
         trainer.evaluate(documents(LENGTHS[:8]))
-    proven = trainer.planned_batches.first_batch_proof
+    proven = trainer.attached.first_batch_proof
     printed = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
     assert printed == str(proven).splitlines()
     assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]

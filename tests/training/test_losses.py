@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import hf_packing as hfp
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
-from hf_packing.training.ranks import StepCounts, micro_batch_counts
+from hf_packing.training.step_counts import StepCounts, micro_batch_counts
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 

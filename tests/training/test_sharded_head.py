@@ -141,5 +141,5 @@ def test_gradients_are_those_of_whole_logits(found, case):
 
 
 def test_a_batch_is_no_whole_step_on_two_ranks(found):
-    message = "num_items_in_batch: expected the number of trainable tokens of the whole optimizer step divided by the 2"
+    message = "num_items_in_batch: expected the number of items of the whole optimizer step divided by the 2"
     assert found["compute_loss"].startswith(message)
