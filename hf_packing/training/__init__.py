@@ -23,7 +23,6 @@
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
 | tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
 | logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
-| token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | max_length.py | refuses or counts what trainers of TRL cut or drop |
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
