@@ -10,7 +10,6 @@
 | whole_row_trainer.py | `attach` for heads, pairs and pictures, whose rows stay whole; `WholeRowTrainer` |
 | planned_rows.py, whole_rows.py | the state of such a trainer; reads, measures and loads whole rows |
 | loss_units.py | says what a loss is a mean of |
-| uneven_gather.py | gathers metrics from ranks with different numbers of rows |
 | masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
 | score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
@@ -21,7 +20,7 @@
 | model_loss.py | lets a model compute its own loss, and finds out how it does that |
 | trainer_loss.py | lets a trainer compute its own loss, as a part of the loss of the optimizer step |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
-| tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
+| tree_batch.py | reads the labels of a batch: what predicts them and, in trees, which documents train on them |
 | logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | max_length.py | refuses or counts what trainers of TRL cut or drop |

@@ -16,8 +16,7 @@ from hf_packing.training.batch_loss import check_keys
 from hf_packing.training.head import called_on_outputs, join_chunks, observed_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.tree_batch import documents_and_tokens, labels_key
+from hf_packing.training.tree_batch import NextTokens, documents_and_tokens, labels_key
 
 
 def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
