@@ -15,5 +15,5 @@ best fit and first fit are in planning/best_fit.py.
 
 A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of
 the strategy's own behavior. The command line, the tests of all strategies and the error messages find the class in the
-registry. docs/ARCHITECTURE.md lists all steps for a new strategy.
+registry. CONTRIBUTING.md lists all steps for a new strategy.
 """
