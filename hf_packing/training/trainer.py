@@ -109,7 +109,9 @@ class PackedTrainer(AttachedTrainer):
     ) -> Any:
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        state.prove_on_first_batch(model, {**inputs, ITEMS: num_items_in_batch} if trains else inputs)
+        if state.prove == "first batch":
+            batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
+            state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         loss = state.loss if trains or model.training else "token"
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)

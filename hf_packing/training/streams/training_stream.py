@@ -79,18 +79,13 @@ class StreamSummary:
     accumulation: int
     isolation: object
 
-    @property
-    def rows_per_step(self) -> int:
-        """The number of packed rows in an optimizer step, over all ranks."""
-        return self.ranks * self.accumulation * self.stream.rows_per_batch
-
     def __str__(self) -> str:
-        streams, ranks = self.stream.streams, self.ranks
+        streams, ranks, rows = self.stream.streams, self.ranks, self.stream.rows_per_batch
         return (
             f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
             f"rows: {streams.packing}\n"
-            f"step: {self.rows_per_step} rows, in {self.accumulation} micro-batches of {self.stream.rows_per_batch} "
-            f"rows on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
+            f"step: {ranks * self.accumulation * rows} rows, in {self.accumulation} micro-batches of {rows} rows "
+            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
         )
 
 
