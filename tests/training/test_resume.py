@@ -82,7 +82,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     if began == 2:
         assert losses(again, again / "checkpoint-5") == ignoring
         return
-    with pytest.raises(PackingError, match="itself resumed with ignore_data_skip=True, 1 steps into an epoch"):
+    with pytest.raises(PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
         losses(again, again / "checkpoint-5")
     assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
 
