@@ -89,11 +89,8 @@ class PackedTrainer(AttachedTrainer):
             return super().predict(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        if isinstance(eval_dataset, str):
-            return self.attached.loader_in_order(
-                self, f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
-            )
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
