@@ -26,7 +26,7 @@
 | masking.py | documents that are masked anew in every epoch |
 | passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
 | first_batch.py | proves isolation on the first batch |
-| checks.py, max_length.py | refuse unsupported trainers; refuse or count what trainers of TRL cut or drop |
+| checks.py, max_length.py | refuse unsupported trainers and arguments; refuse or count what TRL cuts or drops |
 """
 
 from hf_packing.checks import refuse_older

@@ -307,7 +307,7 @@ class Logits(Tensor):
         # a custom autograd function runs without a graph, and expects plain tensors; that of DDP only clones
         is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
         if first is not None and (name == "clone" or not is_custom):
-            later = first._after(name, partial(_called, function, args[1:], kwargs), args[1:], kwargs)
+            later = first._after(name, lambda logits: function(logits, *args[1:], **kwargs), args[1:], kwargs)
             if later is not None:
                 return later
 
@@ -325,7 +325,7 @@ class Logits(Tensor):
         if name not in _VIEWS or any(isinstance(each, (Tensor, torch.dtype)) for each in others):
             return None
         places = function(self.places)
-        is_part = name == "__getitem__" and _is_part_of_vocabulary(args[0])
+        is_part = name == "__getitem__" and isinstance(args[0], tuple) and args[0][:-1] == (Ellipsis,)  # of vocabulary
         if places.stride()[-1:] == (0,) and (places.shape[-1] == vocabulary or is_part):
             return self._with(function, places, is_step=is_part, is_view=True)
         return None
@@ -353,19 +353,15 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
     if head.weighting is not None:
-        if reduction == "none" or options["label_smoothing"]:
-            raise PackingError(
-                "loss: expected a cross-entropy with reduction='sum' or 'mean' and without label smoothing for "
-                f"loss='sequence' and for documents that share prefixes, got reduction={reduction!r} and "
-                f"label_smoothing={options['label_smoothing']}; it cannot be weighted. Use loss='token' and no shared "
-                "prefixes"
-            )
         (rows, tokens, labels), of_tokens, items = head.weighting
         weights = of_tokens[0, tokens]
-        if len(logits) < of_tokens.shape[1] - 1 or not torch.equal(logits.tokens("cpu"), torch.arange(len(logits))):
+        places = logits.tokens("cpu")
+        is_whole = len(places) >= of_tokens.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
+        if reduction == "none" or options["label_smoothing"] or not is_whole:
             raise PackingError(
-                "loss: expected a cross-entropy of the logits of all tokens of a batch, got one of logits of other "
-                "tokens, whose documents cannot be told apart"
+                "loss: expected a cross-entropy of the logits of all tokens of a batch, with reduction='sum' or 'mean' "
+                "and without label smoothing, for loss='sequence' and for documents that share prefixes; another one "
+                "cannot be weighted. Use loss='token' and no shared prefixes"
             )
     elif reduction == "none":
         rows = torch.arange(len(target), device=target.device)
@@ -442,14 +438,6 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
         return True
     is_bias = value.ndim > 0 and value.numel() == value.shape[-1] == vocabulary
     return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
-
-
-def _is_part_of_vocabulary(index: Any) -> bool:
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
-
-
-def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Any:
-    return function(logits, *args, **kwargs)
 
 
 _OF_SINGLE_LOGITS = frozenset(
