@@ -199,8 +199,7 @@ def _ask(model: PreTrainedModel) -> OwnLoss | None:
         return model(**{**batch, LABELS: labels}, **divisor)
 
     with restored(*model.modules()), in_mode(model, training=False), restored_random_state(device), torch.enable_grad():
-        # all weights may be frozen
-        model.get_input_embeddings().register_forward_hook(lambda _, __, found: found.detach().requires_grad_().clone())
+        model.get_input_embeddings().register_forward_hook(_with_gradients)
         outputs, others = run(1), run(2)
     if outputs.logits.shape[-1] <= int(batch[INPUT_IDS].max()):  # logits of other things than tokens
         return None
@@ -208,3 +207,10 @@ def _ask(model: PreTrainedModel) -> OwnLoss | None:
     predictor = int(gradient[0].abs().amax(-1).argmax())
     is_divided = bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs())
     return OwnLoss(predictor < _LABELED, is_divided) if predictor in (_LABELED - 1, _LABELED) else None
+
+
+def _with_gradients(_: nn.Module, __: Any, embeddings: Any) -> Any:
+    """Make embeddings leaves of the graph, since all weights may be frozen."""
+    if not isinstance(embeddings, Tensor):
+        return embeddings
+    return embeddings.detach().requires_grad_().clone()  # a forward may change them in place

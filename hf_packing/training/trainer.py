@@ -91,11 +91,8 @@ class PackedTrainer(AttachedTrainer):
             return super().predict(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        if isinstance(eval_dataset, str):
-            return self.attached.loader_in_order(
-                self, f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
-            )
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
@@ -111,7 +108,9 @@ class PackedTrainer(AttachedTrainer):
     ) -> Any:
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        state.prove_on_first_batch(model, {**inputs, ITEMS: num_items_in_batch} if trains else inputs)
+        if state.prove == "first batch":
+            batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
+            state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         loss = state.loss if trains or model.training else "token"
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
