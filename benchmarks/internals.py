@@ -42,7 +42,7 @@ HOME_OF = {
     "Layout": "attention.layout",
     "use_layout": "attention.layout",
     "packed_varlen": "attention.function",
-    "block_mask": "attention.flex",
+    "row_mask": "attention.flex",
     "prove_on_batch": "attention",
 }
 

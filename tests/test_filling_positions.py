@@ -23,8 +23,8 @@ from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.padded import SharedRows
-from hf_packing.attention.row_readers import into_rows
+from hf_packing.attention.padded import PaddedRows
+from hf_packing.attention.poolers import into_rows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows
@@ -180,7 +180,7 @@ def test_documents_in_rows_of_their_own():
         axes.found_in(row.position_ids)
         axes.freeze()
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in row.calls("ragged")]
-        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row, row.slices))])):
+        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
             for documents, positions in of_rows:
                 for length, of_row in zip(documents, positions, strict=True):
                     filled[way] += len(of_row) - length
@@ -210,10 +210,9 @@ def test_trees():
         check_trees(way, batch["position_ids"][0], row["segment_lengths"], row["parents"])
         inputs = {name: batch[name] for name in ("input_ids", "segment_lengths", "parents")}
         check_trees(way, positions_at_attention(model, **inputs), row["segment_lengths"], row["parents"])
-        ids = torch.tensor([[*chain.from_iterable(documents)]])
-        if shared := SharedRows.find({"input_ids": ids}, tuple(map(len, documents)), min_shared=1):
-            trees = shared.layout.trees
-            check_trees("padded batches", shared.layout.position_ids[0], trees.lengths, trees.parents)
+        ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, documents)), batch_first=True, padding_value=-1)
+        layout = PaddedRows((ids >= 0).numpy(), ids.device).sharing_prefixes({"input_ids": ids}, 1).layout
+        check_trees("padded batches", layout.position_ids[0], layout.trees.lengths, layout.trees.parents)
 
     check_batch()
     assert all(branches[way] for way in ("rows", "copies", "padded batches"))

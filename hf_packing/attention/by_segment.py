@@ -14,7 +14,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
-from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
 from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
@@ -43,9 +43,14 @@ class ReplacedForward:
     """Base class of callable objects that replace a module's forward. Objects are used instead of functions, so that a
     patched model can be copied and pickled."""
 
-    def __init__(self, module: nn.Module) -> None:
+    attribute = "forward"
+    """The name of the method that is replaced."""
+
+    def __init__(self, module: nn.Module, name: str | None = None) -> None:
         self.module = module
-        found: Any = vars(module).get("forward")
+        self.name = name
+        """The name of the module in the model, where the module has to stay; None for the model and inner models."""
+        found: Any = vars(module).get(self.attribute)
         while isinstance(found, type(self)):
             found = found.before
         self.before: Any = found
@@ -61,7 +66,7 @@ class ReplacedForward:
         return code
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # subclasses are callable
+        setattr(self.module, self.attribute, self)
         self.installed = True
 
     def remove(self) -> None:
@@ -71,17 +76,27 @@ class ReplacedForward:
         only calls the module's original forward.
         """
         self.installed = False
-        found = vars(self.module).get("forward")
+        found = vars(self.module).get(self.attribute)
         if self in (found, getattr(found, "__func__", None)):  # accelerate makes a method of it
-            del self.module.forward
+            delattr(self.module, self.attribute)
             if self.before is not None:
-                self.module.forward = self.before
+                setattr(self.module, self.attribute, self.before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward, which this object replaces, and return the output."""
         if self.before is not None:
             return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return getattr(type(self.module), self.attribute)(self.module, *args, **kwargs)
+
+    def check_place(self, model: nn.Module) -> None:
+        """Raise PackingError if the model has another module by now under the name of the replaced one."""
+        if self.name is None or any(each is self.module for each in model.get_submodule(self.name).modules()):
+            return
+        raise PackingError(
+            f"{self.name}: expected the same module as when the model was patched, got another "
+            f"{type(unwrapped(model.get_submodule(self.name))).__name__}; call unpatch_model before you replace a "
+            "module, and patch_model afterwards"
+        )
 
 
 @contextmanager
@@ -129,8 +144,8 @@ class ModulePlan:
             module: the module. While it is called on a row of `row_length` tokens, its token axes are recorded.
             row_length: number of tokens in the row.
         """
-        where = f"{type(module).__name__} ({name})"
-        return cls(name, type(module).__name__, TokenAxes(where, row_length), TokenAxes(where, row_length))
+        kind = type(module).__name__
+        return cls(name, kind, TokenAxes(kind, row_length), TokenAxes(kind, row_length))
 
     @property
     def is_recording(self) -> bool:
@@ -155,7 +170,7 @@ class SegmentedForward(ReplacedForward):
     """
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
-        super().__init__(module)
+        super().__init__(module, plan.name)
         self.plan = plan
         self.hook: Any = None
 
@@ -169,16 +184,6 @@ class SegmentedForward(ReplacedForward):
         if self.hook is not None:
             self.hook.remove()
 
-    def check_module(self, model: nn.Module) -> None:
-        """Raise PackingError if the model has another module by now under the name of the replaced one."""
-        found = unwrapped(model.get_submodule(self.plan.name))
-        if found is not self.module:
-            raise PackingError(
-                f"{self.plan.name}: expected the same {self.plan.kind} as when the model was patched, got another "
-                f"module ({type(found).__name__}); call unpatch_model before you replace a module, and patch_model "
-                "afterwards"
-            )
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)
 
@@ -189,7 +194,7 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
+                f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
         with _results_lock if plan.packed_modules() else nullcontext():
@@ -222,7 +227,7 @@ class SegmentedForward(ReplacedForward):
         ahead = self._run_ahead(inputs)
         for call in calls:
             args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
-            with use_layout(call.batch), self._with_results(results):
+            with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             found = split_outputs(output, plan.outputs, call.lengths)
             for segment, part in zip(call.segments, found, strict=True):

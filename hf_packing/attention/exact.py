@@ -8,7 +8,7 @@ different lengths costs n calls. Compiled code calls the same function as one op
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.layout import Layout, current_layout
+from hf_packing.attention.layout import Layout
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
 
@@ -57,8 +57,7 @@ def attend_exactly(
         Attention output, [1, heads, tokens, value_dim].
     """
     plan = _plan_for(layout, is_causal, window, chunk, query.device)
-    queries = torch.split(query, plan.lengths, dim=2)
-    keys, values = plan.with_prefixes(key), plan.with_prefixes(value)
+    queries, keys, values = torch.split(query, plan.lengths, dim=2), plan.split_keys(key), plan.split_keys(value)
     outputs: list[Tensor] = [query] * len(queries)
     for runs, mask in plan.calls:
         q, k, v = (_cat([parts[run] for run in runs], 0) for parts in (queries, keys, values))
@@ -74,40 +73,24 @@ def attend_exactly(
     return _cat(outputs, 2)
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Tokens that are next to each other both in the row and in a document. They attend to their prefix and to each
-    other."""
-
-    begin: int
-    end: int
-    """The last token, plus 1."""
-    prefix: Places
-    """int64 [tokens]: the tokens above the run that it attends to. In packed rows there are none."""
-
-
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None, joins: bool = False) -> Iterator[Run]:
-    """Yield the runs of a row, in the order of its tokens.
-
-    A run ends where a chunk ends, so that all its tokens are in the same chunk.
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[tuple[int, Places]]:
+    """Yield the runs of a row, which are next to each other both in the row and in a document: the segments, and their
+    parts in different chunks. The tokens of a run attend to its prefix and to each other.
 
     Args:
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
-        joins: whether a segment, its first child, the first child of that one and so on are a single run, so that
-            fewer prefixes have to be gathered.
+
+    Yields:
+        The number of tokens in the run, and its prefix, int64 [tokens]: the tokens above the run that it attends to.
     """
-    heads = [each for each, parent in enumerate(trees.parents) if not joins or parent < 0 or parent != each - 1]
-    begins, depths = trees.begins.tolist(), trees.depths.tolist()
-    for head, next_head in pairwise([*heads, len(trees.parents)]):
-        begin, depth = begins[head], depths[head]
-        above = trees.path_of(trees.parents[head]) if depth else _NOTHING
-        bottom = depth + begins[next_head] - begin
+    for length, depth, parent in zip(trees.lengths, trees.depths.tolist(), trees.parents, strict=True):
+        above, bottom = trees.path_of(parent) if depth else _NOTHING, depth + length
         cuts = [] if chunk is None else range((depth // chunk + 1) * chunk, bottom, chunk)
         for first, last in pairwise([depth, *cuts, bottom]):
             seen = 0 if window is None else max(first - window + 1, 0)
             seen = seen if chunk is None else max(seen, first // chunk * chunk)
-            yield Run(begin + first - depth, begin + last - depth, above[seen:])
+            yield last - first, above[seen:]
 
 
 _NOTHING = np.zeros(0, np.int64)
@@ -119,36 +102,38 @@ class _Plan:
 
     lengths: list[int]
     """The number of tokens in each run."""
-    prefixes: list[int]
-    """The number of tokens in the prefix of each run."""
+    keys: list[int]
+    """The number of keys of each run: its prefix, then its own tokens."""
     places: Tensor | None
-    """int64 [tokens of all prefixes]: where they are in the row; None if no run has a prefix."""
+    """int64 [keys of all runs]: where they are in the row; None if no run has a prefix."""
     calls: list[tuple[list[int], Tensor | None]]
     """The runs in each call, which have equal lengths and equally long prefixes, and their mask, bool [queries, keys].
     The mask is None if tokens attend to all tokens of the run, or to all before them."""
 
-    def with_prefixes(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the keys or values of each run, [1, heads, prefix + run, dim]."""
-        own = torch.split(tensor, self.lengths, dim=2)
-        if self.places is None:
-            return own
-        above = torch.split(gather_tokens(tensor, self.places), self.prefixes, dim=2)
-        return [torch.cat(parts, dim=2) if parts[0].shape[2] else parts[1] for parts in zip(above, own, strict=True)]
+    def split_keys(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the keys or values of each run, [1, heads, keys, dim]."""
+        if self.places is not None:
+            tensor = gather_tokens(tensor, self.places)
+        return torch.split(tensor, self.keys, dim=2)
 
 
 def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
     """Return the calls for a row, which the layers of a model share."""
     asked = ("exact attention", is_causal, window, chunk, device)
     if asked not in layout.cache:
-        runs = list(runs_of(layout.trees, window, chunk))
+        lengths, prefixes = zip(*runs_of(layout.trees, window, chunk), strict=True)
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, run in enumerate(runs):
-            calls[run.end - run.begin, len(run.prefix)].append(number)
-        places = np.concatenate([run.prefix for run in runs])
+        for number, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
+            calls[length, len(prefix)].append(number)
+        places = None
+        if any(map(len, prefixes)):
+            own = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+            both = (each for parts in zip(prefixes, own, strict=True) for each in parts)
+            places = torch.from_numpy(np.concatenate(list(both))).to(device)
         layout.cache[asked] = _Plan(
-            [run.end - run.begin for run in runs],
-            [len(run.prefix) for run in runs],
-            torch.from_numpy(places).to(device) if len(places) else None,
+            list(lengths),
+            [length + len(prefix) for length, prefix in zip(lengths, prefixes, strict=True)],
+            places,
             [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()],
         )
     plan: _Plan = layout.cache[asked]
@@ -215,23 +200,17 @@ def gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
     In the backward pass, a shared token gets the sum of the gradients of all runs that attend to it. This sum is
     computed in float32.
     """
-    gathered: Tensor = _Gather.apply(tensor, places)  # type: ignore[no-untyped-call]
-    return gathered
+    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return exact.index_select(2, places).to(tensor.dtype)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = tensor.shape
-        return tensor.index_select(2, places)
+_OPTIONS = ("scale", "is_causal", "window", "chunk", "softcap")
+"""The arguments of `attend_exactly` that are numbers, as the operators take them."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        summed = torch.zeros(ctx.shape, dtype=dtype, device=gradient.device)
-        return summed.index_add_(2, places, gradient.to(dtype)).to(gradient.dtype), None
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_lens, Tensor? sinks, float scale, bool is_causal, "
+    "SymInt? window, SymInt? chunk, float? softcap"
+)
 
 
 def attend_exactly_compiled(
@@ -240,13 +219,9 @@ def attend_exactly_compiled(
     value: Tensor,
     cu_seq_lens: Tensor,
     *,
-    scale: float,
-    is_causal: bool,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """Return the result of `attend_exactly` for a packed row, as one operator in code that torch.compile compiles.
 
@@ -263,33 +238,15 @@ def attend_exactly_compiled(
             f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
             "dropout in the model's configuration to 0, or do not compile the model"
         )
-    options = (scale, is_causal, window, chunk, softcap)
-    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, *options)[0]
+    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, *(options.get(name) for name in _OPTIONS))
     return output
 
 
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_lens, Tensor? sinks, float scale, bool is_causal, "
-    "SymInt? window, SymInt? chunk, float? softcap"
-)
-"""The arguments of both operators, of which the last five are `options`."""
-
-
-@torch.library.custom_op("hf_packing::attend_exactly", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+@torch.library.custom_op("hf_packing::attend_exactly", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, sinks: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output, and a copy of cu_seq_lens on the CPU, int64 [segments + 1].
-
-    If these are the borders of the layout that the model currently processes, they need not be copied from a GPU.
-    """
-    layout = current_layout.get()
-    if layout is None or not _is_same_memory(layout.cu_seq_lens, cu_seq_lens):
-        layout = _layout_between(cu_seq_lens)
-    attended = _attend_within(layout, options, query, key, value, sinks)
-    borders = layout.trees.begins
-    borders = np.pad(borders, (0, len(cu_seq_lens) - len(borders)), mode="edge")
-    return attended.contiguous(), torch.from_numpy(borders)
+) -> Tensor:
+    return _attend_between(cu_seq_lens, options, query, key, value, sinks).contiguous()
 
 
 @torch.library.custom_op(
@@ -308,32 +265,28 @@ def _backward(
 
     Attention is computed again, with autograd, which `vjp` switches on within an operator.
     """
-    attend = partial(_attend_within, _layout_between(cu_seq_lens), options)
-    gradients_of = torch.func.vjp(attend, query, key, value, *([] if sinks is None else [sinks]))[1]
+    attend, inputs = partial(_attend_between, cu_seq_lens, options), [query, key, value]
+    gradients_of = torch.func.vjp(attend, *inputs, *([] if sinks is None else [sinks]))[1]
     return [each.contiguous() for each in gradients_of(gradient)]
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-def _layout_between(cu_seq_lens: Tensor) -> Layout:
-    """Return the layout of the segments between borders, without those that are empty."""
-    return Layout.of([length for length in cu_seq_lens.diff().tolist() if length])
-
-
-def _attend_within(
-    layout: Layout, options: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+def _attend_between(
+    cu_seq_lens: Tensor, options: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    scale, is_causal, window, chunk, softcap = options
-    how: dict[str, Any] = {"is_causal": is_causal, "window": window, "chunk": chunk, "softcap": softcap}
-    return attend_exactly(query, key, value, layout, scale=scale, sinks=sinks, **how)
+    layout = _layout_between(tuple(cu_seq_lens.tolist()))
+    return attend_exactly(query, key, value, layout, sinks=sinks, **dict(zip(_OPTIONS, options, strict=True)))
+
+
+@lru_cache(maxsize=1)
+def _layout_between(borders: tuple[int, ...]) -> Layout:
+    """Return the layout of the segments between borders, without those that are empty. The layers of a model share
+    it."""
+    return Layout.of([end - begin for begin, end in pairwise(borders) if end > begin])
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    borders = torch.empty_like(cu_seq_lens, dtype=torch.int64, device="cpu")
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), borders
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 @_backward.register_fake
@@ -343,15 +296,14 @@ def _(
     return [each.new_empty(each.shape) for each in (query, key, value, sinks) if each is not None]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _, sinks, *options = inputs
-    ctx.save_for_backward(query, key, value, output[1], sinks)
-    ctx.options = options
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[: -len(_OPTIONS)])
+    ctx.options = inputs[-len(_OPTIONS) :]
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     of_query, of_key, of_value, *of_sinks = _backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return of_query, of_key, of_value, None, *(of_sinks or [None]), *[None] * len(ctx.options)
+    return of_query, of_key, of_value, None, *(of_sinks or [None]), *[None] * len(_OPTIONS)
 
 
 _attend.register_autograd(_gradients, setup_context=_save)

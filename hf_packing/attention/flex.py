@@ -1,22 +1,28 @@
 """Compute attention in packed rows and in rows of trees with torch's FlexAttention.
 
 FlexAttention takes a `BlockMask`, which says for each block of tokens which other blocks it attends to. torch's
-`create_block_mask` evaluates the mask for all pairs of tokens. Here, blocks are compared instead of tokens, in a fixed
-number of operations, which wait for nothing: a mask for 16,384 tokens takes about 1 ms on a CPU.
+`create_block_mask` evaluates the mask for all pairs of tokens. Here, a mask takes a fixed number of operations, which
+wait for nothing: for 16,384 tokens, about 1 ms on a CPU. A model that torch.compile compiles makes the masks of packed
+rows in its graph, so these need only arithmetic: with sorted blocks, and with tokens that are cut from a larger tensor,
+such a model computed other logits on an H100.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hf_packing.planning.lengths import IntArray
 from hf_packing.trees.segments import TreeSegments
+
+BoolArray = npt.NDArray[np.bool_]
 
 BLOCK = 128
 """Number of tokens in a block, as in `create_block_mask`. It must be a multiple of FlexAttention's own tiles."""
@@ -52,7 +58,7 @@ def attend_with_flex(
     not compiled, which is slow and serves tests.
 
     Args:
-        mask: the `block_mask` of the row. All other arguments are explained in `attend_exactly`.
+        mask: the mask of the row. All other arguments are explained in `attend_exactly`.
 
     Returns:
         Attention output, [1, heads, tokens, value_dim].
@@ -133,110 +139,154 @@ def _scaled(scale: float, softcap: float | None, query: Tensor) -> Callable[...,
     return capped
 
 
-def block_mask(
-    cu_seq_lens: Tensor,
-    tokens: int,
-    is_causal: bool,
-    window: int | None,
-    chunk: int | None = None,
-    trees: TreeSegments | None = None,
+def row_mask(
+    cu_seq_lens: Tensor, tokens: int, is_causal: bool, window: int | None, chunk: int | None = None
 ) -> BlockMask:
-    """Make the BlockMask of a row.
-
-    Segments are in depth-first order, so everything below a segment directly follows it. A token is therefore on the
-    path of a later one that stands before the end of what is below the token's segment. In packed rows, this is the
-    segment's own end. No value is read from the device, and the number of operations for packed rows depends neither
-    on the number of tokens nor on the number of segments.
+    """Make the BlockMask of a packed row, in which the tokens that a token attends to form an interval.
 
     Args:
-        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], on the device of the mask.
-        tokens: number of tokens in the row.
-        is_causal: whether a token attends only to itself and to earlier tokens of its document, as trees require.
-        window: a token attends only to tokens at a distance of less than this number; None for no limit.
-        chunk: number of tokens in each chunk of a document. A token attends only to tokens in the same chunk; None for
-            no chunks.
-        trees: the segments, if some of them have parents.
+        cu_seq_lens: cumulative segment lengths, int32 [segments + 1].
+        tokens: number of tokens in the row. All other arguments are explained in `attend_exactly`.
     """
-    places = max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
-    place = torch.arange(places, dtype=torch.int32, device=cu_seq_lens.device if trees is None else "cpu")
-    depth, end = _in_rows(cu_seq_lens, place) if trees is None else _in_trees(trees, places)
-    end = torch.where(place < tokens, end, _NEVER)
-    least, stop = torch.zeros_like(depth), place + 1 if is_causal else end
-    if window is not None:
-        least, stop = (depth - (window - 1)).clamp(min=0), torch.minimum(stop, place + window)
+    place = torch.arange(_places(tokens), dtype=torch.int32, device=cu_seq_lens.device)
+    segment = torch.searchsorted(cu_seq_lens[1:-1].contiguous(), place, right=True)
+    first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1
     if chunk is not None:
-        in_chunk = depth % chunk
-        least, stop = torch.maximum(least, depth - in_chunk), torch.minimum(stop, place - in_chunk + chunk)
-    first = place - depth + least if trees is None else torch.zeros_like(place)
-    values = torch.stack([stop, end, depth, least, first]).to(cu_seq_lens.device)
-    stop, end, depth, least, _ = values.unbind()
+        begin = place - (place - first) % chunk
+        first, last = begin, torch.minimum(last, begin + (chunk - 1))
+    if window is not None:
+        first, last = torch.maximum(first, place - (window - 1)), torch.minimum(last, place + (window - 1))
+    last_key, first_query = (place, place) if is_causal else (last, first)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return (key < stop[query]) & (query < end[key]) & (depth[key] >= least[query])
+        return (key >= first[query]) & (key <= last_key[query])
 
     if not torch.compiler.is_compiling():
-        for each in (stop, end, depth, least):
-            torch._dynamo.mark_static(each)
-    partial, full = _visible_blocks(values, tokens)
-    keys, queries = (_ordered(partial), _ordered(full)), (_ordered(partial.T), _ordered(full.T))
+        torch._dynamo.mark_static(first)
+        torch._dynamo.mark_static(last_key)
+    return _mask(attends, tokens, _blocks_between(first, last_key, tokens), _blocks_between(first_query, last, tokens))
+
+
+def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device: torch.device) -> BlockMask:
+    """Make the BlockMask of a row of trees.
+
+    Segments are in depth-first order, so everything below a segment directly follows it. A token therefore attends to
+    an earlier one if it stands before the end of what is below that token's segment.
+
+    Args:
+        trees: the segments of the row.
+        window, chunk: arguments of `attend_exactly`.
+        device: where the mask is needed.
+    """
+    tokens, depths = trees.tokens, trees.position_ids
+    first = np.zeros_like(depths) if window is None else np.maximum(depths - (window - 1), 0)
+    first = first if chunk is None else np.maximum(first, depths // chunk * chunk)
+    ends = np.repeat(trees.begins[list(trees.ends_below)], trees.lengths)
+    depth, least, end = (
+        torch.from_numpy(_at_places(each, fill)).to(device) for each, fill in ((depths, 0), (first, 0), (ends, _NEVER))
+    )
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return (key <= query) & (query < end[key]) & (depth[key] >= least[query])
+
+    for each in (depth, least, end):
+        torch._dynamo.mark_static(each)
+    partial, full = _visible_blocks(depths, first, ends)
+    keys, queries = (*_listed(partial), *_listed(full)), (*_listed(partial.T), *_listed(full.T))
+    return _mask(attends, tokens, *([torch.from_numpy(each).to(device) for each in side] for side in (keys, queries)))
+
+
+def _at_places(values: IntArray, fill: int) -> IntArray:
+    """Return a value for each token as int32 [places], with the value `fill` after the tokens."""
+    return np.pad(values, (0, _places(len(values)) - len(values)), constant_values=fill).astype(np.int32)
+
+
+def _places(tokens: int) -> int:
+    """Return the number of places in the tensors that a mask reads."""
+    return max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
+
+
+def _mask(attends: Callable[..., Tensor], tokens: int, keys: Sequence[Tensor], queries: Sequence[Tensor]) -> BlockMask:
+    """Return the BlockMask of a row.
+
+    Args:
+        attends: whether a query attends to a key.
+        tokens: number of tokens in the row.
+        keys: for each block of queries, the number of blocks of keys that are visible in part, int32 [blocks]; their
+            indices, followed by other indices, int32 [blocks, blocks]; and the same for those visible in full.
+        queries: for each block of keys, the same of the blocks of queries from which it is visible.
+    """
+    keys, queries = ([each[None, None] for each in side] for side in (keys, queries))
     return BlockMask(
         seq_lengths=(tokens, tokens),
-        kv_num_blocks=keys[0][0],
-        kv_indices=keys[0][1],
-        full_kv_num_blocks=keys[1][0],
-        full_kv_indices=keys[1][1],
-        q_num_blocks=queries[0][0],
-        q_indices=queries[0][1],
-        full_q_num_blocks=queries[1][0],
-        full_q_indices=queries[1][1],
+        kv_num_blocks=keys[0],
+        kv_indices=keys[1],
+        full_kv_num_blocks=keys[2],
+        full_kv_indices=keys[3],
+        q_num_blocks=queries[0],
+        q_indices=queries[1],
+        full_q_num_blocks=queries[2],
+        full_q_indices=queries[3],
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=attends,
     )
 
 
-def _in_rows(cu_seq_lens: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the depth of each token in its segment, and the end of its segment, int32 [places]."""
-    segment = torch.searchsorted(cu_seq_lens[1:-1].contiguous(), place, right=True)
-    return place - cu_seq_lens[segment], cu_seq_lens[segment + 1]
+def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Sequence[Tensor]:
+    """Return the blocks that are visible from each block, if an interval of tokens is visible from each token.
 
-
-def _in_trees(trees: TreeSegments, places: int) -> tuple[Tensor, Tensor]:
-    """Return the depth of each token in its documents, and the end of what is below its segment, int32 [places]."""
-    ends = np.repeat(trees.begins[list(trees.ends_below)], trees.lengths)
-    depth, end = (np.pad(values, (0, places - trees.tokens), mode="edge") for values in (trees.position_ids, ends))
-    return torch.from_numpy(depth), torch.from_numpy(end.astype(np.int32))
-
-
-def _visible_blocks(values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries which blocks of keys are visible in part, and which are visible in full.
-
-    A block that is visible in full is full in the mask as well, and one that is not visible at all is left out. In
-    trees with windows or chunks, the mask may hide all tokens of a block that is visible in part, which costs a little
-    time.
+    The intervals of a block's tokens overlap or touch, so the visible blocks form an interval too. A pair of blocks is
+    full if all tokens of one are visible from all tokens of the other. A block that the row's end cuts is never full.
 
     Args:
-        values: int32 [5, places]: for each token as a query, the token after the last one that it attends to; as a
-            key, the token after the last one that may attend to it; its depth; as a query, the least depth and, in
-            packed rows, the first token that it attends to.
-        tokens: number of tokens in the row. A block that the row's end cuts is never full.
+        first: int32 [places], the first token that is visible from each token; never falls.
+        last: int32 [places], the last token that is visible from each token; never falls.
+        tokens: number of tokens in the row.
+    """
+    blocks = -(-tokens // BLOCK)
+    first, last = (places[: blocks * BLOCK].view(blocks, BLOCK) for places in (first, last))
+    number = torch.arange(blocks, dtype=torch.int32, device=first.device)
+    is_whole = (number + 1) * BLOCK <= tokens
+    end_of_row = (tokens - 1) % BLOCK  # in the last block
+    first_of_last = torch.where(is_whole, first[:, -1], first[:, end_of_row])
+    last_of_last = torch.where(is_whole, last[:, -1], last[:, end_of_row])
+    begin, end = first[:, 0] // BLOCK, last_of_last // BLOCK + 1
+    begin_full, end_full = (first_of_last + BLOCK - 1) // BLOCK, (last[:, 0] + 1) // BLOCK
+    full = (end_full - begin_full).clamp(min=0) * is_whole
+    skipped = torch.where(number[None] >= (begin_full - begin)[:, None], full[:, None], 0)
+    indices = (begin[:, None] + number + skipped).clamp(max=blocks - 1)
+    full_indices = (begin_full[:, None] + number).clamp(max=blocks - 1)
+    return [each.to(torch.int32) for each in (end - begin - full, indices, full, full_indices)]
+
+
+def _visible_blocks(depths: IntArray, first: IntArray, ends: IntArray) -> tuple[BoolArray, BoolArray]:
+    """Return for each block of queries which blocks of keys are visible in part, and which are visible in full.
+
+    With windows or chunks, the mask may hide all tokens of a block that is visible in part, which costs a little time.
+
+    Args:
+        depths: int [tokens], the position of each token in its documents.
+        first: int [tokens], the first position that each token attends to.
+        ends: int [tokens], the token after everything below each token's segment.
 
     Returns:
         bool [blocks of queries, blocks of keys], twice.
     """
-    number = torch.arange(-(-tokens // BLOCK), device=values.device)
-    begin, end, is_whole = number * BLOCK, (number + 1) * BLOCK, (number + 1) * BLOCK <= tokens
-    blocks = values[:, : len(number) * BLOCK].view(len(values), -1, BLOCK)
-    (stop, ending, depth, least, first), (last_stop, last_ending, deepest, most, _) = blocks.amin(2), blocks.amax(2)
-    seen = (begin < last_stop[:, None]) & (last_ending > begin[:, None])
-    seen &= (end > first[:, None]) & (deepest >= least[:, None])
-    full = (end <= stop[:, None]) & (ending >= end[:, None]) & (depth >= most[:, None])
-    full &= is_whole & is_whole[:, None]
+    tokens, blocks = len(depths), -(-len(depths) // BLOCK)
+    number = np.arange(blocks)
+    begin, end = number * BLOCK, (number + 1) * BLOCK
+    parts = [np.pad(each, (0, int(end[-1]) - tokens), mode="edge").reshape(-1, BLOCK) for each in (depths, first, ends)]
+    (shallowest, lowest, first_end), (deepest, highest, last_end) = (
+        [limit(part, axis=1) for part in parts] for limit in (np.min, np.max)
+    )
+    seen = (number <= number[:, None]) & (last_end > begin[:, None]) & (deepest >= lowest[:, None])
+    full = (number < number[:, None]) & (end <= tokens)[:, None]  # blocks that the row's end cuts are never full
+    full &= (first_end >= end[:, None]) & (shallowest >= highest[:, None])
     return seen & ~full, full
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True entries in each row, int32 [1, 1, blocks], and their indices, followed by those of the
-    other entries, int32 [1, 1, blocks, blocks]."""
-    blocks = blocks.to(torch.int8).contiguous()  # so that the order is contiguous, too, as the compiled kernel reads it
-    order = blocks.argsort(dim=1, descending=True, stable=True).to(torch.int32)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order[None, None]
+def _listed(blocks: BoolArray) -> tuple[IntArray, IntArray]:
+    """Return the number of True entries in each row, int32 [blocks], and their indices, followed by those of the other
+    entries, int32 [blocks, blocks]."""
+    order = np.argsort(~blocks, axis=1, kind="stable")
+    return blocks.sum(1, dtype=np.int32), order.astype(np.int32, order="C")  # as the compiled kernel reads it

@@ -1,14 +1,14 @@
 """The attention function `packed_varlen`, which transformers calls in the attention layers of a patched model, and its
-mask functions.
+mask function.
 
 The function computes attention within the documents of a row, on a kernel where one can, or else exactly. The layout of
-the row replaces the mask, so the mask functions return None, or describe a window or chunks.
+the row replaces the mask, so the mask function returns None, or describes a window or chunks.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +18,10 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import TracedRow, choose
-from hf_packing.attention.layout import CACHES, Layout, borders_from_positions, current_layout, layout_of, within
+from hf_packing.attention.layout import CACHES, Layout, current_layout, within
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
-
-NAME_WITH_LOCAL_MASKS = "packed_varlen_local"
-"""Second name under which `packed_varlen` is registered, for models that express a sliding window or chunks only in the
-attention mask. Under this name, `packed_varlen` gets a `LocalMask` as its attention_mask."""
 
 _HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch", "output_attentions"]
@@ -37,46 +33,23 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class LocalMask:
-    """A description of an attention mask in which every token attends only to tokens in a window or in a chunk."""
+    """An attention mask in which every token attends only to tokens in a window or in a chunk."""
 
     window: int | None = None
     """Size of the window: a token attends only to tokens at a distance of less than this number."""
     chunk: int | None = None
     """Number of tokens in each chunk of a document. A token attends only to tokens in the same chunk."""
 
-    def __str__(self) -> str:
-        return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
 
-
-@dataclass
-class Observed:
-    """A record of the calls of `packed_varlen`, with the windows and local masks that a model requested."""
-
-    calls: int = 0
-    windows: set[int] = field(default_factory=set)
-    """Values of `sliding_window` that layers passed to `packed_varlen`."""
-    local_masks: set[LocalMask] = field(default_factory=set)
-    """Masks with a window or chunks that the model requested from its mask function."""
-
-
-_observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
+_calling_layers: ContextVar[list[torch.nn.Module] | None] = ContextVar("_calling_layers", default=None)
 
 
 @contextmanager
-def observe() -> Iterator[Observed]:
-    """Context manager: yield an `Observed`, which records the calls of `packed_varlen` within the block."""
-    with within(_observed, Observed()):
-        observed = _observed.get()
-        assert observed is not None
-        yield observed
-
-
-def _observer() -> Observed | None:
-    """Return the `Observed` of the current `observe` block, or None outside such a block.
-
-    While torch.compile traces, also return None, since reading a context variable would break the graph in every layer.
-    """
-    return None if torch.compiler.is_compiling() else _observed.get()
+def observe() -> Iterator[list[torch.nn.Module]]:
+    """Context manager: yield a list, to which each call of `packed_varlen` within the block adds its layer."""
+    layers: list[torch.nn.Module] = []
+    with within(_calling_layers, layers):
+        yield layers
 
 
 def packed_varlen(
@@ -91,7 +64,7 @@ def packed_varlen(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,  # noqa: ARG001
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,  # noqa: ARG001, the same as for queries
     max_length_q: int | None = None,
@@ -108,49 +81,42 @@ def packed_varlen(
         attention_mask: None, since the layout of the row replaces a mask; or a `LocalMask`.
         sliding_window: size of the window: a token attends only to tokens at a distance of less than this number.
         s_aux: [heads], attention sinks.
-        position_ids: integers [rows, tokens], which restart in every segment. The borders of the segments are read from
-            the positions if the borders are not known otherwise.
-        cu_seq_lens_q: int32 [segments + 1], cumulative segment lengths over all rows, starting with 0.
+        cu_seq_lens_q, max_length_q: cumulative segment lengths over all rows, int32 [segments + 1], and the length of
+            the longest segment, or more. Compiled code reads them, since it does not know the layout.
 
     Returns:
         The attention output, a contiguous tensor [rows, tokens, heads, value_dim], and None in place of attention
         weights.
 
     Raises:
-        PackingError: an argument is not supported, or the borders are missing or do not fit the tokens.
+        PackingError: an argument is not supported, or no patched model runs that knows the borders.
     """
     rows, heads, tokens, _ = query.shape
+    row: Layout | TracedRow
+    if not torch.compiler.is_compiling():
+        row = _current_row(module, rows * tokens)
+        if (layers := _calling_layers.get()) is not None:
+            layers.append(module)
+    elif cu_seq_lens_q is None or max_length_q is None:  # the graph breaks here
+        row = _uncompiled_row(module, rows * tokens)
+    else:
+        row = TracedRow(cu_seq_lens_q, max_length_q)
     _check_arguments(module, query, key, attention_mask, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if (observed := _observer()) is not None:
-        observed.calls += 1
-        observed.windows |= {sliding_window} if sliding_window is not None else set()
     chunk = None
     if isinstance(attention_mask, LocalMask):
         sliding_window, chunk = attention_mask.window, attention_mask.chunk
-    row: Layout | TracedRow
-    if torch.compiler.is_compiling():
-        if cu_seq_lens_q is None:  # the graph breaks here, since the number of segments is not known in compiled code
-            cu_seq_lens_q = _uncompiled_borders(module, rows, tokens, position_ids)
-        row = TracedRow(cu_seq_lens_q, max_length_q)
-    else:
-        row = _layout_of(module, rows, tokens, cu_seq_lens_q, position_ids)
     if row.has_branches and not is_causal:
         raise PackingError(
             f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
             "so a shared prefix would depend on the documents that continue it"
         )
     q, k, v = (_merge_rows(tensor) for tensor in _to_one_dtype(query, key, value))
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "window": sliding_window,
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout": dropout,
-    }
-    kernel = choose(module, q, k, v, in_trees=row.has_branches, **options)
-    options |= {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "chunk": chunk}
+    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
+    kernel = choose(module, q, v, in_trees=row.has_branches, **options)
+    options |= {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+    options |= {"is_causal": is_causal, "chunk": chunk}
     if kernel is not None:
         attended = kernel.attend(q, k, v, row, **options)
     elif isinstance(row, TracedRow):
@@ -171,12 +137,11 @@ def _check_arguments(
     if isinstance(attention_mask, Tensor):
         raise PackingError(
             f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
-            f"{_cause()}"
         )
     if query.shape[2] != key.shape[2]:
         raise PackingError(
             f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
-            f"cross-attention{_cause()}"
+            "cross-attention"
         )
     if others.get("output_attentions"):
         raise PackingError(f"output_attentions: {NAME} returns no attention weights, but {where} requests them")
@@ -185,49 +150,34 @@ def _check_arguments(
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
 
 
-def _cause() -> str:
-    """Return why the attention function may be called outside of a patched model's forward, where it is of no use."""
-    if torch.compiler.is_compiling() or current_layout.get() is not None:
-        return ""
-    return (
-        ". If this model is not patched, its configuration is that of a patched model: build each model from its own "
-        "copy.deepcopy(config), made before patch_model, or call model.set_attn_implementation('sdpa')"
-    )
-
-
-def _layout_of(
-    module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
-) -> Layout:
-    """Return the layout that the patched model currently processes. If there is none, or if cu_seq_lens_q is given, but
-    is not the tensor of this layout, read one from cu_seq_lens_q or else from position_ids."""
+def _current_row(module: torch.nn.Module, tokens: int) -> Layout:
+    """Return the layout that the patched model currently processes."""
     layout = current_layout.get()
-    if layout is not None and (cu_seq_lens_q is None or cu_seq_lens_q is layout.cu_seq_lens):
-        if layout.rows * layout.tokens != rows * tokens:
-            raise PackingError(
-                f"{type(module).__name__}: expected the {layout.rows * layout.tokens} tokens of the row that the model "
-                f"currently processes, got {rows * tokens} tokens"
-            )
-        return layout
-    if cu_seq_lens_q is None:
-        if position_ids is None or position_ids.ndim != 2:
-            raise PackingError(
-                f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids of shape [rows, tokens], so "
-                f"the borders between segments are unknown; pass one of these arguments to the model{_cause()}"
-            )
-        cu_seq_lens_q = borders_from_positions(position_ids.expand(rows, -1))
-    return layout_of(cu_seq_lens_q, rows, tokens)
+    if layout is None:
+        raise PackingError(
+            f"{type(module).__name__}: expected a call within the forward of a patched model, which knows the borders "
+            "between documents. If this model is not patched, its configuration is that of a patched model: build each "
+            "model from its own copy.deepcopy(config), made before patch_model, or call "
+            "model.set_attn_implementation('sdpa')"
+        )
+    if layout.rows * layout.tokens != tokens:
+        raise PackingError(
+            f"{type(module).__name__}: expected the {layout.rows * layout.tokens} tokens of the row that the model "
+            f"currently processes, got {tokens} tokens"
+        )
+    return layout
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled_borders(module: torch.nn.Module, rows: int, tokens: int, position_ids: Tensor | None) -> Tensor:
-    """Return the borders of the segments, int32 [segments + 1], in uncompiled code."""
-    layout = _layout_of(module, rows, tokens, None, position_ids)
+def _uncompiled_row(module: torch.nn.Module, tokens: int) -> TracedRow:
+    """Return the row that the patched model currently processes, in uncompiled code."""
+    layout = _current_row(module, tokens)
     if layout.has_branches:
         raise PackingError(
             f"{type(module).__name__}: expected a row of trees in uncompiled code, but torch.compile has compiled this "
             "module by itself; compile the whole model, which then runs uncompiled on rows of trees"
         )
-    return layout.cu_seq_lens
+    return TracedRow(layout.cu_seq_lens, layout.max_length)
 
 
 def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,65 +203,34 @@ def _merge_rows(tensor: Tensor) -> Tensor:
 
 def packed_varlen_mask(
     *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
-) -> Tensor | None:
+) -> Tensor | LocalMask | None:
     """Return the attention mask that transformers passes to `packed_varlen`.
 
-    The mask is None if the batch has no padding, since the borders of segments then replace the mask. If the batch has
-    padding, the mask is a tensor, for which `packed_varlen` raises an error.
+    The mask is None if the batch has no padding, since the borders of segments then replace the mask, or a `LocalMask`
+    if it has a window or chunks. If the batch has padding, the mask is a tensor, for which `packed_varlen` raises an
+    error.
 
     Raises:
         PackingError: the model adds mask functions of its own, which the borders of segments cannot replace.
     """
     if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
         raise PackingError(f"attention_mask: {NAME} does not support a mask made of custom functions")
-    if (observed := _observer()) is not None and local_size is not None:
-        observed.local_masks.add(_local_mask(kwargs["mask_function"], local_size))
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
-    return padding
-
-
-def packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | LocalMask | None:
-    """Return a `LocalMask` if the mask has a window or chunks and the batch has no padding; otherwise, return the
-    result of `packed_varlen_mask`."""
-    padding = packed_varlen_mask(*args, **kwargs)
-    return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
-
-
-def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
-    """Return the window or the chunks of one of transformers' mask functions, or of several ones combined.
-
-    Args:
-        mask_function: a function of transformers.masking_utils.
-        local_size: the size that transformers reports for the window or the chunks, in tokens.
-    """
-    overlays = set(_overlay_names(mask_function))
-    if "chunked_overlay" in overlays:
+    if padding is not None or local_size is None:
+        return padding
+    window, chunk = (getattr(kwargs["config"], name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if (local_size == window) is (local_size == chunk):
+        raise PackingError(
+            f"attention_mask: expected a window of {window} tokens or chunks of {chunk}, as in the configuration, but "
+            f"not both, got a local mask of {local_size} tokens"
+        )
+    if local_size == chunk:
         return LocalMask(chunk=local_size)
-    if "sliding_window_bidirectional_overlay" in overlays:
-        return LocalMask(window=local_size + 1)
-    if "sliding_window_overlay" in overlays:
-        return LocalMask(window=local_size)
-    raise PackingError(
-        f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size of "
-        f"{local_size} tokens"
-    )
-
-
-def _overlay_names(mask_function: Any) -> Iterator[str]:
-    """Yield the names of the functions that built a mask function and its parts.
-
-    These functions, such as `sliding_window_overlay`, are in transformers.masking_utils.
-    """
-    yield mask_function.__qualname__.split(".")[0]
-    for cell in mask_function.__closure__ or ():
-        inside = cell.cell_contents
-        for function in inside if isinstance(inside, tuple) else (inside,):
-            if callable(function) and hasattr(function, "__qualname__"):
-                yield from _overlay_names(function)
+    is_bidirectional = "allow_is_bidirectional_skip" in kwargs  # transformers then counts the tokens on each side
+    return LocalMask(window=local_size + is_bidirectional)
 
 
 def register() -> None:
-    """Register `packed_varlen` and its mask functions with transformers."""
-    for name, mask in ((NAME, packed_varlen_mask), (NAME_WITH_LOCAL_MASKS, packed_varlen_local_mask)):
-        AttentionInterface.register(name, packed_varlen)
-        AttentionMaskInterface.register(name, mask)
+    """Register `packed_varlen` and its mask function with transformers."""
+    AttentionInterface.register(NAME, packed_varlen)
+    AttentionMaskInterface.register(NAME, packed_varlen_mask)

@@ -11,19 +11,19 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import has_vocabulary
-from hf_packing.attention.layout import Layout, find_borders
+from hf_packing.attention.layout import Layout, read_borders
 from hf_packing.attention.route import PATCH, sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
+from hf_packing.rows.token_columns import is_token_type
 
 _FEWEST = 3
 """The number of trained labels that are enough to tell whether labels repeat the input. Masked language models are
@@ -35,8 +35,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     """Raise PackingError if a model would only learn to copy its input.
 
     The check is made only for models that see the input token at each label's position, such as masked language models,
-    and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
-    or a sample of the data has labels that differ from the input, or labels for only some tokens of a segment.
+    and only if input_ids and labels are tensors of the same shape.
 
     Args:
         model: a patched model.
@@ -45,38 +44,28 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
     Raises:
-        PackingError: all tokens have labels, and all labels only repeat the input tokens.
+        PackingError: all labels only repeat the input tokens, and no segment has labels for only some of its tokens. A
+            missing label at the first token is ignored.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
         return
-    labels = labels.to(input_ids.device)
+    ids, labels, borders = (each.flatten().cpu().numpy() for each in (input_ids, labels, cu_seq_lens))
+    is_first = np.isin(np.arange(len(ids)), borders)
     trained = labels != IGNORED_LABEL
-    if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
+    ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
+    if (labels != ids)[trained].any() or ends_within.any():
         getattr(model, PATCH).knows_labels = True
-    elif (repeated := int(trained.sum())) >= _FEWEST:
+    elif trained.sum() >= _FEWEST:
         name = type(model).__name__
         raise PackingError(
-            f"labels: expected labels that differ from input_ids, got {repeated} labels that only repeat input_ids. "
-            f"{name} sees the input token at each label's position, and would only learn to copy this token. For a "
-            "masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, and set "
-            "the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. For a causal model that "
-            "does not shift labels itself, shift the labels by one token"
+            f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
+            f"input_ids. {name} sees the input token at each label's position, and would only learn to copy this "
+            "token. For a masked language model, mask tokens before packing, with Dataset.map or "
+            "Dataset.with_transform, and set the labels of all other tokens to -100, as "
+            "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
+            "labels by one token"
         )
-
-
-def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether any segment has labels for only some tokens. A missing label at the first token is ignored.
-
-    Args:
-        trained: bool [rows, tokens], True for tokens with labels.
-        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-    """
-    each, borders = trained.flatten().cpu().numpy(), cu_seq_lens.cpu().numpy()
-    starts = borders[:-1][np.diff(borders) > 0]  # without the empty segments of fixed shapes
-    left_out = ~each
-    left_out[starts] = False
-    return bool((np.logical_or.reduceat(each, starts) & np.logical_or.reduceat(left_out, starts)).any())
 
 
 _TWO_DOCUMENTS = {
@@ -113,11 +102,15 @@ def check_loader(model: PreTrainedModel, layout: Layout, labels: Any) -> None:
     keeps_borders = rows_read is not None and len(layout.lengths) > rows_read
     for dataset in stored_datasets(getattr(loader, "dataset", None)):
         names = _visible(dataset)
-        segments = _segment_lengths(dataset) if SEQ_LENGTHS in names else None
-        if segments is not None:
-            refuse_packed_again(dataset, int(segments.sum(dtype=np.int64)), len(segments))
-        of_packs = SEQ_LENGTHS in names and (segments is None or len(segments) > len(dataset))
-        if not names or not (of_packs or is_packed(dataset)):
+        has_packs = is_packed(dataset)
+        table = getattr(dataset, "data", None)  # None for a stream
+        if table is not None and SEQ_LENGTHS in set(names) & set(table.column_names):  # not in that of lazy rows
+            column = table.column(SEQ_LENGTHS)
+            if is_token_type(column.type):
+                lengths = pc.list_flatten(column)
+                refuse_packed_again(dataset, pc.sum(lengths).as_py() or 0, len(lengths))
+                has_packs |= len(lengths) > len(column)
+        if not names or not has_packs:
             continue
         if not keeps_borders:
             refuse_lost_borders(dataset, names)
@@ -141,14 +134,6 @@ def _refuse_labels_across_borders(layout: Layout, labels: Any) -> None:
         )
 
 
-def _segment_lengths(dataset: Any) -> IntArray | None:
-    """Return the lengths of all segments of a dataset, integers [segments]; None for streams and lazy rows."""
-    if not hasattr(dataset, "data") or not is_token_type(dataset.data.table.schema.field(SEQ_LENGTHS).type):
-        return None
-    column = TokenColumn(SEQ_LENGTHS, dataset.data.table.column(SEQ_LENGTHS), row_numbers(dataset))
-    return column.gather_rows(np.arange(len(column.length)))
-
-
 def _visible(dataset: Any) -> list[str]:
     """Return the columns that a dataset of `datasets` shows; none for a stream whose columns are not known."""
     form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)
@@ -161,10 +146,10 @@ def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> No
     try:
         with torch.random.fork_rng(devices=[]):
             batch = collate([row])
-        borders = find_borders(batch[INPUT_IDS].shape, batch)
+        borders = read_borders(len(batch[INPUT_IDS]), batch)
     except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
         return
-    if borders is None or borders[:3] != [0, 2, 4]:
+    if borders is None or borders.tolist()[:3] != [0, 2, 4]:
         raise PackingError(
             "data_collator: expected a collator that reads where documents begin in packed rows, got "
             f"{type(getattr(collate, 'data_collator', collate)).__name__}, which makes one document of each row. Pass "

@@ -14,7 +14,7 @@ from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
-from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS
+from hf_packing.attention.function import NAME
 from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
@@ -59,9 +59,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     instead, every row is one document, and the backbone, which is the model without its head, runs without the padding.
     Models that return outputs for whole rows take only such batches. Calls with a cache run as without the patch.
 
-    The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
-    in one row. It replaces one document at a time, except in two rows that the patched model runs as a single row. The
-    patch is kept only if:
+    The proof packs three random documents in one row and, in training mode, two. It replaces one document at a time.
+    Several packed rows run as one row, laid end to end. The patch is kept only if:
 
     - no replacement changes the logits of another document,
     - no gradient of a document's logits reaches another document, and
@@ -163,7 +162,7 @@ def _check_configuration(model: PreTrainedModel) -> None:
             f"return_dict: expected True in the configuration of {type(model).__name__}, got False; outputs have to "
             "have names. Set model.config.return_dict = True, and call the model with return_dict=False for a tuple"
         )
-    if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
+    if any(attention == NAME for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
             f"{type(model).__name__} is already set by patch_model; this configuration is shared with, or copied from, "

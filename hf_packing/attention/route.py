@@ -9,15 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.function import NAME, NAME_WITH_LOCAL_MASKS, Observed
-from hf_packing.attention.inspect_model import Signature, configurations
-from hf_packing.attention.layout import Layout, lay_end_to_end
+from hf_packing.attention.function import NAME
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import Unpadding
-from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.columns import (
+    CU_SEQ_LENS,
+    ENDS,
+    MAX_LENGTHS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    SEQ_IDX,
+    SEQ_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
+from hf_packing.errors import PackingError
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -29,8 +39,8 @@ READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "
 Other arguments are never dropped."""
 
 
-class LocalMaskError(ModelNotSupportedError):
-    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
+_ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
+"""Arguments of the caller that the model's own forward does not get as they are."""
 
 
 @dataclass(frozen=True)
@@ -45,48 +55,33 @@ class Method:
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
         mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
             packed documents itself.
-        one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
     attention: str | None = NAME
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
-    one_row: bool = False
-
-    def check(self, observed: Observed) -> None:
-        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
-        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
-        if self.attention == NAME and lost:
-            lost_masks = " and ".join(sorted(map(str, lost)))
-            raise LocalMaskError(
-                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
-                "not get this limit"
-            )
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
 
         Args:
             signature: signature of the forward.
-            inputs: arguments that the caller has passed, without an attention_mask.
-            row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
-                model as one row without borders, since its segments are not documents.
+            inputs: arguments that the caller has passed.
+            row: where the segments of a single row are. A row of trees is given to the model without borders, since
+                its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids or cache.
         """
-        inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
+        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
-        if self.one_row or is_tree:
-            _refuse_caches(inputs)
-            inputs["use_cache"] = False
-        else:
-            inputs = {"use_cache": False, **inputs}
+        _refuse_caches(inputs)
+        inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
-            inputs["position_ids"] = _positions_of_rows(given, row)
-        elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
+            inputs["position_ids"] = row.position_ids if given is None else given
+        elif given is not None and not torch.equal(given, row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, got positions that begin with "
                 f"{given.flatten().tolist()[:8]}; this model computes its own positions, and cannot use other "
@@ -95,26 +90,11 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
+            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if self.one_row and row.rows > 1 and not row.is_one_path_per_row:
-            if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-                raise PackingError(
-                    "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
-                    f"single row; got {keep}"
-                )
-            inputs = {name: lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
-
-
-def _positions_of_rows(position_ids: Tensor | None, row: Layout) -> Tensor:
-    """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
-    every segment."""
-    if position_ids is None:
-        return row.position_ids
-    return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
 
 
 def _refuse_caches(inputs: dict[str, Any]) -> None:
@@ -138,9 +118,7 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
 
 METHODS = (
     Method(NAME),
-    Method(NAME_WITH_LOCAL_MASKS),
     Method(NAME, borders=False),
-    Method(NAME_WITH_LOCAL_MASKS, borders=False),
     Method(NAME, borders=False, positions=False),
     Method(None, borders=False, mask_of_ones=True),
     Method(None, borders=False, mask_of_ones=True, positions=False),
@@ -297,12 +275,6 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
-    attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
-    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
-    return classes, settings, attention, model.dtype, model.device.type
-
-
-def _settings_of(config: PreTrainedConfig) -> str:
-    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    return repr(sorted(settings.items(), key=str))
+    attention = model.config._attn_implementation
+    return classes, model.config.to_json_string(), attention, model.dtype, model.device.type

@@ -78,7 +78,7 @@ class TokenAxes:
     are looked up by the tensor's path and number of dimensions.
 
     Args:
-        where: the module's class and name, for error messages.
+        where: the module's class, for error messages.
         row_length: number of tokens in the row on which token axes are recorded; None after `freeze`.
     """
 

@@ -147,8 +147,7 @@ def attach(
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
     if keeps_rows_whole(plain):
-        what = f"{type(plain).__name__} with {type(inner_model(plain.model)).__name__}"
-        _refuse_given(of_packed_rows, f"for {what}, which computes its own loss of padded batches")
+        _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
         plan: Any = partial(_plan_whole_rows, plain, batching, match_documents_per_step, prove, loss_unit)
     else:
         given = {"loss_unit": loss_unit}
@@ -159,9 +158,8 @@ def attach(
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
-    trainer.attached, trainer.data_collator, trainer.__class__ = state, plain.data_collator, kind
-    if isinstance(state, AttachedPacks):
-        trainer.data_collator = state.collator
+    trainer.attached, trainer.__class__ = state, kind
+    trainer.data_collator = state.collator if isinstance(state, AttachedPacks) else plain.data_collator
     trainer.remove_callback(BatchesOfCheckpoint)
     if not is_stream(trainer.train_dataset):
         trainer.add_callback(BatchesOfCheckpoint)

@@ -22,7 +22,6 @@ from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, exact_type, items_in, with_share
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
@@ -119,6 +118,8 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         """The number of micro-batches of this epoch that were yielded or skipped."""
         self.steps_done = 0
         """The number of optimizer steps of this epoch whose micro-batches were all yielded or skipped."""
+        self.optimizer_steps = 0
+        """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
         self._accelerator, self._loop = accelerator, loop
 
     @property
@@ -145,27 +146,16 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         finally:
             self.end()
 
-    @property
-    @abstractmethod
-    def optimizer_steps(self) -> int:
-        """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
-
     @abstractmethod
     def _steps(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of optimizer steps, up to the end of the epoch."""
 
     def _end_step(self) -> None:
         """Note that the last micro-batch of a step is about to be yielded."""
-        self.steps_done += 1
+        self.steps_done, self.optimizer_steps = self.steps_done + 1, self.optimizer_steps + 1
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
-        """Check that settings have not changed since `prepare_dataloader` was called.
-
-        Raises:
-            PackingError: gradient_accumulation_steps has changed, or a setting of the accelerator no longer works with
-                planned batches.
-        """
-        check_accelerator(self._accelerator)
+        """Raise PackingError if gradient_accumulation_steps has changed since `prepare_dataloader` was called."""
         if (accumulation := self._accelerator.gradient_accumulation_steps) != self.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self.accumulation}, as when prepare_dataloader was called, "
@@ -207,11 +197,6 @@ class PackedLoader(StepLoader):
         return len(self._sampler)
 
     @property
-    def optimizer_steps(self) -> int:
-        """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
-        return self.epoch * self._sampler.optimizer_steps + self.steps_done
-
-    @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch: the rows of every micro-batch, on all ranks."""
         self._sampler.set_epoch(self.epoch)
@@ -248,8 +233,8 @@ class PackedLoader(StepLoader):
         self._begin_at_step(-(-batches // self.accumulation))
 
     def _begin_at_step(self, step: int) -> None:
-        self.steps_done, self.micro_batches_done = step, min(step * self.accumulation, len(self))
-        self._begin_at = self.micro_batches_done
+        self.steps_done, self.optimizer_steps = step, self.epoch * self._sampler.optimizer_steps + step
+        self._begin_at = self.micro_batches_done = min(step * self.accumulation, len(self))
 
     def _steps(self) -> Iterator[list[Batch]]:
         self._begin_at_step(-(-self._begin_at // self.accumulation))

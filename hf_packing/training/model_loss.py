@@ -35,8 +35,7 @@ from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
+from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, NextTokens, labels_key
 
 _NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
 

@@ -133,11 +133,12 @@ class Predictions:
         found = gather(data)
         if all(self._counted):
             return found
-        if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object
-            size = len(found) // len(self._counted)
-            return [each for number, each in enumerate(found) if self._counted[number // size]]
-        return recursively_apply(self._without_copies, found)
 
-    def _without_copies(self, of_ranks: Tensor) -> Tensor:
-        of_each = zip(of_ranks.chunk(len(self._counted)), self._counted, strict=True)
-        return torch.cat([results for results, counts in of_each if counts])
+        def without_copies(of_ranks: Any) -> Any:
+            size = len(of_ranks) // len(self._counted)
+            kept = [number for number in range(len(of_ranks)) if self._counted[number // size]]
+            return of_ranks[kept] if isinstance(of_ranks, Tensor) else [of_ranks[number] for number in kept]
+
+        if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object
+            return without_copies(found)
+        return recursively_apply(without_copies, found)

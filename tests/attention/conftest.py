@@ -22,14 +22,13 @@ def one_method(monkeypatch):
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
-    """A machine of compute capability 9.0 without kernels or choices, which takes its CPU for the GPU."""
+def on_gpu(monkeypatch):
+    """A machine without kernels or choices, which takes its CPU for the GPU."""
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(kernels, "KERNELS", [])
     for name in ("_chosen", "_struck", "_of_the_hub"):
         monkeypatch.setattr(kernels, name, {})
-    monkeypatch.setattr(kernels, "_warned", set())
+    kernels._warn.cache_clear()
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def on_cpu(monkeypatch):
 
 
 @pytest.fixture
-def as_on_cuda(monkeypatch, on_hopper):  # noqa: ARG001
+def as_on_cuda(monkeypatch, on_gpu):  # noqa: ARG001
     """Models choose kernels as on CUDA, in any dtype."""
     monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.bfloat16, torch.float32, torch.float64))
     monkeypatch.setattr(kernels, "_chosen", {})

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kernel_stand_ins import assert_equal_with_gradients
 from patched_models import patched_tiny
 from tiers import fast_only
 from torch._dynamo.eval_frame import skip_code
@@ -18,7 +17,7 @@ import hf_packing as hfp
 from hf_packing.attention import forward, function, kernels
 from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
-from hf_packing.attention.layout import Layout, roots, use_layout
+from hf_packing.attention.layout import Layout
 from tools.tiny_model import tiny_model
 
 
@@ -104,11 +103,14 @@ def locked_while_compiling(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
 @pytest.mark.parametrize("fixed", fast_only([False, True], False))
-@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("llama", 1), ("mamba", 4)], ("llama", 1)))
+@pytest.mark.parametrize(
+    ("architecture", "graphs"), fast_only([("llama", 1), ("mistral", 1), ("mamba", 4)], ("mistral", 1))
+)
 def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(
     architecture, graphs, fixed, locked_while_compiling
 ):
-    """Modules of Mamba that run by segment divide it into graphs; their number does not depend on its layers."""
+    """Masks with windows are made in the graph, too. Modules of Mamba that run by segment divide it into graphs; their
+    number does not depend on its layers."""
     model = patched_tiny(architecture, "causal", num_hidden_layers=1)
     (counted,) = compilations(model, 6, **(FIXED if fixed else {}))
     assert len(counted) == graphs
@@ -237,18 +239,6 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
     for other in ("attend_exactly", "attend_exactly_compiled"):
         monkeypatch.setattr(function, other, lambda *_, **__: pytest.fail("not on the kernel"))
     assert_compiled_in_one_graph(model)
-
-
-def test_lengths_come_from_the_packed_row(monkeypatch):
-    """Reading them from a GPU would make the processor wait, in every layer. Empty segments are left out."""
-    row = Layout(torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32), roots((3, 2)))
-    q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    how = {"scale": 1.0, "is_causal": True}
-    expected = attend_exactly(q, k, v, row, **how)
-    with use_layout(row), monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
-        found = attend_exactly_compiled(q, k, v, row.cu_seq_lens, **how)
-    assert_equal_with_gradients(found, expected, (q, k, v))
 
 
 def test_dropout_is_refused():

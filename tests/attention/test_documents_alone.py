@@ -290,8 +290,6 @@ def test_isolated_however_it_is_fed(name):
     ids = full.pop("input_ids")
     feedings = [{key: full[key] for key in keys} for keys in FEEDINGS]
     feedings.append({"position_ids": full["position_ids"], "attention_mask": torch.ones_like(ids)})
-    if name in SUPPORTED:  # modules that run by segment refuse a cache
-        feedings.append({"position_ids": full["position_ids"], "use_cache": True})
     with torch.no_grad():
         expected = model(ids, **full).logits
         inner = model.base_model(ids, **full)[0] if name in SUPPORTED else None

@@ -1,16 +1,18 @@
-"""Attention by segment against attention over the whole row with a dense mask, in float64, outputs and gradients."""
+"""Exact attention against attention over the whole row with a dense mask, in float64, outputs and gradients."""
 
 from itertools import accumulate
 
 import pytest
 import torch
+from forests import forests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import assert_equal_with_gradients
 from torch.nn import functional
 
-from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
+from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled, gather_tokens, runs_of
 from hf_packing.attention.layout import Layout
+from hf_packing.trees.segments import TreeSegments
 
 
 def dense(query, key, value, lengths, *, scale, is_causal, window=None, softcap=None, sinks=None):
@@ -88,3 +90,40 @@ def test_dropout_drops_and_keeps_the_mean():
         output = attend_exactly(zeros, zeros, ones, Layout.of(lengths), **how)
         assert output.std() > 0.01
         assert output.mean() == pytest.approx(1, abs=0.01)
+
+
+limits = st.sampled_from([None, 1, 2, 3, 7])
+
+
+def seen_by(trees, segment, depth, window, chunk):
+    """The tokens that a token at some depth of a segment attends to, literally."""
+    path = trees.path_of(segment)
+    return [
+        int(path[each])
+        for each in range(depth + 1)
+        if (window is None or depth - each < window) and (chunk is None or each // chunk == depth // chunk)
+    ]
+
+
+@given(forests(), limits, limits)
+def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
+    trees, begin = TreeSegments(*forest), 0
+    segment_of = [segment for segment, length in enumerate(trees.lengths) for _ in range(length)]
+    for length, prefix in runs_of(trees, window, chunk):
+        keys = [*prefix, *range(begin, begin + length)]
+        for token in range(begin, begin + length):
+            last = len(prefix) + token - begin
+            seen = keys[max(last - window + 1, 0) if window else 0 : last + 1]
+            assert seen == seen_by(trees, segment_of[token], int(trees.position_ids[token]), window, chunk)
+        assert window is None or len(prefix) < window, "no key is gathered in vain"
+        begin += length
+    assert begin == trees.tokens
+
+
+def test_gradients_of_shared_keys_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    key = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = gather_tokens(key, torch.tensor([0] * 600 + [1]))
+    gathered.backward(torch.ones_like(gathered))
+    assert key.grad.flatten().tolist() == [600, 1]
+    assert key.grad.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex, kernels
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import BLOCK, block_mask
+from hf_packing.attention.flex import BLOCK, row_mask, tree_mask
 from hf_packing.attention.kernels import FlexKernel
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
@@ -39,8 +39,9 @@ class Row(NamedTuple):
         return TreeSegments(self.lengths, self.parents or (-1,) * len(self.lengths))
 
     def mask(self, *how):
-        trees = self.trees if self.trees.has_branches else None
-        return block_mask(borders_of(self.lengths), sum(self.lengths), *how, trees)
+        if self.trees.has_branches:
+            return tree_mask(self.trees, *how[1:], torch.device("cpu"))
+        return row_mask(borders_of(self.lengths), sum(self.lengths), *how)
 
     def with_flex(self, *tensors, **how):
         return FlexKernel().attend(*tensors, Layout.of(self.trees), **how)
@@ -147,8 +148,8 @@ def test_a_row_has_full_blocks_and_others():
 
 def test_borders_with_empty_segments_at_the_end():
     """Batches of fixed shapes are filled with empty segments."""
-    filled = block_mask(torch.tensor([0, 200, 300, 300, 300], dtype=torch.int32), 300, True, None)
-    plain = block_mask(borders_of([200, 100]), 300, True, None)
+    filled = row_mask(torch.tensor([0, 200, 300, 300, 300], dtype=torch.int32), 300, True, None)
+    plain = row_mask(borders_of([200, 100]), 300, True, None)
     place = torch.arange(300)
     assert torch.equal(filled.mask_mod(0, 0, place[:, None], place), plain.mask_mod(0, 0, place[:, None], place))
     assert torch.equal(filled.to_dense(), plain.to_dense())
@@ -177,15 +178,41 @@ def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("row", [WIDE, Row((5, 7))])
-def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row):
+@pytest.mark.parametrize(("row", "make"), [(WIDE, tree_mask), (Row((5, 7)), row_mask)])
+def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
     layout, made = Layout.of(row.trees), []
-    monkeypatch.setattr(kernels, "block_mask", lambda *how: made.append(how) or block_mask(*how))
+    monkeypatch.setattr(kernels, make.__name__, lambda *how: made.append(how) or make(*how))
     tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         for window in (None, None, 3, None):
             FlexKernel().attend(*tensors, layout, scale=0.3, is_causal=True, window=window)
     assert len(made) == 2
+
+
+LISTS = [f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")]
+
+
+def parts_of_mask(borders, tokens, *how):
+    """All that the compiled kernel reads: the lists of blocks, and what each token sees."""
+    mask, place = row_mask(borders, tokens, *how), torch.arange(tokens)
+    return [getattr(mask, name) for name in LISTS] + [mask.mask_mod(0, 0, place[:, None], place)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
+@pytest.mark.parametrize("how", [(True, None), (True, 16), (False, 300), (True, None, 100)])
+def test_a_compiled_model_makes_the_same_masks(how):
+    """By inductor, for one size and for any; with several segments, and with empty ones at the end."""
+    torch._dynamo.reset()
+    made = torch.compile(parts_of_mask, fullgraph=True)
+    for lengths in ((130, 1, 64, 300, 17, 188, 0, 0), (5, 700, 95, 0, 0, 0, 0, 0), (1000, 24, 513), (7,) * 60):
+        borders = borders_of(lengths)
+        for ours, eager in zip(
+            made(borders, sum(lengths), *how), parts_of_mask(borders, sum(lengths), *how), strict=True
+        ):
+            assert torch.equal(ours, eager)
+            assert ours.stride() == eager.stride()
+    torch._dynamo.reset()
 
 
 COMPILED = {

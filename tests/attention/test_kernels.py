@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from compare_trees import inputs_of
+from compare_trees import CHAT, inputs_of
+from forms import check as check_documents
+from forms import tree
 from kernel_stand_ins import (
     KNOWN,
     NEWEST,
@@ -24,98 +26,77 @@ from kernel_stand_ins import (
     tensors,
 )
 from patched_models import patched, patched_tiny
+from tiers import fast_only
+from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import kernels, patch, prove_on_batch
+from hf_packing.attention import function, kernels, patch, prove_on_batch
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.function import packed_varlen
 from hf_packing.attention.kernels import FlexKernel, TracedRow, VarlenKernel, fallbacks, kernel_of, use_hub_kernel
-from hf_packing.attention.layout import Layout
+from hf_packing.attention.layout import Layout, use_layout
 from hf_packing.attention.route import route_of
-from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 from tools.tiny_model import tiny_model
 
-pytestmark = pytest.mark.usefixtures("on_hopper")
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def test_all_signatures_are_called():
-    assert 8 <= len(VARLEN) <= sum(map(len, KNOWN.values()))
+    assert 6 <= len(VARLEN) <= sum(map(len, KNOWN.values()))
 
 
 LENGTHS = [5, 3, 4]
 
-TREES = TreeSegments((4, 5, 3, 6, 2, 4), (-1, 0, 0, 2, 2, 4))
-
-ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 7, "is_causal": False}
-
-ASKED = [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)]
-
-
-def attended(kernel, inputs, in_trees, **how):
-    """By the kernel, in compiled code with and without the longest length, too, and exactly."""
-    row, how = Layout.of(TREES if in_trees else LENGTHS), {"scale": 0.3, "is_causal": True} | how
-    traced = [] if in_trees else [TracedRow(row.cu_seq_lens, longest) for longest in (max(LENGTHS), None)]
-    return [kernel.attend(*inputs, each, **how) for each in (row, *traced)], attend_exactly(*inputs, row, **how)
+ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 7}
 
 
 @pytest.mark.parametrize(("name", "signature"), VARLEN)
-@pytest.mark.parametrize(
-    ("in_trees", "asked"),
-    [*((False, each) for each in ASKED), *((False, ("is_causal", *each)) for each in ASKED)]
-    + [*((True, each) for each in ASKED), (False, ("chunk",)), (True, ("chunk",))],
-)
-def test_a_call_is_right_or_refused(name, signature, in_trees, asked):
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",), ("chunk",)])
+def test_a_call_is_right_or_refused(name, signature, is_causal, asked):
+    """In compiled code, too, which knows of the row only the borders and the longest length."""
     kernel = stand_in(name, signature)
     how = {each: ARGUMENTS[each] for each in asked}
-    described = {"has_window": "window" in how, "has_softcap": "softcap" in how, "in_trees": in_trees}
-    described |= {"is_causal": "is_causal" not in how}
-    if kernel.refusal(call(**described, sinks=torch.bfloat16 if "sinks" in how else None)):
-        assert asked or "requires" in kernel.refusal(call())
+    described = {f"has_{each}": each in how for each in ("window", "softcap", "sinks")}
+    if kernel.refusal(call(**described)):
+        assert asked or "takes no scale" in kernel.refusal(call())
         return
+    row = Layout.of(LENGTHS)
+    how |= {"scale": 0.3, "is_causal": is_causal}
     for dims in ((16, 16), (12, 6)):
-        inputs = tensors(*dims, tokens=TREES.tokens if in_trees else sum(LENGTHS))
-        ours, expected = attended(kernel, inputs, in_trees, **how)
-        for each in ours:
-            assert_equal_with_gradients(each, expected, inputs)
+        inputs = tensors(*dims, tokens=sum(LENGTHS))
+        for each in (row, TracedRow(row.cu_seq_lens, max(LENGTHS))):
+            assert_equal_with_gradients(
+                kernel.attend(*inputs, each, **how), attend_exactly(*inputs, row, **how), inputs
+            )
 
 
-HUB_SINKS, TORCH_KERNEL = "kernels-community/vllm-flash-attn3", "torch varlen_attn"
+TORCH_KERNEL = "torch varlen_attn"
 
 
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
         (TORCH_KERNEL, {"has_softcap": True}, "takes no softcap"),
-        (TORCH_KERNEL, {"has_softcap": True, "sinks": torch.bfloat16}, "takes no softcap and no sinks"),
+        (TORCH_KERNEL, {"has_softcap": True, "has_sinks": True}, "takes no softcap and no sinks"),
         (TORCH_KERNEL, {"dtype": torch.float32}, "takes no float32"),
         (TORCH_KERNEL, {"head_dim": 512}, "takes head dimensions up to 256"),
-        (TORCH_KERNEL, {"has_dropout": True, "has_softcap": True}, "takes no soft cap together with dropout"),
+        (TORCH_KERNEL, {"in_trees": True}, "takes no rows of trees"),
         (TORCH_KERNEL, {"is_deterministic": True}, ""),
-        (HUB_SINKS, {"sinks": torch.bfloat16}, ""),
-        (HUB_SINKS, {"sinks": torch.bfloat16, "trains_sinks": True}, "takes sinks only"),
-        (HUB_SINKS, {"sinks": torch.float32}, "takes sinks only"),
+        ("flash-attn 2", {"is_deterministic": True}, ""),
+        ("flash-attn 3", {"has_dropout": True}, "takes no dropout"),
+        ("kernels-community/vllm-flash-attn3", {"has_sinks": True}, "takes no sinks"),
     ],
 )
 def test_what_the_newest_kernels_take(name, change, reason):
     refusal = stand_in(name, [*KNOWN[name].values()][-1]).refusal(call(**change))
     assert refusal.startswith(reason)
     assert bool(refusal) == bool(reason)
+    assert VarlenKernel(name, lambda: None).refusal(call(**change)) == "not installed"
 
 
-def test_capabilities_and_missing_packages(monkeypatch):
-    only_hopper = VarlenKernel("flash-attn 3", lambda: print, from_capability=(9, 0), below_capability=(10, 0))
-    for capability, runs in {(8, 0): False, (9, 0): True, (10, 0): False}.items():
-        monkeypatch.setattr(type(call()), "capability", capability)
-        assert ("does not run on a GPU of compute capability" not in only_hopper.refusal(call())) is runs
-    assert VarlenKernel("flash-attn 2", lambda: None).refusal(call()) == "not installed"
-
-
-def test_deterministic_kernels():
-    older, newer = (stand_in("flash-attn 2", KNOWN["flash-attn 2"][version]) for version in ("2.3.6", "2.8.3.post2"))
-    asked = call(is_deterministic=True)
-    assert older.refusal(asked) == "takes no deterministic"
-    assert not newer.refusal(asked)
+def test_deterministic_kernels_and_dropout():
     seen = []
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: seen.append(given) or given["q"])
     torch.use_deterministic_algorithms(True)
@@ -153,12 +134,12 @@ def test_the_newest_release_of_each_minor_version():
 def test_the_first_kernel_that_takes_a_call_runs_it():
     kernels.KERNELS[:] = [
         VarlenKernel("flash-attn 3", lambda: None),
-        stand_in("flash-attn 2", KNOWN["flash-attn 2"]["2.5.9.post1"]),
+        stand_in("flash-attn 2", NEWEST),
         stand_in("torch varlen_attn", TORCH["2.13.0"]),
         FlexOnCpu(),
     ]
-    assert choose() == choose(window=3) == "flash-attn 2"
-    assert choose(softcap=2.0) == choose(sinks=torch.zeros(4)) == "FlexAttention"
+    assert choose() == choose(window=3) == choose(softcap=2.0) == "flash-attn 2"
+    assert choose(in_trees=True) == choose(sinks=torch.zeros(4)) == "FlexAttention"
     kernels.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
     kernels._chosen.clear()
     assert choose() == "torch varlen_attn"
@@ -172,24 +153,16 @@ class FlexOnCpu(FlexKernel):
     attend = staticmethod(attend_exactly)
 
 
-ADVICE = [
-    ({"dtype": torch.float32}, "takes no float32.*Load the model in bfloat16, or train with bf16=True or fp16=True"),
-    (
-        {"dropout": 0.1},
-        "takes no dropout.*attention dropout in the model's configuration to 0, or run `pip install flash",
-    ),
-    ({"softcap": 2.0}, "Run `pip install flash-attn --no-build-isolation`, or `pip install --upgrade torch`"),
-    ({"softcap": 2.0, "in_trees": True}, "Run `pip install flash-attn"),
-    ({"capability": (7, 5)}, r"GPU of compute capability 7.5\). The kernels need a GPU of .* 8.0 or newer"),
-]
-
-
-@pytest.mark.parametrize(("change", "advice"), ADVICE)
-def test_one_warning_says_why_there_is_no_kernel(monkeypatch, change, advice):
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"dtype": torch.float32}, "takes no float32.*Load the model in bfloat16, or train with bf16=True"),
+        ({"dropout": 0.1}, "takes no dropout.*attention dropout in the model's configuration to 0, or, for packed"),
+        ({"dropout": 0.1, "in_trees": True}, "takes no rows of trees.*attention dropout in the model's"),
+    ],
+)
+def test_a_warning_says_why_there_is_no_kernel(change, advice):
     """Rows of trees have a warning of their own."""
-    change = dict(change)
-    capability = change.pop("capability", (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
     slowly = "in rows of trees runs path by path" if "in_trees" in change else "runs segment by segment"
     with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
@@ -197,7 +170,6 @@ def test_one_warning_says_why_there_is_no_kernel(monkeypatch, change, advice):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(**change, window=3) is None
-    if "in_trees" in change:
         assert choose() == "torch varlen_attn"
 
 
@@ -296,7 +268,9 @@ def test_a_model_that_leaks_is_refused_on_every_kernel():
 def test_where_all_kernels_fail_attention_is_exact():
     model, stock = model_and_stock()
     kernels.KERNELS[:] = [stand_in(name, NEWEST, forgets_the_scale) for name in ("flash-attn 3", "flash-attn 2")]
-    message = r"^attention runs segment by segment.*\(flash-attn 3: other logits.*; flash-attn 2: other logits"
+    message = (
+        r"kernel failed \(flash-attn 3: other logits.*; flash-attn 2: other logits.* exact attention, segment by seg"
+    )
     with pytest.warns(UserWarning, match=message):
         prove(model, stock, ONE)
     assert kernel_of(model) == "exact attention, segment by segment"
@@ -329,6 +303,39 @@ def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
     assert not torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
     prove(model, stock, ONE)
     assert torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
+
+
+@pytest.mark.usefixtures("as_on_cuda", "on_cpu")
+@pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
+def test_rows_of_trees_run_on_flex_attention(monkeypatch, name):
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), FlexKernel()]
+    stock, model = build(name, torch.float64), patched(name, torch.float64)
+    monkeypatch.setattr(function, "attend_exactly", lambda *_, **__: pytest.fail("not on the kernel"))
+    hfp.patch_model(model, trees=True)
+    check_documents(stock, model, tree(), close=1e-5)
+    report = hfp.check_isolation(model, trees=True)
+    assert report.isolated
+    assert str(report).endswith("\nkernel: FlexAttention")
+
+
+class WithoutTrees(FlexOnCpu):
+    """A kernel that takes the segments of trees for documents."""
+
+    @staticmethod
+    def attend(query, key, value, row, **how):
+        return attend_exactly(query, key, value, Layout.of(row.lengths), **how)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_the_proof_of_trees_finds_kernels_that_are_right_only_in_packed_rows():
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), WithoutTrees()]
+    model = patched("Llama")
+    with pytest.warns(UserWarning, match="failed .FlexAttention: .*path by path runs instead"):
+        hfp.patch_model(model, trees=True)
+    model(**inputs_of(CHAT))
+    assert kernel_of(model) == "exact attention, path by path"
+    hfp.check_isolation(model)
+    assert kernel_of(model) == "flash-attn 2"
 
 
 def test_packages_are_loaded_if_they_are_installed(monkeypatch):
@@ -364,7 +371,7 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
     assert asked == [HUB]
     assert choose() == choose(layer=other) == "torch varlen_attn"
     with pytest.warns(UserWarning, match="attention runs segment by segment"):  # nor is it tried for another model
-        assert choose(layer=other, softcap=2.0) is None
+        assert choose(layer=other, dropout=0.1) is None
     monkeypatch.setattr(kernels, "lazy_import_flash_attention", lambda _: int("not trusted"))  # a ValueError
     use_hub_kernel(other, "someone/else")
     assert choose(layer=other) == "torch varlen_attn"
@@ -401,7 +408,8 @@ def test_the_report_names_the_kernel(request):
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
     monkeypatch.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
-    packed_varlen(torch.nn.Identity(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 8, 12]))
+    with use_layout(Layout.of([5, 3, 4])):
+        packed_varlen(torch.nn.Identity(), *tensors(), None)
     model = patched("Llama", trees=True)
-    model(**inputs_of(TREES))
+    model(**inputs_of(CHAT))
     assert kernel_of(model) == "exact attention, path by path"

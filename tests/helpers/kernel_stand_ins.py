@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_packing.attention import kernels
-from hf_packing.attention.exact import attend_exactly, attend_with_scores
+from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.kernels import VarlenKernel
 from hf_packing.attention.layout import Layout
-from tools.kernel_signatures import SIGNATURES, call, function_with
+from tools.kernel_signatures import SIGNATURES, function_with
 
 KNOWN = json.loads(SIGNATURES.read_text())
 
@@ -31,65 +31,54 @@ NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
 
 
 def of_torch(given):
-    """torch: causal attention is a window up to 0, or an argument in the first version; heads must be equal."""
+    """torch: causal attention is a window up to 0, and heads must be equal."""
     groups = given["query"].shape[1] != given["key"].shape[1]
     assert groups == given.get("enable_gqa", False), "Expect query and key/value to have the same number of heads"
-    left, right = given.get("window_size", (-1, 0 if given.get("is_causal") else -1))
-    return exact(given["query"], given["key"], given["value"], given, "cu_seq", "max", given.get("scale"), left, right)
+    window = given["window_size"]
+    return exact(given["query"], given["key"], given["value"], given, "cu_seq", "max", given["scale"], *window)
 
 
 def of_flash_attn(given):
-    """flash-attn: `causal` sets the right side of the window to 0. Sinks get no gradient, as in vllm-flash-attn3."""
-    left, right = given.get("window_size", (-1, -1))
+    """flash-attn: `causal` sets the right side of the window to 0."""
+    left, right = given["window_size"]
     right = 0 if given["causal"] else right
-    rare = ("alibi_slopes", "block_table", "seqused_q", "seqused_k", "qv", "q_descale", "k_descale", "v_descale")
+    rare = (
+        "s_aux",
+        "alibi_slopes",
+        "block_table",
+        "seqused_q",
+        "seqused_k",
+        "qv",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+    )
     assert all(given.get(name) is None for name in rare)
-    assert not (given.get("softcap") and given.get("dropout_p")), "softcap does not support dropout"
-    sinks = given.get("s_aux")
-    options = {"softcap": given.get("softcap") or None, "sinks": sinks if sinks is None else sinks.detach()}
-    scale = given["softmax_scale"]
-    output = exact(given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, **options)
+    scale, softcap = given["softmax_scale"], given["softcap"] or None
+    output = exact(
+        given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, softcap=softcap
+    )
     return (output, None) if "pack_gqa" in given else output  # flash-attn 3 also returns log-sum-exps
 
 
 def exact(query, key, value, given, borders, longest, scale, left, right, **options):
     borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
-    assert [each.dtype for each in borders] == [torch.int32] * 2
-    assert all(length >= each.diff().max() for length, each in zip(longest, borders, strict=True))
+    assert borders[0] is borders[1]  # cuDNN's causal attention would take two tensors for cross-attention
+    assert borders[0].dtype == torch.int32
+    assert all(length >= borders[0].diff().max() for length in longest)
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.shape[-1] % 8 == 0
     assert right in (0, left), "only windows to both sides, or to the left"
     tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
-    window = None if left < 0 else left + 1
-    if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
-        return at_last_keys(*tensors, borders, window=window, **options)[0].transpose(0, 1)
     layout = Layout.of([length for length in borders[0].diff().tolist() if length])
+    window = None if left < 0 else left + 1
     return attend_exactly(*tensors, layout, window=window, **options)[0].transpose(0, 1)
-
-
-def at_last_keys(query, key, value, borders, *, scale, is_causal, window, softcap=None, sinks=None):
-    """Attention of segments whose queries belong to their last keys."""
-    assert is_causal
-    outputs = []
-    parts = (zip(each[:-1].tolist(), each[1:].tolist(), strict=True) for each in borders)
-    for (first, last), (first_key, last_key) in zip(*parts, strict=True):
-        k, v = key[:, :, first_key:last_key], value[:, :, first_key:last_key]
-        keys, queries = last_key - first_key, last - first
-        at, to = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
-        mask = (to <= at) & (at - to < (window or keys))
-        q = query[:, :, first:last]
-        outputs.append(attend_with_scores(q, k, v, mask, scale, True, softcap, sinks, 0.0))
-    return torch.cat(outputs, dim=2)
 
 
 def stand_in(name, signature, body=None):
     function = function_with(signature, body or (of_torch if name.startswith("torch") else of_flash_attn))
     return VarlenKernel(name, lambda: function, is_torch=name.startswith("torch"))
-
-
-def half(**changes):
-    return call(device=torch.device("cpu"), head_dim=16, value_dim=16, **changes)
 
 
 def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
@@ -101,8 +90,9 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
 
 def choose(dtype=torch.bfloat16, layer=None, **changes):
     """The name of the kernel that is chosen for a call, or None."""
-    options = {"is_causal": True, "window": None, "softcap": None, "sinks": None, "dropout": 0.0} | changes
-    kernel = kernels.choose(layer or torch.nn.Identity(), *tensors(dtype=dtype), **options)
+    options = {"window": None, "softcap": None, "sinks": None, "dropout": 0.0} | changes
+    query, _, value = tensors(dtype=dtype)
+    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, **options)
     return None if kernel is None else kernel.name
 
 

@@ -64,7 +64,6 @@ class StreamLoader(StepLoader):
         self.stream = stream
         self.tokens_of_sources: list[IntArray] = []
         """For each micro-batch of the current optimizer step: the number of tokens of each source, int64 [sources]."""
-        self._optimizer_steps = 0
         self._rank, self._ranks = data_rank(accelerator)
         self._collate, self._names, self._loss, self._restarts = collate, names, loss, restarts
         self._workers, self._options = num_workers, options
@@ -78,23 +77,18 @@ class StreamLoader(StepLoader):
         """The stream that the loader reads. Trainer asks every loader for its dataset."""
         return self.stream
 
-    @property
-    def optimizer_steps(self) -> int:
-        """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
-        return self._optimizer_steps
-
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader counts epochs by itself, since a resumed Trainer counts them from 0 again."""
 
     def _steps(self) -> Iterator[list[Batch]]:
         if self._restarts:
             self._begin_at_epoch(0)
-        goes_on, before = bool(self._positions), self._optimizer_steps
+        goes_on, before = bool(self._positions), self.optimizer_steps
         self.micro_batches_done = self.steps_done * self.accumulation  # a step that was broken off begins again
         yield from self._rest_of_epoch()
-        if goes_on and self._optimizer_steps == before:  # the last step of the epoch was its last row
+        if goes_on and self.optimizer_steps == before:  # the last step of the epoch was its last row
             yield from self._rest_of_epoch()
-        if self._optimizer_steps == before:
+        if self.optimizer_steps == before:
             raise PackingError("dataset: expected a stream with at least one document, got a stream without")
 
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
@@ -128,7 +122,6 @@ class StreamLoader(StepLoader):
 
     def _end_step(self) -> None:
         super()._end_step()
-        self._optimizer_steps += 1
         self._move(self._step)
 
     def _move(self, step: list[MicroBatch]) -> None:
@@ -166,7 +159,7 @@ class StreamLoader(StepLoader):
         return {
             "epoch": self.epoch,
             "steps": self.steps_done,
-            "optimizer_steps": self._optimizer_steps,
+            "optimizer_steps": self.optimizer_steps,
             "loss": self._loss,
             "streams": self.stream.of_epoch(self.epoch).state_at(positions),
         }
@@ -190,5 +183,5 @@ class StreamLoader(StepLoader):
                 "a micro-batch; choose ranks x gradient_accumulation_steps as before"
             )
         self._begin_at_epoch(state["epoch"])
-        self.steps_done, self._optimizer_steps = state["steps"], state["optimizer_steps"]
+        self.steps_done, self.optimizer_steps = state["steps"], state["optimizer_steps"]
         self._positions = {each: at for each, at in positions.items() if each % self._ranks == self._rank}
