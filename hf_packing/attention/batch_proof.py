@@ -25,7 +25,7 @@ from hf_packing.attention.route import READ_ARGUMENTS, route_of
 from hf_packing.attention.runs import Embedded, Runner, gradients_of, logits_of
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -78,11 +78,11 @@ class BatchCase(Case):
         tokens = ids.flatten()
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         replaced = _segments_to_replace(trees)
-        self.replacements = [replaced] if replaced else []
+        self.replacements = [replaced]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in set(replaced)}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
-        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens)
+        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
         self.sample = [*chosen, *[None] * (_CALLS_ALONE - len(chosen))]
 
     @contextmanager
@@ -95,11 +95,6 @@ class BatchCase(Case):
     def outputs(self, tokens: Tensor) -> list[Tensor]:
         ids: Tensor = self._inputs["input_ids"]
         logits = logits_of(self.model, self.runner({**self._inputs, "input_ids": tokens.view_as(ids)}))
-        if logits.shape[:2].numel() != len(tokens):
-            raise ModelNotSupportedError(
-                f"model: expected an output for each of {len(tokens)} tokens, but {type(self.model).__name__} returns "
-                f"{list(logits.shape)}"
-            )
         return self.by_segment(logits.flatten(0, 1))
 
     @property

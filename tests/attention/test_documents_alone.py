@@ -253,13 +253,13 @@ def test_adapters(name, form):
 EMBEDDED = [
     *((name, "packed") for name in ("Llama", *(each for each, trait in TRAITS.items() if trait[1] == "causal"))),
     *((name, "packed") for name in ("an encoder", "positions with an offset", ("xlm", "causal"))),
-    *((name, form) for name in (("llama", "causal"), ("bert", SEQUENCE)) for form in ("right", "left")),
+    *((("llama", "causal"), form) for form in ("right", "left")),
     (("gpt2", "causal"), "a tree"),
 ]
 FAST_EMBEDDED = [
     ("Llama", "packed"),
     ("positions with an offset", "packed"),
-    (("bert", SEQUENCE), "left"),
+    (("llama", "causal"), "left"),
     EMBEDDED[-1],
 ]
 
