@@ -30,8 +30,9 @@ HOME_OF = {
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",
-    "rows_loader": "training.loader",
-    "MaskedRows": "training.masked_documents",
+    "SampledRows": "sampling.rows",
+    "batches_loader": "training.loader",
+    "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training
     "Answer": "training.streams.lockstep",
@@ -39,7 +40,8 @@ HOME_OF = {
     "items_in": "training.losses",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
     "Layout": "attention.layout",
-    "use_layout": "attention.layout",
+    "current_layout": "attention.layout",
+    "within": "attention.layout",
     "packed_varlen": "attention.function",
     "row_mask": "attention.flex",
     "prove_on_batch": "attention",

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from internals import RankBatchSampler, rows_loader, sizes_of
+from internals import RankBatchSampler, SampledRows, batches_loader, sizes_of
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
@@ -56,7 +56,8 @@ def through_datasets(rows: datasets.Dataset, workers: int) -> Callable[[], int]:
 
 def through_attach(rows: datasets.Dataset, tokens: int, workers: int) -> Callable[[], int]:
     sampler = RankBatchSampler(hfp.TokenBudget(tokens), sizes_of(rows))
-    return epoch_of(rows_loader(rows, sampler, num_workers=workers, persistent_workers=workers > 0))
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    return epoch_of(batches_loader(SampledRows(rows, sampler), sampler, hfp.PackingCollator(), **options))
 
 
 def differing_rows(one: datasets.Dataset, other: datasets.Dataset) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from internals import RankBatchSampler, rows_loader, sizes_of
+from internals import RankBatchSampler, SampledRows, batches_loader, sizes_of
 from lengths import log_normal
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
@@ -60,9 +60,9 @@ def loaders(rows: datasets.Dataset, tokens: int, workers: int) -> dict[str, Data
     formatted = Formatted(rows.data)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     return {
-        "before": rows_loader(formatted, sampler, collate_fn=collate_plainly, **options),
-        "format": rows_loader(formatted, sampler, **options),
-        "attach": rows_loader(rows, sampler, **options),
+        "before": batches_loader(SampledRows(formatted, sampler), sampler, collate_plainly, **options),
+        "format": batches_loader(SampledRows(formatted, sampler), sampler, hfp.PackingCollator(), **options),
+        "attach": batches_loader(SampledRows(rows, sampler), sampler, hfp.PackingCollator(), **options),
     }
 
 

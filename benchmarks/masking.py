@@ -2,10 +2,9 @@
 
 python benchmarks/masking.py
 
-The documents are read and masked as in training: rows of a dataset, in micro-batches of at most 16,384 tokens, by the
-rules of transformers' collator. Beside it, a collator of the user's own, whose method is called for each document; and
-transformers' method for the whole padded batch, with masks that depend on the batch, and without reading the rows. All
-sides run in turn, on one thread; times are those of the process.
+The documents are read and masked as in training: rows of a dataset, in micro-batches of at most 16,384 tokens, by a
+call of transformers' collator for each document. Beside it, one call for the whole padded batch, with masks that depend
+on the batch, and without reading the rows. Both sides run in turn, on one thread; times are those of the process.
 """
 
 import argparse
@@ -26,13 +25,6 @@ import hf_packing as hfp
 
 WHOLE, WORDS = 1_000, 2_000
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-class Own(DataCollatorForLanguageModeling):
-    """A collator with a method of its own, which has to be called for each document."""
-
-    def torch_mask_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return super().torch_mask_tokens(*args, **kwargs)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -93,16 +85,14 @@ def main() -> None:
         collator = DataCollatorForLanguageModeling(tokenizer(), whole_word_mask=whole_words)
         sizes = sizes_of(data)
         sampler = RankBatchSampler(hfp.TokenBudget(arguments.tokens), sizes)
-        micro_batches = list(sampler)
         rows = MaskedRows(data, sampler, masking=Masking(collator, seed=0))
-        whole = [padded([data[number] for number, _ in each], whole_words) for each in micro_batches]
+        micro_batches = list(rows.batches)
+        whole = [padded([data[number] for number, *_ in each], whole_words) for each in micro_batches]
         tokens = int(sizes.tokens.sum())
         masked = sum(int((row["labels"] != -100).sum()) for each in micro_batches for row in rows.__getitems__(each))
         maskable = sum(int((~each["special_tokens_mask"]).sum()) for each in whole)
-        own = MaskedRows(data, sampler, masking=Masking(Own(tokenizer(), whole_word_mask=whole_words), seed=0))
         sides = {
             "rows read and masked": lambda rows=rows, of=micro_batches: [rows.__getitems__(each) for each in of],
-            "by a collator of one's own": lambda rows=own, of=micro_batches: [rows.__getitems__(each) for each in of],
             "the padded batch": lambda collator=collator, of=whole: [
                 collator.torch_mask_tokens(**{name: each.clone() for name, each in batch.items()}) for batch in of
             ],

@@ -26,7 +26,7 @@ _HOME_OF = {
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.sequential",
     "NonNegativeLeastSquares": "strategies.nnls",
-    "Optimal": "strategies.optimal.strategy",
+    "Optimal": "strategies.optimal",
     "PackedLoader": "training.loader",
     "PackingCollator": "batch.collate",
     "PackingError": "errors",
@@ -37,13 +37,13 @@ _HOME_OF = {
     "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
-    "UnpaddedModels": "training.unpad_models",
+    "UnpaddedModels": "training.unpad",
     "attach": "training.attach",
     "branches": "text.branches",
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
-    "document_logps": "training.document_logps",
+    "document_logps": "training.logps",
     "evaluation_loss": "training.loop",
     "mix": "streams.mix",
     "pack": "rows.pack",
@@ -80,18 +80,18 @@ if TYPE_CHECKING:
     from hf_packing.strategies.compare import ComparedStrategy, Comparison, compare
     from hf_packing.strategies.greedy import BestFit, ShortestPackFirst
     from hf_packing.strategies.nnls import NonNegativeLeastSquares
-    from hf_packing.strategies.optimal.strategy import Optimal
+    from hf_packing.strategies.optimal import Optimal
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.streams.mix import mix
     from hf_packing.text.branches import branches
     from hf_packing.text.tokenize import tokenize
     from hf_packing.training.attach import attach
     from hf_packing.training.batch_loss import compute_loss
-    from hf_packing.training.document_logps import document_logps
     from hf_packing.training.loader import PackedLoader
+    from hf_packing.training.logps import document_logps
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
     from hf_packing.training.score import Scores, score
-    from hf_packing.training.unpad_models import UnpaddedModels
+    from hf_packing.training.unpad import UnpaddedModels
 
 __all__ = [
     "BestFit",

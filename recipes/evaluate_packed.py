@@ -37,7 +37,7 @@ class PackedHFLM(HFLM):
 
     Args:
         pretrained: as in HFLM.
-        max_tokens: number of tokens in a row. A longer request is a row of its own.
+        max_tokens: number of tokens in a row, or in the longest request if this is more.
         share_prefixes: whether to compute prefixes that requests share once.
         options: as in HFLM; `batch_size` is only for generating text, and `softmax_dtype` has no effect.
     """

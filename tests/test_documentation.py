@@ -28,7 +28,7 @@ from trainers import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.training.ranks import StepCounts
+from hf_packing.training.step_counts import StepCounts
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning",  # TRL uses names that transformers has renamed

@@ -23,15 +23,13 @@ from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.padded import SharedRows
-from hf_packing.attention.row_readers import into_rows
+from hf_packing.attention.padded import PaddedRows
+from hf_packing.attention.poolers import into_rows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.streams.training_stream import training_stream
 
 
 def check(positions, lengths, filling=0, period=1):
@@ -71,7 +69,7 @@ FLAT = ("documents", "fixed shapes", "copies", "copies, cut", "end of streams")
 def flat_batches(draw, way):
     """Draw a batch, the lengths of the documents in it, and the number of tokens in its padding or copies."""
     if way == "end of streams":
-        batch = filler_of_streams(share_prefixes=False)
+        batch = filler_of_streams()
         return batch, [batch["input_ids"].shape[1]], int((batch["seq_idx"] < 0).sum())
     of_rows = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5))
     rows = [{"input_ids": np.arange(sum(lengths)) + 3, "seq_lengths": lengths} for lengths in of_rows]
@@ -99,13 +97,13 @@ def sampled(rows, chosen):
 
 
 @cache
-def filler_of_streams(share_prefixes):
+def filler_of_streams():
     """The batch of a rank that has no row in a step, while other ranks have one."""
     few = datasets.Dataset.from_list([{"input_ids": [5, 6, 7]}] * 3).to_iterable_dataset(num_shards=3)
-    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1, share_prefixes=share_prefixes)
-    stream = training_stream("train_dataset", stream, hfp.TokenBudget(3), 1)
-    batches = list(StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), accumulation=4))
-    return next(each for each in batches if (each.get("labels", each.get("tree_labels")) == -100).all())
+    stream = hfp.pack(few, hfp.BestFit(3), streams=3, window_packs=1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    batches = list(hfp.prepare_dataloader(accelerator, stream, hfp.TokenBudget(3)))
+    return next(each for each in batches if (each["labels"] == -100).all())
 
 
 def positions_at_attention(model, **inputs):
@@ -182,7 +180,7 @@ def test_documents_in_rows_of_their_own():
         axes.found_in(row.position_ids)
         axes.freeze()
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in row.calls("ragged")]
-        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row, row.slices))])):
+        for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
             for documents, positions in of_rows:
                 for length, of_row in zip(documents, positions, strict=True):
                     filled[way] += len(of_row) - length
@@ -212,12 +210,9 @@ def test_trees():
         check_trees(way, batch["position_ids"][0], row["segment_lengths"], row["parents"])
         inputs = {name: batch[name] for name in ("input_ids", "segment_lengths", "parents")}
         check_trees(way, positions_at_attention(model, **inputs), row["segment_lengths"], row["parents"])
-        ids = torch.tensor([[*chain.from_iterable(documents)]])
-        if shared := SharedRows.find({"input_ids": ids}, tuple(map(len, documents)), min_shared=1):
-            trees = shared.layout.trees
-            check_trees("padded batches", shared.layout.position_ids[0], trees.lengths, trees.parents)
+        ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, documents)), batch_first=True, padding_value=-1)
+        layout = PaddedRows((ids >= 0).numpy(), ids.device).sharing_prefixes({"input_ids": ids}, 1).layout
+        check_trees("padded batches", layout.position_ids[0], layout.trees.lengths, layout.trees.parents)
 
     check_batch()
     assert all(branches[way] for way in ("rows", "copies", "padded batches"))
-    filler = filler_of_streams(share_prefixes=True)
-    check_trees("streams", filler["position_ids"][0], filler["segment_lengths"].tolist(), filler["parents"].tolist())

@@ -35,7 +35,7 @@ import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.rows import map_batch
 from hf_packing.training.first_batch import prepared_model
-from hf_packing.training.ranks import BatchesOfCheckpoint
+from hf_packing.training.resume import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
@@ -236,7 +236,7 @@ def test_models_that_an_accelerator_has_prepared():
 
 
 def test_what_trainer_calls():
-    """training.packed_trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
+    """training.trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
     assert list(inspect.signature(Trainer.get_batch_samples).parameters) == [
         "self",
         "epoch_iterator",
@@ -261,11 +261,11 @@ def test_what_sft_trainer_keeps_and_computes():
 
 
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
-    """training.ranks.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
-    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
+    """training.resume.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
+    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint()])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
-    assert found == {"BatchesOfCheckpoint": {"args": {"loss": "token"}, "attributes": {"batches": None}}}
+    assert found == {"BatchesOfCheckpoint": {"args": {}, "attributes": {"batches": None}}}
 
 
 def test_where_templates_say_what_the_assistant_wrote():

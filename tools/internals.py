@@ -9,18 +9,23 @@ from hf_packing.attention.cases import RowCase
 from hf_packing.attention.kernels import Call, VarlenKernel
 from hf_packing.attention.route import route_of
 from hf_packing.attention.runs import Runner, logits_of
+from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, spread
 from hf_packing.checks import OLDEST
 
 __all__ = [
     "OLDEST",
+    "SIZES",
+    "THRESHOLDS",
+    "VOCABULARY",
     "Call",
     "RowCase",
     "Runner",
     "VarlenKernel",
     "comparable",
     "logits_of",
+    "randomize",
     "route_of",
     "spread",
     "tensors_in",

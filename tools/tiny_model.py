@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
+from tools.internals import SIZES, THRESHOLDS, VOCABULARY, randomize
 
 __all__ = [
     "SETTINGS",

@@ -1,4 +1,6 @@
-"""Pictures of packed rows, of keeping documents apart, of ranks, and of the way from lengths to a loss."""
+"""Pictures of packed rows, of keeping documents apart, of ranks, and of the house of subpackages."""
+
+from itertools import cycle
 
 import numpy as np
 from canvas import (
@@ -271,32 +273,38 @@ def shards() -> Figure:
     return figure
 
 
-STAGES = [
-    ("lengths", "of documents", "planning"),
-    ("counts", "how many of\neach length", "planning"),
-    ("patterns", "packs, by\ntheir lengths", "strategies"),
-    ("PackingPlan", "which slice\ngoes where", "planning"),
-    ("packed rows", "in Arrow,\non disk", "rows"),
-    ("batch", "[1, tokens]\nand borders", "batch,\nsampling"),
-    ("forward", "documents\napart", "attention"),
-    ("loss", "of a whole\nstep", "training"),
+FLOORS = [
+    ([("planning", "counts, patterns, plans")], "PackingPlan: which slice of which document goes where"),
+    ([("strategies", "which documents share a pack")], "patterns of lengths"),
+    (
+        [("rows", "packed rows, in Arrow"), ("trees", "shared prefixes once")],
+        "rows, with the lengths of their documents",
+    ),
+    ([("text", "files and chats"), ("streams", "packed as read"), ("fleet", "many processes")], "rows of any source"),
+    ([("batch", "rows become tensors"), ("sampling", "rows of each step and rank")], "[1, tokens] and borders"),
+    ([("attention", "a patched model keeps documents apart, proven")], "logits, as of each document alone"),
+    ([("training", "attach, prepare_dataloader, losses of a step")], "a loss that is the same however a step is split"),
+    ([("report", "what packing gains")], "tables, pages, pictures"),
+    ([("cli", "hf-packing report, pack, check")], ""),
 ]
-ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "rows": COLORS[2], "batch,\nsampling": COLORS[5]}
-ROOMS |= {"attention": COLORS[4], "training": COLORS[3]}
+"""The subpackages, from the ground up: name and what it does; and what a floor hands to those above."""
 
 
-def pipeline() -> Figure:
-    figure, (axes,) = figure_of(1, (14, 3.4))
-    for number, (name, what, room) in enumerate(STAGES):
-        x = number * 1.9
-        box(axes, x, 0.9, 1.5, 1.25, facecolor=ROOMS[room], edgecolor="none")
-        axes.text(x + 0.75, 1.87, name, ha="center", va="center", size=12, weight="bold", color=INK)
-        axes.text(x + 0.75, 1.34, what, ha="center", va="center", size=10.5, color=INK, linespacing=1.25)
-        axes.text(x + 0.75, 0.5, room, ha="center", va="center", size=11, color=FAINT, family="monospace")
-        if number:
-            arrow(axes, (x - 0.38, 1.5), (x - 0.02, 1.5))
-    width = 1.9 * len(STAGES) - 0.4
-    words = "cli and report: the command hf-packing, and what packing does for your documents"
-    box(axes, 0, 2.55, width, 0.55, words, facecolor="white")
-    axes.set(xlim=(-0.1, width + 0.1), ylim=(0.1, 3.25))
+def house() -> Figure:
+    figure, (axes,) = figure_of(1, (14, 7.6))
+    colors = cycle(COLORS)
+    for number, (rooms, gives) in enumerate(FLOORS):
+        width = 8.0 / len(rooms)
+        for place, (name, what) in enumerate(rooms):
+            x = place * width
+            box(axes, x + 0.04, number, width - 0.08, 0.86, facecolor=next(colors), edgecolor="none")
+            middle = x + width / 2
+            axes.text(middle, number + 0.57, name, ha="center", va="center", size=13, weight="bold", color=INK)
+            axes.text(middle, number + 0.24, what, ha="center", va="center", size=10.5, color=INK)
+        note(axes, 8.55, number + 0.9, gives, size=11.5)
+        if gives:
+            arrow(axes, (8.3, number + 0.55), (8.3, number + 1.25))
+    arrow(axes, (-0.35, len(FLOORS) - 0.2), (-0.35, 0.1))
+    axes.text(-0.6, len(FLOORS) / 2, "imports go down", rotation=90, ha="center", va="center", size=12, color=FAINT)
+    axes.set(xlim=(-0.8, 13.2), ylim=(-0.1, len(FLOORS)))
     return figure

@@ -29,13 +29,13 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
-   trains with. If the proof fails, another run finds the module in which the difference begins (locate).
+   trains with (batch_proof). If the proof fails, another run finds the module in which the difference begins (locate).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
-    tokens of a document, such as poolers, get every document in a row of its own (row_readers). A proof runs the whole
+    tokens of a document, such as poolers, get every document in a row of its own (poolers). A proof runs the whole
     model, with padding on each side (unpadding_proof).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
@@ -53,6 +53,7 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
+from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
@@ -67,7 +68,7 @@ from hf_packing.attention.patch import (
     patched,
     unpatch_model,
 )
-from hf_packing.attention.report import BatchProof, IsolationReport, check_isolation, predicts_tokens, prove_on_batch
+from hf_packing.attention.report import IsolationReport, check_isolation, predicts_tokens
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of

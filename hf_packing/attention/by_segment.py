@@ -3,9 +3,8 @@
 The module's inputs are cut into segments, the module is called on every segment, and the outputs are joined.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
-from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, use_layout
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
 from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
@@ -34,18 +33,19 @@ _GATHERED_AT_ONCE = "_z3_leaf"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
 including the parameters of inner modules, at once."""
 
-_results_lock = threading.RLock()
-"""Lock that a thread holds while inner modules of a model return stored outputs instead of running. Other threads that
-run the same model must not get these outputs."""
-
 
 class ReplacedForward:
     """Base class of callable objects that replace a module's forward. Objects are used instead of functions, so that a
     patched model can be copied and pickled."""
 
-    def __init__(self, module: nn.Module) -> None:
+    attribute = "forward"
+    """The name of the method that is replaced."""
+
+    def __init__(self, module: nn.Module, name: str | None = None) -> None:
         self.module = module
-        found: Any = vars(module).get("forward")
+        self.name = name
+        """The name of the module in the model, where the module has to stay; None for the model and inner models."""
+        found: Any = vars(module).get(self.attribute)
         while isinstance(found, type(self)):
             found = found.before
         self.before: Any = found
@@ -61,7 +61,7 @@ class ReplacedForward:
         return code
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # subclasses are callable
+        setattr(self.module, self.attribute, self)
         self.installed = True
 
     def remove(self) -> None:
@@ -71,17 +71,27 @@ class ReplacedForward:
         only calls the module's original forward.
         """
         self.installed = False
-        found = vars(self.module).get("forward")
+        found = vars(self.module).get(self.attribute)
         if self in (found, getattr(found, "__func__", None)):  # accelerate makes a method of it
-            del self.module.forward
+            delattr(self.module, self.attribute)
             if self.before is not None:
-                self.module.forward = self.before
+                setattr(self.module, self.attribute, self.before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward, which this object replaces, and return the output."""
         if self.before is not None:
             return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return getattr(type(self.module), self.attribute)(self.module, *args, **kwargs)
+
+    def check_place(self, model: nn.Module) -> None:
+        """Raise PackingError if the model has another module by now under the name of the replaced one."""
+        if self.name is None or any(each is self.module for each in model.get_submodule(self.name).modules()):
+            return
+        raise PackingError(
+            f"{self.name}: expected the same module as when the model was patched, got another "
+            f"{type(model.get_submodule(self.name)).__name__}; call unpatch_model before you replace a "
+            "module, and patch_model afterwards"
+        )
 
 
 @contextmanager
@@ -129,8 +139,8 @@ class ModulePlan:
             module: the module. While it is called on a row of `row_length` tokens, its token axes are recorded.
             row_length: number of tokens in the row.
         """
-        where = f"{type(module).__name__} ({name})"
-        return cls(name, type(module).__name__, TokenAxes(where, row_length), TokenAxes(where, row_length))
+        kind = type(module).__name__
+        return cls(name, kind, TokenAxes(kind, row_length), TokenAxes(kind, row_length))
 
     @property
     def is_recording(self) -> bool:
@@ -155,7 +165,7 @@ class SegmentedForward(ReplacedForward):
     """
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
-        super().__init__(module)
+        super().__init__(module, plan.name)
         self.plan = plan
         self.hook: Any = None
 
@@ -169,16 +179,6 @@ class SegmentedForward(ReplacedForward):
         if self.hook is not None:
             self.hook.remove()
 
-    def check_module(self, model: nn.Module) -> None:
-        """Raise PackingError if the model has another module by now under the name of the replaced one."""
-        found = unwrapped(model.get_submodule(self.plan.name))
-        if found is not self.module:
-            raise PackingError(
-                f"{self.plan.name}: expected the same {self.plan.kind} as when the model was patched, got another "
-                f"module ({type(found).__name__}); call unpatch_model before you replace a module, and patch_model "
-                "afterwards"
-            )
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)
 
@@ -189,18 +189,17 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
+                f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
-        with _results_lock if plan.packed_modules() else nullcontext():
-            if not plan.inputs.found_in(inputs):
-                return self.forward(*args, **kwargs)
-            if row.is_one_path_per_row:
-                return self.run_restored(args, kwargs)
-            if plan.is_recording:
-                plan.outputs.found_in(self.forward(*args, **kwargs))
-            plan.inputs.check_row(inputs, row.tokens)
-            return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
+        if not plan.inputs.found_in(inputs):
+            return self.forward(*args, **kwargs)
+        if row.is_one_path_per_row:
+            return self.run_restored(args, kwargs)
+        if plan.is_recording:
+            plan.outputs.found_in(self.forward(*args, **kwargs))
+        plan.inputs.check_row(inputs, row.tokens)
+        return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
 
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill = Tensor.new_zeros
@@ -222,7 +221,7 @@ class SegmentedForward(ReplacedForward):
         ahead = self._run_ahead(inputs)
         for call in calls:
             args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
-            with use_layout(call.batch), self._with_results(results):
+            with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             found = split_outputs(output, plan.outputs, call.lengths)
             for segment, part in zip(call.segments, found, strict=True):
@@ -318,21 +317,16 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
         return
     for plan in plans:
         outer = [module for name, module in model.named_modules() if not name or is_inside(plan.name, name)]
-        at_once = any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer)
+        if any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer):
+            continue
         for name, inner in model.get_submodule(plan.name).named_modules():
-            if not name or any(is_inside(name, each) for each in plan.packed_modules()):
-                continue
-            where = f"{type(inner).__name__} ({plan.name}.{name})"
-            if is_fsdp(inner):
+            is_by_segment = name and not any(is_inside(name, each) for each in plan.packed_modules())
+            is_sharded = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
+            if is_by_segment and (is_fsdp(inner) or is_sharded):
                 raise PackingError(
-                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
-                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
-                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
-                )
-            if not at_once and any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False)):
-                raise PackingError(
-                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
-                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
-                    "make a different number of calls, and wait for each other forever. Call "
+                    f"model: expected all weights of {plan.kind} to be gathered at once, but those of "
+                    f"{type(inner).__name__} ({plan.name}.{name}) are gathered at every call. {plan.kind} runs segment "
+                    "by segment, so processes would make a different number of calls, and wait for each other forever. "
+                    f"Let FSDP wrap {plan.kind} itself, or a module that contains it; with DeepSpeed, call "
                     f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )

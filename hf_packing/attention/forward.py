@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +33,26 @@ from hf_packing.attention.labels import check_loader, refuse_copied_labels
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
-    filled_cache,
-    fold_into_rows,
+    current_layout,
     has_trees,
     layout_of_collator,
     read_layout,
-    use_layout,
+    refuse_earlier_tokens,
     within,
+    without_first_labels,
 )
 from hf_packing.attention.padded import (
     PaddedRows,
-    SharedRows,
     Unpadding,
     current_rows,
     inputs_of_backbone,
     media_of,
+    packed_rows,
     read_padded_rows,
-    rows_without_padding,
     run_by_length,
     with_pad_tokens,
 )
+from hf_packing.attention.poolers import RowsInBackbone
 from hf_packing.attention.route import (
     BORDER_ARGUMENTS,
     PATCH,
@@ -62,12 +62,9 @@ from hf_packing.attention.route import (
     is_patched,
     mark_changing_sizes,
 )
-from hf_packing.attention.row_readers import RowReader, RowsInBackbone
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
 from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
-
-_WHERE = {"right": "after", "left": "before", "both": "on both sides of"}
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
@@ -77,14 +74,8 @@ running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
 models, but only the outermost forward reads the inputs."""
 
-_locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
-"""Locks that a thread holds while a patched model runs, since other calls switch the patch off for a while."""
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _lock_of(model: nn.Module) -> RLock:
-    """Return the model's lock. Not compiled: torch.compile would go through all of `_locks` while models leave it."""
-    return _locks.setdefault(model, RLock())
+_lock = RLock()
+"""Lock that a thread holds while a patched model runs, since other calls switch the patch off for a while."""
 
 
 @dataclass(eq=False)
@@ -108,14 +99,12 @@ class Patch:
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
-    """True once it is known that the model is not trained to copy its input."""
-    layers: list[nn.Module] | None = None
-    """The modules in the model's lists when `may_checkpoint` was found; None before."""
-    may_checkpoint: list[nn.Module] = field(default_factory=list)
-    """The modules that have an activation-checkpointing function, or may get one."""
+    """True once the first batch in training has shown that the model is not trained to copy its input."""
 
     def __post_init__(self) -> None:
-        self.lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
+        modules = [*self.model.modules()]
+        self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+        self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -130,55 +119,43 @@ class Patch:
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
         is_tracing = torch.compiler.is_dynamo_compiling()  # which changes nothing
-        lock = nullcontext() if is_tracing else _lock_of(self.model)
+        lock = nullcontext() if is_tracing else _lock
         with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
-        what they ran under. All modules are searched only after layers were replaced, as FSDP does."""
-        layers = [layer for each in self.lists for layer in each]
-        if layers != self.layers:
-            self.layers = layers
-            names = (*_CHECKPOINTING, "gradient_checkpointing")
-            self.may_checkpoint = [each for each in self.model.modules() if any(hasattr(each, name) for name in names)]
-        gives_borders = self.route.method.borders and not self.route.by_segment
-        for module in self.may_checkpoint:
+        what they ran under. FSDP replaces layers in the model's lists by wrappers that have such a function."""
+        for module in chain(self.may_checkpoint, *self.lists):
+            wrapped = module._modules.get("_fsdp_wrapped_module") or module
             for name in _CHECKPOINTING:
-                checkpoint = vars(module).get(name)
+                checkpoint = vars(wrapped).get(name)
                 if checkpoint is not None and not isinstance(checkpoint, KeepLayout):
-                    setattr(module, name, KeepLayout(checkpoint, self, gives_borders))
+                    setattr(wrapped, name, KeepLayout(checkpoint, self))
 
 
 @dataclass(eq=False)
 class KeepLayout:
     """A wrapper for an activation-checkpointing function. The backward pass runs the checkpointed layers a second time,
     after the model's forward has ended. The second run has the same layout or padded batch and the same attention
-    settings as the first one, and the patch is switched off if it was.
-
-    Args:
-        checkpoint: the function to wrap.
-        patch: the patch of the model.
-        gives_borders: whether all layers get the borders of the segments as arguments. If so, compiled layers do not
-            need the current layout.
-    """
+    settings as the first one, and the patch is switched off if it was."""
 
     checkpoint: Callable[..., Any]
     patch: Patch
-    gives_borders: bool
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not (self.gives_borders and torch.compiler.is_compiling()):
-            function = self._as_now(function)
-        return self.checkpoint(function, *args, **kwargs)
+        route = self.patch.route
+        if torch.compiler.is_compiling() and route.method.borders and not route.by_segment:
+            return self.checkpoint(function, *args, **kwargs)  # layers get the borders as arguments
+        return self.checkpoint(self._as_now(function), *args, **kwargs)
 
     def _as_now(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs `function` under what holds now."""
         context, attention = copy_context(), attention_now(self.patch.attention_before)
-        is_on = self.patch.replaced[0].installed
+        off = [] if self.patch.replaced[0].installed else self.patch.replaced
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if is_on else switched_off(self.patch.replaced), use_attention(attention):
+            with switched_off(off), use_attention(attention):
                 return context.copy().run(function, *args, **kwargs)
 
         return run
@@ -198,8 +175,6 @@ class PatchedForward(ReplacedForward):
         super().__init__(module)
         self.patch = patch
         self.signature = Signature(module)
-        self.is_backbone = False
-        """True if the module gets the tokens of padded batches without padding."""
         # Trainer reads this attribute to find out which columns a model takes, and drops all others
         self.__signature__ = _with_seq_lengths(inspect.signature(module.forward))
 
@@ -208,8 +183,10 @@ class PatchedForward(ReplacedForward):
         return self.patch.model
 
     @property
-    def route(self) -> Route:
-        return self.patch.route
+    def is_backbone(self) -> bool:
+        """True if the module gets the tokens of padded batches without padding."""
+        unpadding = self.patch.facts.unpadding
+        return unpadding is not None and self.module is self.model.get_submodule(unpadding.backbone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # accelerate makes a method of this object
@@ -217,19 +194,12 @@ class PatchedForward(ReplacedForward):
         if torch.compiler.is_compiling() and (self.patch.is_running or not self.installed):
             return self.forward(*args, **kwargs)  # an inner model, so that the patched model becomes a single graph
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if is_traced or torch.compiler.is_exporting():
-            return self._run_exported(args, kwargs)
-        return self.run(args, kwargs)
-
-    def _run_exported(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the forward as without the patch, while a program is made of it that runs without hf_packing."""
-        if given := [name for name in (*BORDER_ARGUMENTS, PARENTS) if kwargs.get(name) is not None]:
+        if self.installed and (is_traced or torch.compiler.is_exporting()):
             raise PackingError(
-                f"{given[0]}: expected no borders between documents in a model that is exported, since it runs as "
-                "without the patch; export the model with rows of one document each"
+                "model: expected a model without a patch in torch.export and torch.jit.trace, whose program would run "
+                "without hf_packing; export it in a block `with unpatch_model(model):`"
             )
-        with self.patch.suspended():
-            return self.forward(*args, **kwargs)
+        return self.run(args, kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -240,47 +210,68 @@ class PatchedForward(ReplacedForward):
             if rows is None or not self.is_backbone:
                 return self.forward(*args, **kwargs)
             return self._run_backbone(self._by_name(args, kwargs), rows)
-        with _lock_of(self.model):
+        with _lock:
             if not self.installed:
                 return self.forward(*args, **kwargs)
-            inputs, kind = self._classify(args, kwargs)
-            if isinstance(kind, Layout):
-                return self.run_packed(inputs, kind)
-            if isinstance(kind, PaddedRows):
-                return self._run_padded(inputs, kind)
-            with self.patch.suspended():
-                return self.forward(**inputs)
+            inputs, layout, rows = self._classify(args, kwargs)
+            if layout is None:
+                with self.patch.suspended():
+                    return self.forward(**inputs)
+            if rows is None:
+                return self.run_packed(inputs, layout)
+            if layout.is_unpadded:
+                return self._run_padded(inputs, rows)
+            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        """Run the forward on packed rows or trees, and return the output."""
-        inputs, laid = self._prepare(inputs, layout)
-        attends_by_layout = within(_knows_borders, self.route.method.attention is not None)
-        with self._running(), use_layout(laid), within(current_rows, None), attends_by_layout:
-            output = self._run_uncompiled(inputs) if laid.has_branches else self.forward(**inputs)
-        return self._finish(output, layout) if layout.padding or laid is not layout else output
+        """Run the forward on a packed row or a row of trees, and return the output."""
+        inputs, attends_by_layout = self._prepare(inputs, layout), self.patch.route.method.attention is not None
+        with (
+            self._running(),
+            within(current_layout, layout),
+            within(current_rows, None),
+            _borders_known(attends_by_layout),
+        ):
+            output = self._run_uncompiled(inputs) if layout.has_branches else self.forward(**inputs)
+        if layout.padding and getattr(output, "aux_loss", None) is not None:
+            raise PackingError(
+                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
+                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
+                "shape"
+            )
+        return output
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the forward on a padded batch, in which the backbone runs without padding."""
+        unpadding = self.patch.facts.unpadding
+        assert unpadding is not None
+        if unpadding.to not in (None, rows.side) and rows.has_padding:
+            moved = rows.with_padding_on(unpadding.to)
+            return moved.move(self._run_padded(rows.move(inputs, moved), moved), rows)
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
-        with self._running(), use_attention(self.patch.attention_before), use_layout(None), within(current_rows, rows):
+        with (
+            self._running(),
+            use_attention(self.patch.attention_before),
+            within(current_layout, None),
+            within(current_rows, rows),
+        ):
             return self.forward(**self._taken(with_pad_tokens(self.model, inputs, rows)))
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _run_backbone(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the backbone on the tokens of a padded batch, and return its output for the padded batch."""
-        inputs = inputs_of_backbone(self.module, inputs, rows)
-        if self._unpadding.by_length:
+        inputs, facts = inputs_of_backbone(self.module, inputs, rows), self.patch.facts
+        assert facts.unpadding is not None
+        if facts.unpadding.by_length:
             with self.patch.suspended(), within(current_rows, None):
                 return run_by_length(self.forward, self._taken(inputs), rows)
-        with use_attention(self.patch.attention_during), within(current_rows, None):
-            laid, fewest = rows.lay_end_to_end(inputs), self.patch.facts.fewest_shared
-            shared = None if fewest is None else SharedRows.find(laid, rows.layout.lengths, fewest)
-            if shared is None:
-                return rows.put_back(self.run_packed(laid, rows.layout))
-            return rows.put_back(shared.give(self.run_packed(shared.take(laid), shared.layout)))
+        if facts.fewest_shared is not None:
+            rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
+        with use_attention(self.patch.attention_during):
+            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.layout))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_uncompiled(self, inputs: dict[str, Any]) -> Any:
@@ -305,142 +296,75 @@ class PatchedForward(ReplacedForward):
         takes = self.signature.takes
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
 
-    @property
-    def _takes_packed_rows(self) -> bool:
-        return self.patch.facts.takes_packed_rows or self.module is not self.model
-
-    @property
-    def _unpadding(self) -> Unpadding:
-        """The way in which the model runs padded batches."""
-        if self.patch.facts.unpadding is None:
-            raise PackingError(
-                f"attention_mask: expected packed rows, since it is not proven that {type(self.model).__name__} runs "
-                "padded batches; call patch_model(model, padded=True) before training, or unpatch_model"
-            )
-        return self.patch.facts.unpadding
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | PaddedRows | None]:
+    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
         """Check the patch and the arguments of a call, and read where its tokens are.
 
         Returns:
-            The arguments by name; and the layout of packed rows or trees, the rows of a padded batch, or None for a
-            call that runs as without the patch.
+            The arguments by name; the layout of the documents, or None for a call that runs as without the patch; and
+            the places of the tokens in a padded batch or in several packed rows, or None for a single packed row.
         """
-        inputs, training = self.signature.by_name(args, kwargs), self.module.training
+        inputs, patch = self.signature.by_name(args, kwargs), self.patch
+        training = self.module.training
         if training:
-            self.patch.keep_layouts()
-        media = media_of(inputs) if self.patch.sees_media else ()
-        if (media or not has_trees(inputs)) and needs_cache(inputs, training):
-            return inputs, None
+            patch.keep_layouts()
+        if needs_cache(inputs, training):
+            return inputs, None, None
         self._check_patch(inputs)
-        labels = inputs.get("labels")
-        rows = None if has_trees(inputs) and not media else self._read_padded(inputs, media)
+        takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
+        has_media = patch.sees_media and bool(media_of(inputs))
+        rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
         if rows is None:
-            inputs, layout = self._read_layout(inputs)
-        elif self._takes_full_rows(rows) and not media:  # as from a tokenizer
-            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-            layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None
+            layout, rows = self._read_layout(inputs), packed_rows(inputs)
+        elif takes_packed_rows and not has_media and not rows.has_padding and patch.facts.unpadding is None:
+            layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
-        check_loader(self.model, layout, labels)
-        if rows is not None:
-            _check_rows(self.model, rows, inputs, self.route, self._unpadding)
-        self._check_labels(inputs, rows, layout)
-        return inputs, layout if rows is None else rows
+        check_loader(layout)
+        if rows is not None and layout.is_unpadded:
+            _check_rows(self.model, rows, inputs, patch.facts)
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
+        if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
+            ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
+            refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+            patch.knows_labels = True
+        return inputs, layout, rows
 
-    def _takes_full_rows(self, rows: PaddedRows) -> bool:
-        """Return whether rows without any padding run as packed rows, each a document, since padded batches are not
-        proven."""
-        if self.patch.facts.unpadding is not None or not self._takes_packed_rows or rows.has_padding:
-            return False
-        return len(rows.lengths) == 1 or not self.route.method.one_row
-
-    def _read_layout(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
+    def _read_layout(self, inputs: dict[str, Any]) -> Layout:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
-        trees, trusts = has_trees(inputs), self.patch.trusts_collator
-        if trees and not self._takes_packed_rows:
-            raise PackingError(f"model: {type(self.model).__name__} returns outputs for whole rows, and takes no trees")
-        given, layout = read_layout(inputs, self.module.training, trusts)
+        refuse_earlier_tokens(inputs)
+        known = None if has_trees(inputs) else layout_of_collator(inputs)
+        if known is not None and self.patch.trusts_collator:
+            return known
+        layout = read_layout(inputs, self.module.training)
         if layout.has_branches and not self.patch.facts.takes_trees:
             raise PackingError(
                 f"{PARENTS}: expected packed rows, since it is not proven that {type(self.model).__name__} runs rows "
                 "of trees; call patch_model(model, trees=True) before training"
             )
-        if not trees and not trusts and (known := layout_of_collator(inputs)) is not None:
+        if known is not None:
             self.patch.trusts_collator = (known.lengths, known.padding) == (layout.lengths, layout.padding)
-        return given, layout
-
-    def _read_padded(self, inputs: dict[str, Any], media: tuple[str, ...]) -> PaddedRows | None:
-        """Return the places of the tokens in a padded batch, or None for packed rows."""
-        if media:
-            self._check_rows_with_media(inputs, media[0])
-        rows = read_padded_rows(inputs)
-        if rows is not None or (not media and self._takes_packed_rows):
-            return rows
-        borders = (*BORDER_ARGUMENTS, *(["position_ids"] if inputs.get("attention_mask") is None else []))
-        if not media and any(inputs.get(name) is not None for name in borders):
-            raise PackingError(
-                "model: expected a padded batch with an attention_mask, got packed rows; "
-                f"{type(self.model).__name__} returns outputs for whole rows, not for the documents in a row. Its "
-                "backbone gets the tokens of a padded batch without padding"
-            )
-        return rows_without_padding(inputs)
-
-    def _check_rows_with_media(self, inputs: Mapping[str, Any], name: str) -> None:
-        """Raise PackingError if the rows of a batch with pictures or sound may be packed rows. `name` is the argument
-        that has the pictures or the sound."""
-        given = next((each for each in (*BORDER_ARGUMENTS, PARENTS) if inputs.get(each) is not None), None)
-        if given is not None:
-            raise PackingError(
-                f"{given}: expected no borders between documents beside {name}, since a row with pictures or sound has "
-                "to be one document; pass a padded batch with an attention_mask"
-            )
-        if self.module.training and all(inputs.get(each) is None for each in ("attention_mask", "position_ids")):
-            raise PackingError(
-                f"attention_mask: expected an attention_mask or position_ids beside {name} in training mode, got "
-                "neither, so it is not known whether each row is one document; pass a mask of ones if it is"
-            )
-
-    def _check_labels(self, inputs: Mapping[str, Any], rows: PaddedRows | None, layout: Layout) -> None:
-        """Raise PackingError if the model is trained to copy its input, until it is known that it is not."""
-        if self.module.training and self.patch.facts.sees_labels and not self.patch.knows_labels:
-            given = [inputs.get("input_ids"), inputs.get("labels")]
-            ids, labels = given if rows is None else rows.lay_end_to_end(given)
-            refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
+        return layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
-        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them,
-        which may be laid end to end."""
-        self.patch.facts.check_tokens(inputs.get("input_ids"))
-        inputs = self.route.method.build(self.signature, inputs, layout)
-        if self.patch.facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
+    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+        """Return the keyword arguments for the model's own forward on a single row."""
+        facts = self.patch.facts
+        facts.check_tokens(inputs.get("input_ids"))
+        if not facts.sees_labels and has_vocabulary(self.model):
+            inputs = without_first_labels(inputs, layout)
+        inputs = self.patch.route.method.build(self.signature, inputs, layout)
+        if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
-            mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.rows * layout.tokens)
-        lay_end_to_end = self.route.method.one_row and not layout.is_one_path_per_row
-        return inputs, replace(layout, rows=1) if lay_end_to_end else layout
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _finish(self, output: Any, layout: Layout) -> Any:
-        """Return the model's output. If rows were laid end to end, the output gets the shape of the rows again."""
-        if layout.padding and getattr(output, "aux_loss", None) is not None:
-            raise PackingError(
-                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
-                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
-                "shape"
-            )
-        return fold_into_rows(output, layout) if layout.rows > 1 else output
+            mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
+        return inputs
 
     def _check_patch(self, inputs: Mapping[str, Any]) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
         call asks for attention weights."""
-        if (asked := inputs.get("output_attentions")) is None:
-            refuse_weights(config for config, _ in self.patch.attention_before)
-        elif asked:
-            raise PackingError(f"output_attentions: expected False on a patched model, got True; {_NO_WEIGHTS}")
+        refuse_weights((config for config, _ in self.patch.attention_before), inputs.get("output_attentions"))
         for config, attention in self.patch.attention_during:
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
@@ -449,16 +373,12 @@ class PatchedForward(ReplacedForward):
                     "attention function"
                 )
         for forward in self.patch.replaced:
-            if isinstance(forward, SegmentedForward):
-                forward.check_module(self.model)
-        if self.route.by_segment:
-            refuse_uneven_gathers(self.model, self.route.by_segment)
-        if self.patch.facts.unpadding is not None:
-            check_readers(self.model, self.patch.facts.unpadding)
+            forward.check_place(self.model)
+        if self.patch.route.by_segment:
+            refuse_uneven_gathers(self.model, self.patch.route.by_segment)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
-        _skip_search_in_positions()
         self.__dict__.update(state)
 
 
@@ -466,56 +386,80 @@ skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is cal
 
 
 _knows_borders: ContextVar[bool] = ContextVar("_knows_borders", default=False)
-"""True while layers attend by the borders of the current layout, so that no mask needs to tell segments apart."""
+
+_find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
-def _skip_search_in_positions() -> None:
-    """Keep transformers from looking for packed documents in position_ids where the borders are known. It would wait
-    for the device in every forward."""
-    search = masking_utils.find_packed_sequence_indices
-    if getattr(search, "__module__", None) == __name__:
-        return
+def _find_unknown_borders(position_ids: Tensor) -> Tensor | None:
+    if not torch.compiler.is_compiling() and _knows_borders.get():
+        return None
+    found: Tensor | None = _find_packed_sequence_indices(position_ids)
+    return found
 
-    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        is_known = not torch.compiler.is_compiling() and _knows_borders.get()
-        return None if is_known else search(position_ids)
 
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+@contextmanager
+def _borders_known(known: bool) -> Iterator[None]:
+    """Context manager: within the block, if the borders are `known`, transformers does not look for packed documents in
+    position_ids, which would wait for the device. Layers attend by the current layout, so a mask need not do this."""
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _find_unknown_borders
+    try:
+        with within(_knows_borders, known):
+            yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
     """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
     one explicitly in evaluation mode, and has no borders between packed documents."""
-    if any(inputs.get(name) is not None for name in BORDER_ARGUMENTS):
+    if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, PARENTS)):
         return False
-    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not filled_cache(inputs):
-        return False
-    return any(inputs.get(name) is not None for name in CACHES) or (bool(inputs.get("use_cache")) and not training)
+    caches = [inputs[name] for name in CACHES if inputs.get(name) is not None]
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+        return any(map(_may_have_tokens, caches))
+    return bool(caches) or (bool(inputs.get("use_cache")) and not training)
 
 
-def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: Route, unpadding: Unpadding) -> None:
-    """Raise an error if it is not proven that the model takes the padding of a batch where it is.
+def _may_have_tokens(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
+        return True
+
+
+def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: Facts) -> None:
+    """Raise an error if it is not proven that the model takes a padded batch.
 
     Raises:
-        ModelNotSupportedError: it was not proven that the model ignores padding in these places; or the weights of a
-            model whose backbone runs by length are sharded.
-        PackingError: the batch has two texts in each row, or embeddings beside padding.
+        ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
+        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding, or
+            numbers that may be places in a row whose padding is moved.
     """
-    name = type(model).__name__
-    decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
-    if decoder or (model.config.is_encoder_decoder and has_vocabulary(model)):
+    name, unpadding = type(model).__name__, facts.unpadding
+    if unpadding is None:
         raise PackingError(
-            f"{decoder or 'model'}: expected a padded batch of one text for each row, but {name} takes two texts, an "
+            f"attention_mask: expected packed rows, since it is not proven that {name} runs padded batches; call "
+            "patch_model(model, padded=True) before training, or unpatch_model"
+        )
+    decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
+    if decoder:
+        raise PackingError(
+            f"{decoder}: expected a padded batch of one text for each row, but {name} takes two texts, an "
             "encoder's and a decoder's; call unpatch_model"
         )
-    takes_embeddings = route.facts.takes_packed_rows or unpadding.takes_embeddings
-    if inputs.get("input_ids") is None and not takes_embeddings and rows.has_padding:
+    if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
             "inputs_embeds"
         )
-    if reason := dict(unpadding.refused).get(rows.side):
-        raise ModelNotSupportedError(f"{name}: padding {_WHERE[rows.side]} the tokens is not supported, since {reason}")
+    for argument, value in inputs.items() if unpadding.to not in (None, rows.side) else ():
+        is_of_rows = isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] != rows.shape[1:]
+        if is_of_rows and value.ndim and argument != "labels":
+            raise PackingError(
+                f"{argument}: expected padding on the {unpadding.to} beside numbers that may be places in a row, since "
+                f"{name} gets the padding of all batches there"
+            )
     if unpadding.by_length and not has_local_weights(model):
         raise ModelNotSupportedError(
             f"{name}: expected all weights on every process, but they are sharded; the backbone of this model runs "
@@ -526,23 +470,16 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
 def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a forward that also takes the lengths of segments."""
     lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
-    *others, last = signature.parameters.values()
-    last_is_any = last.kind is inspect.Parameter.VAR_KEYWORD
-    return signature.replace(parameters=[*others, *([lengths, last] if last_is_any else [last, lengths])])
+    return signature.replace(parameters=sorted([*signature.parameters.values(), lengths], key=lambda each: each.kind))
 
 
-_NO_WEIGHTS = (
-    "a patched model returns no attention weights. To get them, pass output_attentions=True in a block "
-    "`with unpatch_model(model):`"
-)
-
-
-def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
-    """Raise PackingError if a configuration asks for attention weights."""
-    if asking := next((config for config in configs if config.output_attentions), None):
+def refuse_weights(configs: Iterable[PreTrainedConfig], asked: bool | None = None) -> None:
+    """Raise PackingError if a call asks for attention weights or, if it does not say, a configuration does."""
+    if asked or (asked is None and any(config.output_attentions for config in configs)):
         raise PackingError(
-            f"output_attentions: expected False in the {type(asking).__name__} of a patched model, got True; "
-            f"{_NO_WEIGHTS}"
+            "output_attentions: expected False on a patched model and in its configuration, got True, but a patched "
+            "model returns no attention weights. To get them, pass output_attentions=True in a block "
+            "`with unpatch_model(model):`"
         )
 
 
@@ -557,7 +494,6 @@ def install(model: PreTrainedModel, route: Route) -> None:
     try:
         if route.method.attention:
             register()
-            _skip_search_in_positions()
             model.set_attn_implementation(route.method.attention)
             restore_attention([each for each in before if id(each[0]) in of_towers])
             patch.attention_during = attention_now(patch.attention_before)
@@ -566,9 +502,8 @@ def install(model: PreTrainedModel, route: Route) -> None:
         for module in _entry_modules(model):  # last, since an inner model may also run by segment
             patch.replace(PatchedForward(module, patch))
         if model.can_generate():
-            model.generate = StockGenerate(model, vars(model).get("generate"))
-        if route.facts.unpadding is not None:
-            install_unpadding(model, route.facts.unpadding)
+            patch.replace(StockGenerate(model))
+        install_unpadding(model, route.facts.unpadding)
     except BaseException:
         remove(model)
         restore_attention(before)
@@ -578,31 +513,12 @@ def install(model: PreTrainedModel, route: Route) -> None:
 def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> None:
     """Set the way in which a patched model runs padded batches, instead of the way that was set before."""
     patch: Patch = getattr(model, PATCH)
-    for reader in [each for each in patch.replaced if isinstance(each, (RowReader, RowsInBackbone))]:
-        patch.replaced.remove(reader)
-        reader.remove()
     patch.facts.unpadding = unpadding
-    for forward in patch.replaced:
-        if isinstance(forward, PatchedForward):
-            forward.is_backbone = unpadding is not None and forward.module is model.get_submodule(unpadding.backbone)
-    if unpadding is None:
-        return
-    for name, sharing in unpadding.readers:
-        patch.replace(RowReader(model.get_submodule(name), sharing))
-    if unpadding.rows_after is not None:
-        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after)))
-
-
-def check_readers(model: PreTrainedModel, unpadding: Unpadding) -> None:
-    """Raise PackingError if a module that gets every document in a row of its own was replaced."""
-    for name in (*(name for name, _ in unpadding.readers), *([unpadding.rows_after] if unpadding.rows_after else [])):
-        modules = model.get_submodule(name).modules()
-        if not any(isinstance(vars(each).get("forward"), (RowReader, RowsInBackbone)) for each in modules):
-            raise PackingError(
-                f"{name}: expected the same module as when the model was patched, got another "
-                f"{type(model.get_submodule(name)).__name__}; call unpatch_model before you replace a module, and "
-                "patch_model afterwards"
-            )
+    for forward in [each for each in patch.replaced if isinstance(each, RowsInBackbone)]:
+        patch.replaced.remove(forward)
+        forward.remove()
+    if unpadding and unpadding.rows_after is not None:
+        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after), unpadding.rows_after))
 
 
 def remove(model: PreTrainedModel) -> Route:
@@ -610,10 +526,6 @@ def remove(model: PreTrainedModel) -> Route:
     patch: Patch = getattr(model, PATCH)
     for forward in patch.replaced:
         forward.remove()
-    if isinstance(generate := vars(model).get("generate"), StockGenerate):
-        del model.generate
-        if generate.before is not None:
-            model.generate = generate.before
     for module in model.modules():
         for name in _CHECKPOINTING:
             if isinstance(checkpoint := vars(module).get(name), KeepLayout):
@@ -645,21 +557,12 @@ def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-@dataclass(eq=False)
-class StockGenerate:
-    """A replacement for the method `generate` of a patched model. While it runs, the model runs as without the patch.
+class StockGenerate(ReplacedForward):
+    """A replacement for the method `generate` of a patched model, which runs the model as without the patch."""
 
-    Args:
-        model: the patched model.
-        before: the method that other code had already set on the model object; None if there is none.
-    """
-
-    model: nn.Module
-    before: Callable[..., Any] | None = None
+    attribute = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        patch = getattr(self.model, PATCH, None)
+        patch = getattr(self.module, PATCH, None)
         with nullcontext() if patch is None else patch.suspended():
-            if self.before is not None:
-                return self.before(*args, **kwargs)
-            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
+            return self.forward(*args, **kwargs)

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import has_vocabulary
-from hf_packing.attention.layout import Layout, find_borders
-from hf_packing.attention.route import PATCH, sees_labels
+from hf_packing.attention.layout import Layout, read_borders
+from hf_packing.attention.route import sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
-from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.rows.token_columns import TokenColumn, is_token_type, row_numbers
+from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 
 _FEWEST = 3
 """The number of trained labels that are enough to tell whether labels repeat the input. Masked language models are
@@ -35,8 +32,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     """Raise PackingError if a model would only learn to copy its input.
 
     The check is made only for models that see the input token at each label's position, such as masked language models,
-    and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
-    or a sample of the data has labels that differ from the input, or labels for only some tokens of a segment.
+    and only if input_ids and labels are tensors of the same shape.
 
     Args:
         model: a patched model.
@@ -45,38 +41,26 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
     Raises:
-        PackingError: all tokens have labels, and all labels only repeat the input tokens.
+        PackingError: all labels only repeat the input tokens, and no segment has labels for only some of its tokens. A
+            missing label at the first token is ignored.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
         return
-    labels = labels.to(input_ids.device)
+    ids, labels, borders = (each.flatten().cpu().numpy() for each in (input_ids, labels, cu_seq_lens))
+    is_first = np.isin(np.arange(len(ids)), borders)
     trained = labels != IGNORED_LABEL
-    if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
-        getattr(model, PATCH).knows_labels = True
-    elif (repeated := int(trained.sum())) >= _FEWEST:
+    ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
+    if trained.sum() >= _FEWEST and not (labels != ids)[trained].any() and not ends_within.any():
         name = type(model).__name__
         raise PackingError(
-            f"labels: expected labels that differ from input_ids, got {repeated} labels that only repeat input_ids. "
-            f"{name} sees the input token at each label's position, and would only learn to copy this token. For a "
-            "masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, and set "
-            "the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. For a causal model that "
-            "does not shift labels itself, shift the labels by one token"
+            f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
+            f"input_ids. {name} sees the input token at each label's position, and would only learn to copy this "
+            "token. For a masked language model, mask tokens before packing, with Dataset.map or "
+            "Dataset.with_transform, and set the labels of all other tokens to -100, as "
+            "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
+            "labels by one token"
         )
-
-
-def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether any segment has labels for only some tokens. A missing label at the first token is ignored.
-
-    Args:
-        trained: bool [rows, tokens], True for tokens with labels.
-        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-    """
-    each, borders = trained.flatten().cpu().numpy(), cu_seq_lens.cpu().numpy()
-    starts = borders[:-1][np.diff(borders) > 0]  # without the empty segments of fixed shapes
-    left_out = ~each
-    left_out[starts] = False
-    return bool((np.logical_or.reduceat(each, starts) & np.logical_or.reduceat(left_out, starts)).any())
 
 
 _TWO_DOCUMENTS = {
@@ -93,60 +77,27 @@ _checked: "WeakSet[Any]" = WeakSet()
 """The data loaders that were checked."""
 
 
-def check_loader(model: PreTrainedModel, layout: Layout, labels: Any) -> None:
+def check_loader(layout: Layout) -> None:
     """Check the data loader that is being read, if the rows of its dataset are packed.
 
     Args:
-        model: the patched model that gets the batch.
         layout: where the documents of the batch are. If there are more documents than rows were read, the borders of
             packed rows are known, however the caller has found them, and the collator is not asked.
-        labels: the labels of the batch, or None.
 
     Raises:
-        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; the collator
-            makes one document of a row; or labels cross the borders.
+        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; or the
+            collator makes one document of a row.
     """
     loader = active_loader()
     if loader is None or loader in _checked:
         return
     rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    keeps_borders = rows_read is not None and len(layout.lengths) > rows_read
     for dataset in stored_datasets(getattr(loader, "dataset", None)):
         names = _visible(dataset)
-        segments = _segment_lengths(dataset) if SEQ_LENGTHS in names else None
-        if segments is not None:
-            refuse_packed_again(dataset, int(segments.sum(dtype=np.int64)), len(segments))
-        of_packs = SEQ_LENGTHS in names and (segments is None or len(segments) > len(dataset))
-        if not names or not (of_packs or is_packed(dataset)):
-            continue
-        if not keeps_borders:
+        if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
             refuse_lost_borders(dataset, names)
             _ask(loader.collate_fn, names)
-        if has_vocabulary(model) and not sees_labels(model):
-            _refuse_labels_across_borders(layout, labels)
     _checked.add(loader)
-
-
-def _refuse_labels_across_borders(layout: Layout, labels: Any) -> None:
-    """Raise PackingError if a model would learn to predict the first token of a document from the document before."""
-    begin = layout.cu_seq_lens[: len(layout.lengths)].long()
-    begin = begin[begin % layout.tokens > 0]
-    if not isinstance(labels, Tensor) or labels.shape != (layout.rows, layout.tokens):
-        return
-    if bool((labels.flatten()[begin.to(labels.device)] != IGNORED_LABEL).any()):
-        raise PackingError(
-            "labels: expected -100 at the first token of every document in a row, got a label that the model would "
-            "learn to predict from the document before. PackingCollator and SFTConfig(padding_free=True) leave such "
-            "labels out; DataCollatorForLanguageModeling of transformers makes labels of its own"
-        )
-
-
-def _segment_lengths(dataset: Any) -> IntArray | None:
-    """Return the lengths of all segments of a dataset, integers [segments]; None for streams and lazy rows."""
-    if not hasattr(dataset, "data") or not is_token_type(dataset.data.table.schema.field(SEQ_LENGTHS).type):
-        return None
-    column = TokenColumn(SEQ_LENGTHS, dataset.data.table.column(SEQ_LENGTHS), row_numbers(dataset))
-    return column.gather_rows(np.arange(len(column.length)))
 
 
 def _visible(dataset: Any) -> list[str]:
@@ -161,10 +112,10 @@ def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> No
     try:
         with torch.random.fork_rng(devices=[]):
             batch = collate([row])
-        borders = find_borders(batch[INPUT_IDS].shape, batch)
+        borders = read_borders(len(batch[INPUT_IDS]), batch)
     except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
         return
-    if borders is None or borders[:3] != [0, 2, 4]:
+    if borders is None or borders.tolist()[:3] != [0, 2, 4]:
         raise PackingError(
             "data_collator: expected a collator that reads where documents begin in packed rows, got "
             f"{type(getattr(collate, 'data_collator', collate)).__name__}, which makes one document of each row. Pass "

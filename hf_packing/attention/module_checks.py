@@ -3,7 +3,8 @@
 `Search` runs these checks on the modules of a model, each with up to a dozen calls of the module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from hf_packing.attention.by_segment import SegmentedForward
 from hf_packing.attention.layout import Layout, SharedCall, Sharing
 from hf_packing.attention.token_axes import (
     LARGEST_FINITE,
-    Fill,
     Path,
     TokenAxes,
     detached_copy,
@@ -80,8 +80,7 @@ def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
 
 def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
     """Call a module once on the whole packed row, and return the output."""
-    args, kwargs = detached_copy(inputs)
-    return forward.forward(*args, **kwargs)
+    return forward.run_restored(*detached_copy(inputs))
 
 
 def outputs_differ(
@@ -97,28 +96,26 @@ def outputs_differ(
         slices: token indices (start, end) of each segment in the row; used only together with `axes`.
     """
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
-        if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
-            continue
-        is_half = one.is_floating_point() and one.dtype not in (torch.float32, torch.float64)
-        if one.shape != other.shape:
-            return True
-        if axes is not None and is_half:
-            agree = _agree_beside_borders(one, other, axes.of(path, one)[0], slices)
-        elif one.is_floating_point():
-            agree = _are_close(one, other, _HALF_TOLERANCE if is_half else _TOLERANCE)
-        else:
-            agree = torch.equal(one, other)
-        if not agree:
+        along = axes.of(path, one) if axes is not None else (0,)
+        if isinstance(one, Tensor) and along and not _agree(one, other, along[0], slices):
             return True
     return False
 
 
-def _are_close(left: Tensor, right: Tensor, tolerance: float) -> bool:
-    finite = left.abs() < LARGEST_FINITE
-    if not torch.equal(finite, right.abs() < LARGEST_FINITE):
+def _agree(one: Tensor, other: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
+    if one.shape != other.shape:
         return False
-    left, right = left[finite].double(), right[finite].double()
-    return not left.numel() or bool((left - right).abs().max() <= tolerance * left.abs().max())
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    is_half = one.dtype not in (torch.float32, torch.float64)
+    if slices and is_half:
+        return _agree_beside_borders(one, other, axis, slices)
+    finite = one.abs() < LARGEST_FINITE
+    if not torch.equal(finite, other.abs() < LARGEST_FINITE):
+        return False
+    one, other = one[finite].double(), other[finite].double()
+    limit = _HALF_TOLERANCE if is_half else _TOLERANCE
+    return not one.numel() or bool((one - other).abs().max() <= limit * one.abs().max())
 
 
 def _agree_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
@@ -129,23 +126,16 @@ def _agree_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequen
     return not any(float(differs[tokens].double().mean()) > 0.5 for tokens in beside)
 
 
-def counts_by_itself(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
-    """Return whether a module makes position numbers with torch.arange, and large positions change its output.
-
-    An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
-    """
-    try:
+def depends_on_length(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
+    """Return whether a module works differently on long rows: because it counts tokens with torch.arange, as an
+    attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails on
+    rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table."""
+    with suppress(Exception):  # large counts may be no indices of a table
         near = _run_whole(forward, inputs)
         with WatchFunctions(row.tokens, offset=_FAR):
             far = _run_whole(forward, inputs)
-    except Exception:  # the numbers may be indices, and too large; this check covers no such modules
-        return False
-    return outputs_differ(near, far, forward.plan.outputs, row.slices)
-
-
-def fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
-    """Return whether a module has a table of learned positions, and fails on a row longer than the table. The model's
-    `embedding` of tokens is no table of positions."""
+        if outputs_differ(near, far, forward.plan.outputs, row.slices):
+            return True
     embeddings = (each for each in forward.module.modules() if isinstance(each, nn.Embedding) and each is not embedding)
     longest = max((each.num_embeddings for each in embeddings), default=0)
     if not row.tokens < longest <= _LONGEST_TABLE:
@@ -158,9 +148,8 @@ def fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: Layout, embe
             return leaf * times if along else leaf
         return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
 
-    args, kwargs = map_leaves(inputs, repeat)
     try:
-        forward.forward(*args, **kwargs)
+        _run_whole(forward, map_leaves(inputs, repeat))
     except Exception:  # an error means that the row is too long for the table
         return True
     return False
@@ -174,44 +163,31 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout
     """
     if next(forward.module.parameters(), None) is not None:
         return False
-    positions = row.position_ids[0]
+    positions, has_moved = row.position_ids[0], False
 
     def move_last(_: Path, leaf: Any) -> Any:
+        nonlocal has_moved
         is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64) and leaf.ndim > 0
         if not is_count or leaf.shape[-1] != row.tokens or not (leaf.reshape(-1, row.tokens)[-1] == positions).all():
             return leaf
-        far = leaf.clone()
+        far, has_moved = leaf.clone(), True
         far[..., -1] = _FAR
         return far
 
     moved = map_leaves(inputs, move_last)
-    if all(one is other for (_, one), (_, other) in zip(leaves(inputs), leaves(moved), strict=True)):
+    if not has_moved:
         return False
     stateful = SegmentedForward(forward.module, replace(forward.plan, is_stateful=True))
     try:
-        together, apart = stateful.run_restored(*moved), run_one_by_one(stateful, moved, row)
+        together, apart = _run_whole(stateful, moved), run_one_by_one(stateful, moved, row)
         return outputs_differ(together, apart, forward.plan.outputs, row.slices)
     except Exception:  # the module does not accept far positions, so far positions do not occur
         return False
 
 
-def is_stack(module: nn.Module) -> bool:
-    """Return whether a module contains an nn.ModuleList, such as a stack of layers. The layers are then checked one by
-    one, and the module itself is not checked on long rows."""
-    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
-
-
 def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing:
-    """Return which segments of a row may go through a module in one call (see `Sharing`).
-
-    The function calls the module with several segments at once, and compares the outputs with the outputs of separate
-    calls.
-
-    Args:
-        forward: an object that can run the module on the whole row or segment by segment.
-        inputs: the module's positional and keyword arguments on the test row.
-        row: the test row.
-    """
+    """Return which segments of a row may go through a module in one call (see `Sharing`): those that have the same
+    outputs together as in separate calls."""
     plan, shortest, device = forward.plan, min(row.lengths), row.cu_seq_lens.device
     with WatchFunctions(row.tokens) as watched:
         _run_whole(forward, inputs)
@@ -225,49 +201,30 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing
     for sharing, slices in trials:
         together = [SharedCall.of(list(range(len(slices))), slices, device)]
         one_by_one = [SharedCall.of([number], [place], device) for number, place in enumerate(slices)]
-        try:
+        with suppress(Exception):  # the module does not support batches of segments
             _, alone = forward.run_segments(detached_copy(inputs), one_by_one, len(slices))
             shared = [
                 forward.run_segments(detached_copy(inputs), together, len(slices), fill)[1]
-                for fill in (_FILLS if sharing == "ragged" else _FILLS[:1])
+                for fill in (Tensor.new_zeros, _noise)
             ]
-        except Exception:  # the module does not support batches of segments
-            continue
-        if not any(outputs_differ(alone, each) for each in shared):
-            return sharing
+            if not any(outputs_differ(alone, each) for each in shared):
+                return sharing
     return "none"
 
 
-def _noise(scale: float) -> Fill:
-    """Return a function that makes random padding. Floating-point padding has the standard deviation `scale`. Random
-    padding changes the output of any module that reads tokens after the end of a segment."""
-
-    def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        if not tensor.is_floating_point():  # tokens or positions: draw from the values in the tensor
-            return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
-        return (torch.randn(shape, generator=generator) * scale).to(tensor)
-
-    return fill
+def _noise(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return random padding, which changes the output of any module that reads tokens after the end of a segment."""
+    generator = torch.Generator().manual_seed(0)
+    if not tensor.is_floating_point():  # tokens or positions: draw from the values in the tensor
+        return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
+    return (torch.randn(shape, generator=generator) * _LARGE).to(tensor)
 
 
-_FILLS: tuple[Fill, ...] = (Tensor.new_zeros, _noise(1.0), _noise(10.0))
+_LARGE = 10.0
+"""Standard deviation of random padding, several times as large as hidden states."""
 
 
-def scalars_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the 0-dimensional floating-point tensors that a module and its inner modules store as attributes, in a
-    dictionary by attribute name."""
-    return {
-        f"{name}.{attribute}".lstrip("."): value
-        for name, inner in module.named_modules()
-        for attribute, value in vars(inner).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.ndim
-    }
-
-
-def refuse_row_outputs(
-    output: Any, by_segment: Any, axes: TokenAxes, before: dict[str, Tensor], after: dict[str, Tensor]
-) -> None:
+def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes, changed: Mapping[str, Any]) -> None:
     """Raise PackingError if a module computes a tensor without a token axis from all tokens of a row, such as the loss
     of a router, and returns it or stores it in an attribute. It cannot be joined from the tensors of single segments.
 
@@ -275,21 +232,15 @@ def refuse_row_outputs(
         output: the module's output for the whole row.
         by_segment: the joined outputs of the module for the segments.
         axes: token axes of the output.
-        before: the scalars before a call of the module, as `scalars_of` returns them.
-        after: the scalars after the call.
+        changed: the attributes that a call of the module has changed, with their new values.
     """
-    if stored := [name for name, number in after.items() if number is not before.get(name)]:
-        raise PackingError(
-            f"{axes.where}: the attribute {stored[0]} stores a number computed from all tokens of a row, such as the "
-            "loss of a router. If the module ran segment by segment, the number would be computed from one segment"
-        )
+    of_row = f"{axes.where}: expected no number computed from all tokens of a row, such as the loss of a router, got"
+    floats = {name: each for name, each in changed.items() if isinstance(each, Tensor) and each.is_floating_point()}
+    if stored := [name for name, each in floats.items() if not each.ndim]:
+        raise PackingError(f"{of_row} one in the attribute {stored[0]}")
     for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
         if not isinstance(whole, Tensor) or axes.of(path, whole):
             continue
         is_state = 1 in whole.shape  # for the next call, whose values may differ between the row and the segments
         if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
-            raise PackingError(
-                f"{axes.where}: the module computes a tensor of shape {list(whole.shape)} from all tokens of a row. "
-                "The tensor has no token axis, so the tensors of single segments cannot be joined into a tensor of the "
-                "row"
-            )
+            raise PackingError(f"{of_row} an output of shape {list(whole.shape)}")

@@ -1,7 +1,7 @@
 """Find out which tokens a model's own loss depends on: those of other documents, or the input at a label's place."""
 
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ _REACHES = 1e-4
 respect to the document with the label. Otherwise, the gradient is usually 0."""
 
 
-Loss = Callable[[list[int]], Tensor]
-"""A function that returns a model's own loss for some labels."""
-
-
 def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) -> None:
     """Raise an error if a model's own loss compares labels of one packed document with outputs of another document.
 
@@ -26,41 +22,23 @@ def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) 
     of a document, and not the second label.
 
     Args:
-        case: three documents in a row of a patched model, one of which gets labels.
-        in_training: a case of the same model in training mode.
+        case: three documents in a row of a patched model, one of which gets labels, from its second token.
+        in_training: a case of the same model in training mode, which the loss is computed in if it was run.
         width: number of logits for each token.
 
     Raises:
         ModelNotSupportedError: the loss on one document's labels has a gradient with respect to another document.
     """
-    if not case.runner.signature.takes("labels"):
-        return
-    first, middle, last = case.segments
-    other, other_middle, another = (each.tolist() for each in case.by_segment(case.others))
-
-    def loss(labels: list[int], before: list[int] = first, after: list[int] = last) -> Tensor:
-        """Return the loss of a packed row in which only the middle document has labels, from its second token."""
-        batch = pack_in_one_row([before, middle, after])
-        batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
-        batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
-        found: Tensor = case.runner(batch).loss
-        return found
-
-    known: float | None = None
-    for training, mode in ((False, ""), (True, in_training.mode)):
-        with suppress(Exception), case.runner.undisturbed(training):
-            before, known = known, float(loss(middle).detach())
-            if known == before or known == float(loss(middle, other, another).detach()):
-                continue  # the same loss as in evaluation mode, or as with other documents
-        share = _gradient_share(case, training, loss, (middle, other_middle), 1, None)
-        if share > _REACHES:
-            raise ModelNotSupportedError(
-                f"{type(case.model).__name__}: {mode}the model's own loss compares labels of a packed document "
-                "with outputs of another document: for the loss on one document's labels, the largest gradient at "
-                f"another document's tokens is {share:.2g} times the largest gradient at the document's own tokens. A "
-                "head that predicts the token after the next token, for example, has such a loss. Pass no labels, and "
-                "compute the loss of each document yourself"
-            )
+    row, begins = pack_in_one_row(case.segments), case.trees.begins
+    labeled = slice(begins[1] + 1, begins[2])
+    own, elsewhere = _gradients_of_loss(case, bool(in_training.known), row, labeled, width, document=1)
+    if elsewhere > _REACHES * own.amax():
+        raise ModelNotSupportedError(
+            f"{type(case.model).__name__}: the model's own loss compares labels of a packed document with outputs of "
+            "another document: the loss on one document's labels has a gradient at another document's tokens. A head "
+            "that predicts the token after the next token, for example, has such a loss. Pass no labels, and compute "
+            "the loss of each document yourself"
+        )
 
 
 def model_sees_labels(case: RowCase, width: int) -> bool:
@@ -73,44 +51,29 @@ def model_sees_labels(case: RowCase, width: int) -> bool:
         case: documents of a model that is not patched.
         width: number of logits for each token.
     """
-    tokens, own = case.segments[0], case.own_tokens[0].tolist()
-    place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
-    if place is None or tokens[place] not in own or not case.runner.signature.takes("labels"):
+    tokens, owned = case.segments[0], case.owned_by(0)
+    place = next((at for at in range(1, len(tokens)) if tokens.count(tokens[at]) == 1 and owned[tokens[at]]), None)
+    if place is None:
         return False
-
-    def loss(labels: list[int]) -> Tensor:
-        """Return the loss of the first document alone, if only one of its tokens has a label."""
-        given = torch.full((1, len(tokens)), IGNORED_LABEL)
-        given[0, place] = labels[place] % width
-        found: Tensor = case.runner({"input_ids": torch.tensor([tokens]), "labels": given, "use_cache": False}).loss
-        return found
-
-    labels = tokens, case.others[: len(tokens)].tolist()
-    return _gradient_share(case, case.training, loss, labels, 0, own.index(tokens[place])) > _REACHES
+    alone = {"input_ids": torch.tensor([tokens]), "use_cache": False}
+    own, _ = _gradients_of_loss(case, case.training, alone, slice(place, place + 1), width, document=0)
+    return bool(own[owned[: tokens[place]].sum()] > _REACHES * own.amax())
 
 
-def _gradient_share(
-    case: RowCase, training: bool, loss: Loss, labels: tuple[list[int], list[int]], document: int, at: int | None
-) -> float:
-    """Return the largest gradient of a loss with respect to other documents than one or, if `at` is given, with respect
-    to one of its own tokens, as a share of the largest one with respect to all of its tokens; 0 if the model computes
-    no loss or no gradients.
+def _gradients_of_loss(
+    case: RowCase, training: bool, inputs: dict[str, Any], labeled: slice, width: int, document: int
+) -> tuple[Tensor, float]:
+    """Return the largest gradient of a model's own loss with respect to each token of a document, in the order of their
+    ids, and the largest one with respect to tokens of other documents; zeros if there are none.
 
-    If the result for the first of two lists of labels is not small, auxiliary losses, such as those of routers, may be
-    the reason. The result is then computed for the difference to the loss with the other labels, in which auxiliary
-    losses cancel out.
+    Only some tokens have labels. The loss with other labels is subtracted, so that auxiliary losses, such as those of
+    routers, cancel out.
     """
+    labels = torch.full((2, *inputs["input_ids"].shape), IGNORED_LABEL)
+    labels[:, 0, labeled] = torch.stack([case.tokens, case.others])[:, labeled] % width
     runner = case.runner
-
-    def share(score: Tensor) -> float:
-        found = case.gradients(score, embedded, [document])
-        if found is None:
-            return 0.0
-        (own,), elsewhere = found
-        return (elsewhere if at is None else float(own[at].abs().max())) / float(own.abs().max())
-
-    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.embeddings.leaves() as embedded:
-        first = loss(labels[0])
-        found = share(first)
-        return found if found <= _REACHES else share(first - loss(labels[1]))
-    return 0.0
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
+        one, other = (runner({**inputs, "labels": each}).loss for each in labels)
+        if found := case.gradients(one - other, embedded, [document]):
+            return found[0][0].abs().amax(1), found[1]
+    return torch.zeros(int(case.owned_by(document).sum())), 0.0

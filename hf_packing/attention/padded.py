@@ -4,11 +4,9 @@ Rows may share prefixes, such as the prompt of a pair of answers, which then run
 rows runs on the rows of equal length together. Reading a batch waits for the device once.
 """
 
-import math
-import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,11 +19,17 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_packing.attention.inspect_model import pad_token_of
-from hf_packing.attention.layout import CACHES, Layout, Sharing, borders_from_positions, on_device
+from hf_packing.attention.layout import (
+    CACHES,
+    Layout,
+    on_device,
+    refuse_earlier_tokens,
+    tokens_of,
+)
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
-from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
-from hf_packing.trees.find import find_in_batch
+from hf_packing.trees.find import BatchTrees, find_in_batch
 
 Side = Literal["right", "left", "both"]
 """Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
@@ -41,30 +45,20 @@ class Unpadding:
 
     Args:
         backbone: name of the backbone; an empty string for the model itself.
-        readers: names of the modules that get every document in a row of its own, with the rule for running several
-            documents in one call.
-        rows_after: name of a module in the backbone; what follows it gets every document in a row of its own.
+        rows_after: name of a module in the backbone, after which poolers get every document in a row of its own.
+        to: the side to which the padding of the batch is moved first, for a head that reads the first or the last place
+            of a row; None if it stays where it is.
         by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
-        refused: where padding may not be, with the reason.
-        takes_embeddings: whether inputs_embeds in place of input_ids give the same outputs.
     """
 
     backbone: str
-    readers: tuple[tuple[str, Sharing], ...] = ()
     rows_after: str | None = None
+    to: Side | None = None
     by_length: bool = False
-    refused: tuple[tuple[Side, str], ...] = ()
-    takes_embeddings: bool = False
 
     def describe(self) -> str:
         """Return a description in one line."""
-        how = "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
-        refused = {side for side, _ in self.refused}
-        sides = " or ".join(side for side in SIDES[:2] if side not in refused)
-        return f"{how}; padding on the {sides} is taken out"
-
-
-_BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS)
+        return "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +71,7 @@ class PaddedRows:
         side: where the padding is.
         has_positions: whether the caller of the model has passed position_ids.
         media: names of the caller's arguments with pictures or sound.
+        shared: the trees of the rows, if they share prefixes.
     """
 
     real: npt.NDArray[np.bool_]
@@ -84,6 +79,7 @@ class PaddedRows:
     side: Side = "right"
     has_positions: bool = False
     media: tuple[str, ...] = ()
+    shared: BatchTrees | None = None
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -107,7 +103,9 @@ class PaddedRows:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the packed row that `lay_end_to_end` makes."""
+        """The layout of the row that `lay_end_to_end` makes."""
+        if self.shared is not None:
+            return Layout.of(self.shared.trees, self.device)
         return Layout.of([length for length in self.lengths if length], self.device, is_unpadded=True)
 
     @cached_property
@@ -115,60 +113,92 @@ class PaddedRows:
         """The index of each token in the flattened batch, int64 [tokens]."""
         return on_device(np.flatnonzero(self.real), self.device)
 
-    def lay_end_to_end(self, value: Any) -> Any:
-        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
-        [1, tokens without padding, ...]. Position ids of shape [axes, rows, tokens] are changed in the same way."""
-        shape, places = self.shape, self._places
+    @cached_property
+    def _taken(self) -> Tensor:
+        """The index in the flattened batch of each token that `lay_end_to_end` takes, int64 [tokens]."""
+        return self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
 
-        def lay(path: Path, leaf: Any) -> Any:
+    def take(self, value: Any, places: Tensor) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens]."""
+
+        def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf.flatten(1)[:, places][:, None]
-            if leaf.shape == (1, shape[1]):  # the same for all rows
-                leaf = leaf.expand(shape)
-            return leaf.flatten(0, 1)[places][None] if leaf.shape[:2] == shape else leaf
+            if has_axes_first(path, leaf, self.shape):
+                return leaf.flatten(1)[:, places]
+            if leaf.shape == (1, self.shape[1]):  # the same for all rows
+                leaf = leaf.expand(self.shape)
+            return leaf.flatten(0, 1)[places] if leaf.shape[:2] == self.shape else leaf
 
-        return map_leaves(value, lay)
+        return map_leaves(value, take)
+
+    def lay_end_to_end(self, value: Any) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
+        [1, tokens without padding, ...]."""
+        return self.take(value, self._taken[None])
 
     def put_back(self, value: Any) -> Any:
-        """Return the outputs of a packed row in the shapes that they have for the padded batch, with zeros in padding.
+        """Return the outputs of the row in the shapes that they have for the padded batch, with zeros in padding.
 
         The result has [rows, tokens, ...] instead of [1, tokens without padding, ...], [rows * tokens, ...] instead of
         [tokens without padding, ...], and [rows, ...] instead of [documents, ...].
         """
-        layout = self.layout
+        tokens, documents, longest = self.layout.tokens, len(self.layout.lengths), self.layout.longest
 
         def put(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2:
                 return leaf
-            if path[:1] == ("router_logits",) and len(leaf) == layout.tokens:
-                return self._spread(leaf).flatten(0, 1)
-            may_have_tokens = leaf.ndim > 2 or len(layout.lengths) > 1  # else it may be a pooled state of the same size
-            if may_have_tokens and leaf.shape[:2] == (1, layout.tokens):
+            if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self._spread(leaf[0])
-            if leaf.ndim > 2 and leaf.shape[:2] == (
-                len(layout.lengths),
-                layout.longest,
-            ):  # RowsInBackbone has made rows
-                return self._spread(leaf[_real_tokens(layout)])
-            if len(leaf) == len(layout.lengths):
-                return self.with_empty_rows(leaf)
-            return self._spread(leaf).flatten(0, 1) if len(leaf) == layout.tokens else leaf
+            if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
+                if (documents, longest, self.side) == (*self.shape, "right"):
+                    return leaf
+                real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
+                return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
+            if len(leaf) == documents and path[:1] != ("router_logits",):
+                places = on_device(np.flatnonzero(self.lengths), leaf.device)
+                return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
+            return self._spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
         return map_leaves(value, put)
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Return values [tokens without padding, ...] as [rows, tokens, ...], with zeros in padding."""
-        spread = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
-        return spread.view(*self.shape, *values.shape[1:])
+        """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
+        if self.shared is not None:
+            values = values[on_device(self.shared.given, values.device)]
+        if self.has_padding:
+            values = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
+        return values.view(*self.shape, *values.shape[1:])
 
-    def with_empty_rows(self, values: Tensor) -> Tensor:
-        """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
-        if len(values) == len(self.lengths):
-            return values
-        places = on_device(np.flatnonzero(self.lengths), values.device)
-        return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
+    def with_padding_on(self, side: Side) -> "PaddedRows":
+        """Return the places of the tokens after all padding was moved to one side."""
+        lengths, places = self.real.sum(1)[:, None], np.arange(self.shape[1])
+        real = places < lengths if side == "right" else places >= self.shape[1] - lengths
+        return replace(self, real=real, side=side)
+
+    def move(self, value: Any, moved: "PaddedRows") -> Any:
+        """Return nested tensors of shape [rows, tokens, ...] in which tokens have moved to their places in `moved`."""
+        rows, tokens = self.shape
+        steps = self.real.argmax(1) - moved.real.argmax(1)
+        columns = (np.arange(tokens) + steps[:, None]) % tokens
+        return self.take(value, on_device(np.arange(rows)[:, None] * tokens + columns, self.device))
+
+    def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
+        """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
+        each token but integers, such as embeddings.
+
+        Args:
+            inputs: the arguments of the backbone for the padded batch.
+            fewest: the fewest tokens that rows share.
+        """
+        values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim}
+        known = all(each.shape == self.shape and not each.is_floating_point() for each in values.values())
+        if not known or INPUT_IDS not in values or LABELS in values:
+            return self
+        tokens = {name: each.cpu().numpy()[self.real] for name, each in values.items()}
+        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, [length for length in self.lengths if length], fewest)
+        return replace(self, shared=found) if found.trees.tokens < self.real.sum() else self
 
 
 def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, int]) -> bool:
@@ -176,72 +206,105 @@ def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, int]) -> bool:
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
 
-def _real_tokens(layout: Layout) -> Tensor:
-    """Return which tokens of a batch with one segment per row, padded on the right, are not padding."""
-    lengths = torch.tensor(layout.lengths, device=layout.cu_seq_lens.device)
-    return torch.arange(layout.longest, device=lengths.device) < lengths[:, None]
-
-
 current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default=None)
 """The padded batch that a patched model's forward is processing outside of its backbone; None if no such forward is
 running."""
 
 
-def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> PaddedRows | None:
     """Read the places of the tokens from the attention_mask in a model's inputs.
 
     Args:
         inputs: keyword arguments of a model's forward.
+        are_documents: whether every row is one document, also without an attention_mask.
 
     Returns:
-        None if the inputs are packed rows: if there is no attention_mask, or if there are borders between documents and
-        attention_mask is all ones.
+        None if the inputs are packed rows: unless `are_documents`, if there is no attention_mask, or if there are
+        borders between documents and attention_mask is all ones.
 
     Raises:
         PackingError: attention_mask is not a mask of ones and zeros for the tokens of each row; it hides all tokens of
-            the batch, or tokens between other tokens; or the position_ids do not rise by 1 from token to token.
+            the batch, or tokens between other tokens; there are borders between documents beside padding, or if
+            `are_documents`; or the position_ids do not rise by 1 from token to token.
     """
-    mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is None:
+    mask, position_ids, tokens = inputs.get("attention_mask"), inputs.get("position_ids"), tokens_of(inputs)
+    if mask is None and not are_documents:
         return None
-    shape = _shape_of_tokens(inputs)
-    if not isinstance(mask, Tensor) or mask.shape != shape or mask.is_floating_point():
+    real = np.ones((tokens.shape[:-1].numel(), tokens.shape[-1]), np.bool_) if mask is None else _real(mask, tokens)
+    has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
+    borders = next((name for name in _BORDERS if inputs.get(name) is not None), None)
+    if (has_positions or borders) and real.all() and not are_documents:
+        return None
+    if borders is not None:
+        raise PackingError(
+            f"{borders}: expected no borders between documents beside an attention_mask with padding, beside pictures "
+            "or sound, or for a model that returns outputs for whole rows"
+        )
+    if not real.any():
+        raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    if (torn := begins.sum(1) > 1).any():
+        raise PackingError(
+            f"attention_mask: expected no padding between the tokens of a row, got some in row {torn.argmax()}; move "
+            "its padding to one side"
+        )
+    filled = real[real.any(1)]
+    side: Side = "right" if filled[:, 0].all() else "left" if filled[:, -1].all() else "both"
+    if position_ids is not None:
+        _check_positions(position_ids, real)
+    return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
+
+
+def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+    """Return the places of the tokens in several packed rows, which run as a single one; None for a single row.
+
+    Raises:
+        PackingError: the model would return the logits of some tokens only.
+    """
+    tokens = tokens_of(inputs)
+    if len(tokens) == 1:
+        return None
+    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
+        raise PackingError(
+            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
+            f"single row; got {keep}"
+        )
+    return PaddedRows(np.ones(tokens.shape, np.bool_), tokens.device)
+
+
+_BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
+
+
+def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
+    """Return which tokens an attention_mask does not hide, bool [rows, tokens]. This waits for the device."""
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.is_floating_point():
         shown = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise PackingError(
-            f"attention_mask: expected integers of shape {list(shape)} on a patched model, 1 for tokens and 0 for "
-            f"padding, got {shown}; call unpatch_model to use other masks"
+            f"attention_mask: expected integers of shape {list(tokens.shape)} on a patched model, 1 for tokens and 0 "
+            f"for padding, got {shown}; call unpatch_model to use other masks"
         )
-    given = mask.flatten(0, -2).cpu().numpy()  # which waits for the device
-    real = given != 0
+    given = mask.flatten(0, -2).cpu().numpy()
+    real: npt.NDArray[np.bool_] = given != 0
     if (given != real).any():
         raise PackingError(
             "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
             "the borders between packed documents as position_ids or seq_idx"
         )
-    has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
-    borders = next((name for name in _BORDERS if inputs.get(name) is not None), None)
-    if (has_positions or borders) and real.all():
-        return None
-    if not real.any():
-        raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    tokens, lengths = real.shape[1], real.sum(1)
-    start, end = real.argmax(1), tokens - real[:, ::-1].argmax(1)
-    if (torn := (lengths > 0) & (end - start != lengths)).any():
-        number = int(torn.argmax())
+    return real
+
+
+def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
+    """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
+    # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
+    axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
+    step = np.diff(positions.expand(real.shape).cpu().numpy())
+    rises = step >= 0 if position_ids.ndim == 3 and axes < 4 else step == 1
+    if not rises[real[:, 1:] & real[:, :-1]].all():
         raise PackingError(
-            f"attention_mask: expected no padding between the tokens of a row, but row {number} has {lengths[number]} "
-            f"tokens between {start[number]} and {end[number]}; move its padding to one side"
+            "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
+            "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
+            "padding, and without an attention_mask"
         )
-    if borders is not None:
-        raise PackingError(
-            f"{borders}: expected no borders beside an attention_mask with padding; pass only one of them"
-        )
-    start, end = start[lengths > 0], end[lengths > 0]
-    side: Side = "right" if not start.any() else "left" if (end == tokens).all() else "both"
-    rows = PaddedRows(real, mask.device, side, position_ids is not None, media_of(inputs))
-    if position_ids is not None:
-        _check_positions(position_ids, rows)
-    return rows
 
 
 def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -249,7 +312,7 @@ def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     numbers for whole rows, nor one number for each token."""
     floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
     shapes = {name: inputs[name].shape for name in floats if name not in ("inputs_embeds", "labels")}
-    return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != _shape_of_tokens(inputs))
+    return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != tokens_of(inputs).shape)
 
 
 def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> None:
@@ -261,65 +324,22 @@ def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> 
         inputs: keyword arguments of the backbone's forward, for the padded batch.
         rows: the places of the tokens in the batch.
     """
-    if not rows.media:
-        return
-    refused = f"{backbone}: padded batches with pictures or sound are not supported for this model, since it"
-    mask = inputs.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        raise ModelNotSupportedError(
-            f"{refused} makes attention masks of its own for them, which a batch without padding does not have; call "
-            "unpatch_model"
-        )
-    for path, leaf in leaves({name: value for name, value in inputs.items() if name != "attention_mask"}):
+
+    def is_of_media(path: Path, leaf: Any) -> bool:
+        if path[0] == "attention_mask":
+            return not isinstance(leaf, Tensor) or leaf.ndim != 2
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
-            continue
+            return False
         is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
-        if not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3):
+        return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
+
+    for path, leaf in leaves(dict(inputs)) if rows.media else ():
+        if leaf is not None and is_of_media(path, leaf):
             raise ModelNotSupportedError(
-                f"{refused} reads them beside the tokens: it got {path[0]} of shape {list(leaf.shape)} for rows and "
+                f"{backbone}: padded batches with pictures or sound are not supported for this model, since it reads "
+                f"them beside the tokens: it got {path[0]} of shape {list(getattr(leaf, 'shape', ()))} for rows and "
                 f"tokens of shape {list(rows.shape)}; call unpatch_model"
             )
-
-
-def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
-    """Return the places of the tokens in a batch without padding, in which every row is a document.
-
-    Raises:
-        PackingError: the position_ids restart in a row, so that it may be a packed row.
-    """
-    *others, tokens = _shape_of_tokens(inputs)
-    position_ids = inputs.get("position_ids")
-    device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
-    real = np.ones((math.prod(others), tokens), dtype=np.bool_)
-    rows = PaddedRows(real, device, "right", position_ids is not None, media_of(inputs))
-    if position_ids is not None:
-        _check_positions(position_ids, rows)
-    return rows
-
-
-def _shape_of_tokens(inputs: Mapping[str, Any]) -> torch.Size:
-    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
-    if isinstance(ids, Tensor):
-        return ids.shape
-    if isinstance(embeddings, Tensor):
-        return embeddings.shape[:-1]
-    raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
-
-
-def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
-    """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    axes = position_ids.ndim == 3
-    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.shape))
-    if axes and len(position_ids) < 4:  # of pictures, whose places share positions; the first axis is that of time
-        starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
-    else:
-        starts = borders_from_positions(laid)
-    if not set(starts.tolist()) <= set(rows.layout.cu_seq_lens.tolist()):
-        raise PackingError(
-            "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
-            "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
-            "padding, and without an attention_mask"
-        )
 
 
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
@@ -339,110 +359,20 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
         PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
         ModelNotSupportedError: the model makes masks of its own for pictures, or the backbone gets pictures.
     """
-    tokens = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor) or tokens.shape[:2] != rows.shape:
-        found = list(tokens.shape[:2]) if isinstance(tokens, Tensor) else "no tokens"
-        raise PackingError(
-            f"attention_mask: expected a mask for all tokens of {type(backbone).__name__}, got a mask of shape "
-            f"{list(rows.shape)} for {found}"
-        )
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == rows.shape and not torch.equal(mask != 0, rows.kept):
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    is_other = isinstance(mask, Tensor) and mask.shape == rows.shape and not torch.equal(mask != 0, rows.kept)
+    if is_other or tokens_of(inputs).shape != rows.shape:
         raise PackingError(
             f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
-            "changed it; call unpatch_model"
+            "changed it, or the tokens; call unpatch_model"
         )
     refuse_media(type(backbone).__name__, inputs, rows)
-    if inputs.get("encoder_hidden_states") is not None:
-        raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")
     left_out = {"attention_mask", "use_cache", *CACHES}
-    positions = inputs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        if rows.has_positions:
-            inputs = {**inputs, "position_ids": positions.expand(rows.shape)}
-        else:
-            left_out.add("position_ids")
-    return {name: value for name, value in inputs.items() if name not in left_out}
-
-
-@dataclass(frozen=True, eq=False)
-class SharedRows:
-    """The trees of the rows of a padded batch, whose tokens are laid end to end.
-
-    Args:
-        layout: the segments of the trees.
-        taken: for each token of the trees, its index among the tokens of all rows, int64 [tokens of the trees].
-        given: for each token of all rows, its index in the trees, int64 [tokens of all rows].
-    """
-
-    layout: Layout
-    taken: Tensor
-    given: Tensor
-
-    @classmethod
-    def find(cls, inputs: Mapping[str, Any], lengths: tuple[int, ...], min_shared: int) -> "SharedRows | None":
-        """Return the trees of a batch; None if its rows share no prefix.
-
-        Rows also share none if the model gets labels, or anything for each token but integers, such as embeddings. A
-        warning then says so.
-
-        Args:
-            inputs: the arguments of a backbone, with tokens laid end to end.
-            lengths: number of tokens in each row that has tokens.
-            min_shared: the fewest tokens that rows share.
-        """
-        raw = sum(lengths)
-        values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and raw in each.shape}
-        if kept := _not_shared(values, raw):
-            warnings.warn(  # Python shows the same warning once
-                f"share_prefixes: expected input_ids and other integers of the same shape, got {kept}; the prefixes of "
-                "such a batch are computed for each row",
-                stacklevel=2,
-            )
-            return None
-        others = {name: each[0].cpu().numpy() for name, each in values.items()}
-        tokens = values["input_ids"]
-        found = find_in_batch(others.pop("input_ids"), others, lengths, min_shared)
-        if not found.trees.has_branches and found.trees.tokens == raw:
-            return None
-        taken, given = (on_device(each, tokens.device) for each in (found.taken, found.given))
-        return cls(Layout.of(found.trees, tokens.device), taken, given)
-
-    def take(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a backbone for the trees, given those for all rows laid end to end."""
-        taken: dict[str, Any] = _gather(dict(inputs), len(self.given), self.taken)
-        return taken
-
-    def give(self, outputs: Any) -> Any:
-        """Return the outputs of a backbone for all rows laid end to end, given those for the trees."""
-        return _gather(outputs, self.layout.tokens, self.given)
-
-
-def _gather(value: Any, tokens: int, places: Tensor) -> Any:
-    """Return nested tensors, with the values at some places instead of those of all tokens."""
-
-    def gather(path: Path, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, tokens):
-            return leaf[:, places]
-        return leaf[places] if path[:1] == ("router_logits",) and len(leaf) == tokens else leaf
-
-    return map_leaves(value, gather)
-
-
-def _not_shared(values: Mapping[str, Tensor], tokens: int) -> str:
-    """Return what keeps the rows of a batch from sharing their prefixes; an empty string if nothing does.
-
-    Args:
-        values: the arguments of a backbone that have a value for each token.
-        tokens: number of tokens in all rows.
-    """
-    if "input_ids" not in values:
-        return "inputs_embeds"
-    if "labels" in values:
-        return "labels, with which the model computes a loss by itself"
-    other = next((n for n, each in values.items() if each.shape != (1, tokens) or each.is_floating_point()), None)
-    return "" if other is None else f"{values[other].dtype} {other} of shape {list(values[other].shape)}"
+    if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
+        left_out.add("position_ids")
+    inputs = {name: value for name, value in inputs.items() if name not in left_out}
+    refuse_earlier_tokens(inputs)
+    return inputs
 
 
 def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
@@ -454,60 +384,34 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    shape, lengths = rows.shape, rows.lengths
-    found: dict[Path, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    output: Any = None
-    for length in sorted(set(lengths) - {0}):
-        chosen = np.flatnonzero(np.array(lengths) == length)
-        numbers = on_device(chosen, rows.device)
-        places = on_device(rows.real[chosen].nonzero()[1].reshape(-1, length), rows.device)
-        at = numbers[:, None], places
+    lengths, outputs = np.array(rows.lengths), []
+    for length in np.unique(lengths[lengths > 0]).tolist():
+        group = replace(rows, real=rows.real & (lengths == length)[:, None])
+        places = on_device(np.flatnonzero(group.real).reshape(-1, length), rows.device)
 
-        def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
-            if not isinstance(leaf, Tensor):
+        def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf[:, at[0], at[1]]
-            return leaf[at] if leaf.shape[:2] == shape else leaf
-
-        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
-        for path, leaf in leaves(output):
-            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(numbers):
-                found.setdefault(path, []).append((numbers, places, leaf))
-            elif isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if leaf.ndim < 2 or len(leaf) != shape[0]:
                 raise ModelNotSupportedError(
                     f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-    whole = {path: _join_groups(parts, shape) for path, parts in found.items()}
-    return map_leaves(output, lambda path, leaf: whole.get(path, leaf))
+            if leaf.ndim > 2 and leaf.shape[1] != shape[1]:  # tokens that were pooled, as in Funnel
+                return F.pad(leaf, (*[0, 0] * (leaf.ndim - 2), 0, rows.shape[1] - leaf.shape[1]))
+            return leaf
+
+        output = _without_caches(forward(**rows.take(dict(inputs), places)))
+        outputs.append(dict(leaves(group.put_back(map_leaves(output, widen)))))
+
+    def join(path: Path, leaf: Any) -> Any:
+        parts = [each[path] for each in outputs]  # each of which has zeros in the rows of the others
+        return sum(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(output, join)
 
 
 def _without_caches(output: Any) -> Any:
     if not isinstance(output, ModelOutput):
         return output
     return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
-
-
-def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int]) -> Tensor:
-    """Join the outputs of groups of rows, and return an output for all rows, with zeros in padding.
-
-    Args:
-        parts: for each group, the numbers of its rows, the places of their tokens, and its output.
-        shape: numbers of rows and of tokens in the padded batch.
-    """
-    first = parts[0][2]
-    may_have_tokens = first.ndim > 2 or len(parts) > 1  # otherwise, its size may be that of a pooled state
-    if may_have_tokens and all(leaf.shape[1:2] == places.shape[1:] for _, places, leaf in parts):
-        whole = first.new_zeros(*shape, *first.shape[2:])
-        for numbers, places, leaf in parts:
-            whole = whole.index_put((numbers[:, None], places), leaf)
-        return whole
-    if first.ndim > 2:  # an axis of tokens that were pooled, as in Funnel, whose first one stays the first
-        longest = max(leaf.shape[1] for _, _, leaf in parts)
-        after = [0, 0] * (first.ndim - 2)
-        parts = [(rows, at, F.pad(leaf, [*after, 0, longest - leaf.shape[1]])) for rows, at, leaf in parts]
-    whole = first.new_zeros(shape[0], *parts[0][2].shape[1:])
-    for numbers, _, leaf in parts:
-        whole = whole.index_copy(0, numbers, leaf)
-    return whole

@@ -19,7 +19,6 @@ from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
     inner_model,
-    refuse_meta_device,
     weights_location,
 )
 from hf_packing.attention.kernels import HUB_KERNEL
@@ -59,9 +58,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     instead, every row is one document, and the backbone, which is the model without its head, runs without the padding.
     Models that return outputs for whole rows take only such batches. Calls with a cache run as without the patch.
 
-    The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
-    in one row. It replaces one document at a time, except in two rows that the patched model runs as a single row. The
-    patch is kept only if:
+    The proof packs three random documents in one row and, in training mode, two. It replaces one document at a time.
+    Several packed rows run as one row, laid end to end. The patch is kept only if:
 
     - no replacement changes the logits of another document,
     - no gradient of a document's logits reaches another document, and
@@ -98,7 +96,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
             reason, and the model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
             its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
-            "model", and the weights are not in memory; or the default device is meta.
+            "model", and the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -110,7 +108,6 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
         torch.Size([1, 5, 99])
     """
     check_choice("prove", prove, Prove)
-    refuse_meta_device()
     inner = inner_model(model)
     with unpatched_on_error(inner):
         if not is_patched(inner):

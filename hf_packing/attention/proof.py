@@ -4,55 +4,119 @@
 
 1. The outputs of segments that may not notice a replacement stay the same. All shapes stay the same, so a dense model
    has to return exactly the same bits, also in half precision.
-2. Nothing is remembered from one batch to the next.
+2. In training mode, the model is not restored between runs, so what it remembers of earlier batches shows as well.
 3. A leak would have been seen: tokens behind replaced ones change.
 4. Gradients of a document reach only its own tokens.
 5. Every document has the outputs and gradients that it has alone on the model without its patch, up to measured
    rounding. They are compared with the model's own attention function and, if it disagrees, with eager attention.
 
-A proof of a few short documents takes about ten forwards, that of a training batch five.
+A proof of a few short documents takes about ten forwards, that of a training batch six.
 """
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hf_packing.attention.cases import Alone, Case, RowCase, Run
+from hf_packing.attention.cases import Alone, Case, Run
+from hf_packing.attention.inspect_model import has_local_weights, input_device
 from hf_packing.attention.kernels import fallbacks
-from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, LEAST_SEEN, apart, differences, spread
+from hf_packing.attention.tolerance import (
+    GRADIENT_LENIENCE,
+    LARGEST_GRADIENT_LEAK,
+    LEAST_SEEN,
+    apart,
+    comparable,
+    differences,
+    has_experts,
+    spread,
+)
 from hf_packing.errors import ModelNotSupportedError
 
-Compared = Literal["model", "replaced", "memory", "gradients", "alone"]
-"""What shows a problem: the model itself, which cannot be tested; the batch and the batch with replaced segments; a run
-and a later one; the gradients of documents at their own tokens and at others; or documents in the batch and alone."""
 
+@dataclass
+class _Change:
+    """What changes when segments are replaced."""
 
-@dataclass(frozen=True)
-class Problem:
-    """The reason why isolation is not proven."""
-
-    text: str
-    compared: Compared
+    leak: Tensor
+    """The differences where nothing may change; a single zero if there are none."""
+    is_seen: bool
+    """Whether unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones."""
 
 
 @dataclass
 class Proof:
-    """The measurements of a case, and what is wrong with them."""
+    """The runs of a case, and what is wrong with them."""
 
+    case: Case
     packed: Run
-    max_leak: float = 0.0
-    """The largest change of an output that may not notice a replacement."""
-    alone: list[Alone] = field(default_factory=list)
-    problem: Problem | None = None
-    unproven: str = ""
-    """The reason why training mode is not fully proven, or an empty string."""
+    changes: list[_Change]
+    repeated: Run | None = None
+    """A second run on the same tokens, which is made if the others show a problem."""
+    problem: str = ""
+    """The reason why isolation is not proven; empty if it is proven."""
+
+    @property
+    def max_leak(self) -> float:
+        """The largest change of an output that may not notice a replacement."""
+        return max((float(each.leak.max()) for each in self.changes), default=0.0)
 
     @property
     def max_gradient_leak(self) -> float:
         return self.packed.reach
+
+    def find_problem(self) -> str:
+        """Return the first reason why the runs do not prove isolation, or an empty string if they prove it."""
+        case, packed = self.case, self.packed
+        if not torch.stack([comparable(each).any() for each in packed.outputs]).all():
+            return f"{type(case.model).__name__} returns no finite logits for a document"
+        unit = spread(torch.cat(packed.outputs))
+        if self.max_leak > 0:
+            explains = case.tolerance().explains
+            # the outputs of an expert depend on the number of tokens that go to it, and quantized layers share scales
+            is_exact = not (has_experts(case.model) or getattr(case.model, "is_quantized", False))
+            if self.repeated is not None:
+                again = apart(torch.cat(self.repeated.outputs), torch.cat(packed.outputs))
+                if not explains(again):
+                    return (
+                        "the same tokens gave other logits the second time; the model is nondeterministic with dropout "
+                        "off, or depends on earlier batches"
+                    )
+                is_exact = is_exact and not again.any()
+            if is_exact or not all(explains(each.leak / unit) for each in self.changes):
+                return f"{case.leaks} by up to {self.max_leak:.2g}"
+        if packed.reach > LARGEST_GRADIENT_LEAK:
+            return (
+                "gradients of one document reach another document; the largest gradient at another document's tokens "
+                f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
+            )
+        found = [self._difference(each, unit) for each in case.known]
+        if found and "" not in found:
+            return found[0]
+        if not all(each.is_seen for each in self.changes):
+            return (
+                "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
+                "of the following tokens"
+            )
+        return ""
+
+    def _difference(self, alone: Alone, unit: float) -> str:
+        """Return how documents differ from the same documents alone; empty if rounding explains it."""
+        case, packed = self.case, self.packed
+        explains = case.tolerance(alone).explains
+        for number, expected in alone.outputs.items():
+            found = [("logits", apart(packed.of(case.paths[number]), expected, unit), 1)]
+            if number in alone.gradients and number in packed.gradients:
+                gradients = apart(packed.gradients[number], alone.gradients[number])
+                found.append(("gradients", gradients, GRADIENT_LENIENCE))
+            for what, each, lenience in found:
+                if not explains(each / lenience):
+                    return (
+                        f"a document's {what} differ by {float(each.max()):.2g} standard deviations between "
+                        f"{case.where} and the document alone"
+                    )
+        return ""
 
 
 def prove(case: Case) -> Proof:
@@ -70,22 +134,53 @@ def prove(case: Case) -> Proof:
                 if not fall_back(str(error)):
                     raise
             else:
-                reason = "isolation is not proven on another rank" if proof.problem is None else proof.problem.text
-                if not (case.on_any_rank(proof.problem is not None) and fall_back(reason)):
+                reason = proof.problem or "isolation is not proven on another rank"
+                if not (on_any_rank(case.model, bool(proof.problem)) and fall_back(reason)):
                     return proof
 
 
 def _prove_on_one_kernel(case: Case) -> Proof:
     with case.undisturbed():
-        runs = _Runs(case)
-        problem = runs.problem()
-        if case.on_any_rank(problem is not None):
+        packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
+        if case.wants_gradients and not packed.gradients:
+            graded = case.run(gradients=True)
+            packed.gradients, packed.reach = graded.gradients, graded.reach
+        proof = Proof(case, packed, [_change(case, packed, replaced) for replaced in case.replacements])
+        case.known = case.known or [case.alone()]
+        proof.problem = proof.find_problem()
+        if on_any_rank(case.model, bool(proof.problem)):
             # some models are not deterministic, and some attention functions have had bugs
-            runs.repeated = case.run()
-            if (other := case.other_attention) is not None and len(runs.alone) == 1:
-                runs.alone.append(case.alone(other))
-            problem = runs.problem()
-    return Proof(runs.packed, max((each.leak for each in runs.changes), default=0.0), runs.alone, problem)
+            proof.repeated = case.run()
+            other = case.runner.other_attention
+            if other is not None and len(case.known) == 1 and case.known[0].outputs:
+                case.known.append(case.alone(other))
+            proof.problem = proof.find_problem()
+    return proof
+
+
+def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
+    """Run a case with replaced segments, and return what changes."""
+    after, noticing = case.run(replaced), case.may_notice(replaced)
+    if not replaced:  # a call that only other ranks need
+        return _Change(before.outputs[0].new_zeros(1), True)
+    kept = [each for each in range(len(before.outputs)) if each not in set(noticing)]
+    left, right = after.of(kept), before.of(kept)
+    inside, least = differences(after.of(noticing), before.of(noticing)).amax(1), 0.0
+    is_same = case.by_segment(case.with_replaced(replaced) == case.tokens)
+    behind = torch.cat([is_same[each] for each in noticing]).to(inside.device)
+    if behind.shape == inside.shape and behind.any():
+        inside, least = inside[behind], LEAST_SEEN * spread(torch.cat(before.outputs))
+    leak = left.new_zeros(1) if torch.equal(left, right) else differences(left, right)
+    return _Change(leak, bool(inside.max() > least))
+
+
+def on_any_rank(model: PreTrainedModel, found: bool) -> bool:
+    """Return whether `found` is True on any of the ranks that shard a model, which make the same calls."""
+    if has_local_weights(model) or not torch.distributed.is_initialized():
+        return found
+    flag = torch.tensor(found, dtype=torch.int32, device=input_device(model))
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)
 
 
 def require(case: Case) -> Proof:
@@ -95,132 +190,6 @@ def require(case: Case) -> Proof:
         ModelNotSupportedError: isolation is not proven.
     """
     proof = prove(case)
-    if proof.problem is not None:
-        raise ModelNotSupportedError(f"{case.mode}{proof.problem.text}")
+    if proof.problem:
+        raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
     return proof
-
-
-@dataclass
-class _Change:
-    """What changes when segments are replaced."""
-
-    apart: Tensor
-    """The differences where nothing may change, in standard deviations; empty if there are none."""
-    leak: float
-    """The largest of them, as they are."""
-    is_noticed: bool
-    """Whether the outputs of the replaced segments change."""
-    behind: float
-    """The largest difference, in standard deviations, at unchanged tokens behind replaced ones; nan if there are no
-    such tokens."""
-
-
-class _Runs:
-    """The runs of a case, and what they show."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.packed = case.run(gradients=case.wants_gradients and case.training and not case.runner.is_compiled)
-        if case.wants_gradients and not self.packed.gradients:
-            graded = case.run(gradients=True)
-            self.packed = replace(self.packed, gradients=graded.gradients, reach=graded.reach)
-        self.memory: list[str] | None = None
-        in_series = isinstance(case, RowCase) and case.training
-        with case.runner.in_series() if in_series else nullcontext():
-            self.changes = self._change_all()
-        if isinstance(case, RowCase) and case.training and any(each.leak for each in self.changes):
-            self.memory = case.memory(self.packed)
-            self.changes = self._change_all()
-        self.alone = case.references()
-        self.repeated: Run | None = None
-
-    def _change_all(self) -> list["_Change"]:
-        return [self._change(replaced, self.case.run(replaced)) for replaced in self.case.replacements]
-
-    def _change(self, replaced: list[int], after: Run) -> _Change:
-        before, case = self.packed, self.case
-        unit = case.unit or spread(before.outputs)
-        noticing = before.are_in(case.may_notice(replaced))
-        left, right = after.outputs[~noticing], before.outputs[~noticing]
-        changes = torch.zeros(1) if torch.equal(left, right) else differences(left, right)
-        inside = differences(after.outputs, before.outputs).amax(1)
-        behind = torch.zeros(0)
-        if len(inside) == len(case.tokens):
-            behind = inside[noticing & (case.with_replaced(replaced) == case.tokens).to(noticing.device)]
-        return _Change(
-            changes / unit,
-            float(changes.max()),
-            bool((inside[noticing] > 0).any()),
-            float(behind.max()) / unit if len(behind) else float("nan"),
-        )
-
-    def problem(self) -> Problem | None:
-        """Return the first reason why the runs do not prove isolation, or None if they prove it."""
-        case, name = self.case, type(self.case.model).__name__
-        tolerance = case.tolerance()
-        if not self.packed.are_finite:
-            return Problem(
-                f"model: expected finite logits, but {name} returns no finite logits for a document", "model"
-            )
-        if not all(each.is_noticed for each in self.changes):
-            return Problem(
-                f"model: expected logits that depend on input_ids, but {name} returns the same for other tokens",
-                "model",
-            )
-        leak = max(self.changes, key=lambda each: each.leak, default=None)
-        if leak is not None and leak.leak > 0:
-            is_exact = not case.is_noisy
-            if self.repeated is not None and not torch.equal(self.repeated.outputs, self.packed.outputs):
-                is_exact = False
-                if not case.is_in_series and not tolerance.explains(
-                    apart(self.repeated.outputs, self.packed.outputs, case.unit)
-                ):
-                    return Problem(
-                        f"model: expected the same logits for the same tokens, but {name} is nondeterministic with "
-                        "dropout off",
-                        "model",
-                    )
-            if is_exact or not all(tolerance.explains(each.apart) for each in self.changes):
-                return Problem(f"{case.leaks} by up to {leak.leak:.2g}", "replaced")
-        if self.memory is not None:
-            through = f", through {', '.join(self.memory[:3])}" if self.memory else ""
-            return Problem(f"a document's logits depend on earlier batches{through}", "memory")
-        behind = [each.behind for each in self.changes if each.behind == each.behind]
-        if behind and not case.training and max(behind) <= LEAST_SEEN:
-            return Problem(
-                "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
-                "of the following tokens",
-                "replaced",
-            )
-        if self.packed.reach > LARGEST_GRADIENT_LEAK:
-            return Problem(
-                "gradients of one document reach another document; the largest gradient at another document's tokens "
-                f"is {self.packed.reach:.2g} times the largest gradient at the document's own tokens",
-                "gradients",
-            )
-        found = [self._difference(each) for each in self.alone]
-        return None if None in found else next(iter(found), None)
-
-    def _difference(self, alone: Alone) -> Problem | None:
-        """Return how documents differ from the same documents alone, or None if rounding explains it."""
-        case = self.case
-        tolerance = case.tolerance(alone.noise)
-        for number, expected in alone.outputs.items():
-            found = apart(self.packed.of(case.paths[number]), expected, case.unit)
-            if not tolerance.explains(found):
-                return Problem(
-                    f"a document's {case.what} differ by {float(found.max()):.2g} standard deviations between "
-                    f"{case.where} and the document alone{tolerance.note()}",
-                    "alone",
-                )
-        tolerance = case.tolerance(alone.noise, alone.gradient_noise).for_gradients
-        for number, expected in alone.gradients.items():
-            if number in self.packed.gradients:
-                found = apart(self.packed.gradients[number], expected)
-                if not tolerance.explains(found):
-                    return Problem(
-                        f"a document's gradients differ by {float(found.max()):.2g} standard deviations between "
-                        f"{case.where} and the document alone",
-                        "alone",
-                    )
-        return None

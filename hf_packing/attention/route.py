@@ -4,19 +4,29 @@ A route consists of an attention function, a format for the model's inputs, and 
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
-from hf_packing.attention.inspect_model import Signature, configurations
-from hf_packing.attention.layout import Layout, lay_end_to_end
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import Unpadding
-from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.columns import (
+    CU_SEQ_LENS,
+    ENDS,
+    MAX_LENGTHS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    SEQ_IDX,
+    SEQ_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
 from hf_packing.errors import PackingError
 
 PATCH = "_hf_packing_patch"
@@ -27,6 +37,10 @@ BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
+
+
+_ONLY_READ = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS, "attention_mask")
+"""Arguments of the caller that the model's own forward does not get as they are."""
 
 
 @dataclass(frozen=True)
@@ -41,38 +55,32 @@ class Method:
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
         mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
             packed documents itself.
-        one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
     attention: str | None = NAME
     positions: bool = True
     borders: bool = True
     mask_of_ones: bool = False
-    one_row: bool = False
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
         """Return the keyword arguments for a patched model's own forward.
 
         Args:
             signature: signature of the forward.
-            inputs: arguments that the caller has passed, without an attention_mask.
-            row: where the segments are, as `read_layout` has read it from the inputs. A row of trees is given to the
-                model as one row without borders, since its segments are not documents.
+            inputs: arguments that the caller has passed.
+            row: where the segments of a single row are. A row of trees is given to the model without borders, since
+                its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids, cache, labels or logits_to_keep.
+            PackingError: the method does not support the caller's position_ids.
         """
-        inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
+        inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
-        if self.one_row or is_tree:
-            _refuse_caches(inputs)
-            inputs["use_cache"] = False
-        else:
-            inputs = {"use_cache": False, **inputs}
+        inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
-            inputs["position_ids"] = _positions_of_rows(given, row)
-        elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
+            inputs["position_ids"] = row.position_ids if given is None else given
+        elif given is not None and not torch.equal(given, row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, got positions that begin with "
                 f"{given.flatten().tolist()[:8]}; this model computes its own positions, and cannot use other "
@@ -81,36 +89,11 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
+            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
-        if self.one_row and row.rows > 1 and not row.is_one_path_per_row:
-            if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-                raise PackingError(
-                    "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
-                    f"single row; got {keep}"
-                )
-            inputs = {name: lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
-
-
-def _positions_of_rows(position_ids: Tensor | None, row: Layout) -> Tensor:
-    """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
-    every segment."""
-    if position_ids is None:
-        return row.position_ids
-    return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
-
-
-def _refuse_caches(inputs: dict[str, Any]) -> None:
-    for name, value in inputs.items():
-        if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
-            raise PackingError(
-                f"{name}: expected no cache on this patched model, got "
-                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
-                "model.generate, or pass the cache without position_ids and other borders between documents"
-            )
 
 
 def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
@@ -122,35 +105,23 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
             torch._dynamo.maybe_mark_dynamic(value, changing)
 
 
-METHODS = (
-    Method(NAME),
-    Method(NAME, borders=False),
-    Method(NAME, borders=False, positions=False),
-    Method(None, borders=False, mask_of_ones=True),
-    Method(None, borders=False, mask_of_ones=True, positions=False),
-)
-"""The methods, from the fastest to the most general. A model that keeps its own attention function gets a mask of ones,
-since without a mask the model would detect packed rows by their positions. Such detection may work on short test
-documents and fail on long documents. An example is a model that attends only to the best 2048 tokens, and therefore to
-all tokens of a short document."""
-
-
 def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
-    """Return the methods that can be tried on this model, from the fastest to the slowest. `module` is the model itself
-    or its backbone, which gets the packed rows."""
-    takes_borders = Signature(module).takes("cu_seq_lens_q")
-    takes_positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
-    found: list[Method] = []
-    for method in METHODS:
-        if method.attention and not model._can_set_attn_implementation():
-            continue
-        borders, positions = method.borders and takes_borders, method.positions and takes_positions
-        own = replace(method, borders=borders, positions=positions)
-        if own.mask_of_ones and not takes_positions:
-            # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
-            found.append(replace(own, mask_of_ones=False))
-        found.append(own)
-    return list(dict.fromkeys(found))
+    """Return the methods that can be tried on this model, from the fastest to the most general.
+
+    A model that keeps its own attention function gets a mask of ones, since without a mask the model would detect
+    packed rows by their positions. Such detection may work on short test documents and fail on long documents. An
+    example is a model that attends only to the best 2048 tokens, and therefore to all tokens of a short document. A
+    model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones.
+
+    Args:
+        model: the model.
+        module: the model itself or its backbone, which gets the packed rows.
+    """
+    borders = Signature(module).takes("cu_seq_lens_q")
+    positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
+    varlen = [Method(NAME, positions, borders), Method(NAME, positions, False), Method(NAME, False, False)]
+    own = [Method(None, positions, False, mask_of_ones=positions), Method(None, False, False, mask_of_ones=True)]
+    return list(dict.fromkeys([*varlen, *own] if model._can_set_attn_implementation() else own))
 
 
 @dataclass
@@ -281,12 +252,6 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
-    attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
-    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
-    return classes, settings, attention, model.dtype, model.device.type
-
-
-def _settings_of(config: PreTrainedConfig) -> str:
-    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    return repr(sorted(settings.items(), key=str))
+    attention = model.config._attn_implementation
+    return classes, model.config.to_json_string(), attention, model.dtype, model.device.type

@@ -10,7 +10,7 @@ The price is about five calls of each module. Of modules that are built alike, a
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,48 +25,39 @@ from hf_packing.attention.inspect_model import configurations
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.module_checks import (
     WatchFunctions,
-    counts_by_itself,
     depends_on_far_positions,
-    fails_on_long_rows,
+    depends_on_length,
     find_sharing,
-    is_stack,
     outputs_differ,
     refuse_row_outputs,
     run_one_by_one,
-    scalars_of,
 )
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
-from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
+from hf_packing.attention.token_axes import Path, detached_copy, leaves
 
-_OTHER_CALLS = ({"embedded": True, "output_hidden_states": True}, {"embedded": True}, {"output_hidden_states": True})
-"""Options for further forwards. With these options, modules get other arguments or return other outputs, whose token
-axes have to be recorded, too. If the first forward works, it is enough. Not every model supports all options."""
+_CALLS: tuple[dict[str, bool], ...] = ({}, {"embedded": True}, {"output_hidden_states": True})
+"""Options for forwards after the search. In the first one, all modules that run segment by segment do so from its begin
+on. With the other options, modules get other arguments or return other outputs. The token axes of all of them have to
+be recorded. Not every model supports all options."""
 
 
 @dataclass
 class _Call:
-    """One call of a module, recorded during the model's forward."""
+    """One call of a module, recorded during the model's forward, and what it has shown of the module. By default, the
+    module can run on the whole packed row, since it is segment-local, or since its input or its output has no token
+    axis."""
 
     name: str
     inputs: tuple[Any, Any]
     """args and kwargs of the call."""
     inputs_copy: tuple[Any, Any]
-    """A copy of `inputs`, made before the call, since a module may change its arguments in place; `inputs` itself if no
-    copy is needed."""
+    """A copy of `inputs`, made before the call, since a module may change its arguments in place."""
     inner: list["_Call"] = field(default_factory=list)
     """Calls of inner modules that happened during this call, in order."""
     output: Any = None
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """What a call has shown of a module. By default, the module can run on the whole packed row, since it is
-    segment-local, or since its input or its output has no token axis."""
-
+    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
     forward: SegmentedForward | None = None
     """The forward that runs the module segment by segment, if it has to."""
-    output: Any = None
-    """The joined outputs of the module for the segments of the row."""
     error: str = ""
     """The reason why the module cannot be called on single segments. It is then left unchanged, but a module that
     contains it may still run segment by segment."""
@@ -88,43 +79,34 @@ class Search:
         model: a model of transformers.
         row: a packed row. Its number of tokens must differ from every size in the model, since the search recognizes
             token axes by this number.
-        only: names of the modules to search, together with their inner modules; None for all modules.
         thorough: whether to classify every single module.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, row: Layout, only: Collection[str] | None = None, thorough: bool = False
-    ) -> None:
-        self.model, self.row, self.only = model, row, only
+    def __init__(self, model: PreTrainedModel, row: Layout, thorough: bool = False) -> None:
+        self.model, self.row = model, row
         self.found: dict[str, SegmentedForward] = {}
         """Maps the name of each module that runs segment by segment to the module's new forward."""
         self.unsliceable: dict[str, str] = {}
         """Maps the name of each module that could not be called on single segments to the error message."""
-        self.has_assumed = False
-        """True if a finding was assumed, and not made by running the module."""
         self._kinds = {} if thorough else kinds_of_modules(model)
-        self._first_of_kind: dict[int, tuple[_Call, _Finding]] = {}
-        self._called: dict[str, None] = {}
+        self._first_of_kind: dict[int, _Call] = {}
+        self._classified: set[str] = set()
         self._running = ""  # name of the module that is checked, or whose finding is assumed
         self._open_calls: list[_Call] = []
 
     def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
         """Run the search, and return a plan for every module that has to run segment by segment. `forward` runs the
-        model on the packed row, without arguments or with those in `_OTHER_CALLS`."""
+        model on the packed row, with the options in `_CALLS`."""
         try:
             with self._watching():
                 forward()
-            if self.found:  # this forward also records the arguments of calls before a module was found
-                forward()
-            for options in _OTHER_CALLS if self.found else ():
-                with suppress(Exception):
+            for options in _CALLS if self.found else ():
+                with suppress(Exception):  # if the first one raises an error, the proof will, too
                     forward(**options)
-                    if options is _OTHER_CALLS[0]:
-                        break
         finally:
             for found in self.found.values():
                 found.remove()
-        plans = [self.found[name].plan for name in self._called if name in self.found]
+        plans = [self.found[name].plan for name, _ in self.model.named_modules() if name in self.found]
         for plan in plans:
             plan.freeze()
         return plans
@@ -133,8 +115,7 @@ class Search:
     def _watching(self) -> Iterator[None]:
         hooks = []
         for name, module in self.model.named_modules():
-            is_searched = self.only is None or any(is_inside(name, outer) for outer in self.only)
-            if module is not self.model and is_searched:
+            if module is not self.model:
                 # no other hook runs between these hooks and the forward, so they see the forward's inputs and outputs
                 hooks.append(module.register_forward_pre_hook(self._before_call(name), with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
@@ -150,23 +131,20 @@ class Search:
             if self._running:
                 return
             inputs = args, kwargs
-            has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors_in(inputs))
             if self._is_like_first_of_kind(name, inputs):
-                self.has_assumed, self._running, has_tokens = True, name, False
-            elif name in self.found and name not in self._called:  # the plan for the first call does not fit
+                self._running = name
+            elif name in self.found and name not in self._classified:  # the plan for the first call does not fit
                 self.found.pop(name).remove()
-            self._open_calls.append(_Call(name, inputs, detached_copy(inputs) if has_tokens else inputs))
+            self._open_calls.append(_Call(name, inputs, inputs if self._running else detached_copy(inputs)))
 
         return record
 
     def _is_like_first_of_kind(self, name: str, inputs: Any) -> bool:
         """Return whether the finding for the first call of a module of the same kind can be assumed for this call."""
-        if (first := self._first_of_kind.get(self._kinds.get(name, -1))) is None:
+        first = self._first_of_kind.get(self._kinds.get(name, -1))
+        if first is None or (first.forward is not None) != (name in self.found):
             return False
-        call, finding = first
-        return (finding.forward is not None) == (name in self.found) and _are_alike(
-            call.inputs, inputs, self.row.tokens
-        )
+        return _settings_in(first.inputs) == _settings_in(inputs)
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
@@ -176,93 +154,87 @@ class Search:
             call.output = output
             if self._open_calls:
                 self._open_calls[-1].inner.append(call)
-            if self._running:  # the finding for the first call of this kind is assumed
-                self._called |= {each: None for each in self.found if is_inside(each, name)}
-            else:
+            if not self._running:  # otherwise, the finding for the first call of this kind is assumed
                 self._running = name
-                finding = self._classify(call, module)
-                self._apply(finding, call)
-                if finding.forward is not None:
-                    call.output = finding.output
-            self._called[name] = None
+                whole = output
+                self._classify(call, module)
+                self._apply(call, whole)
+                self._classified.add(name)
             self._running = ""
             return call.output
 
         return classify_and_apply
 
-    def _classify(self, call: _Call, module: nn.Module) -> _Finding:
-        """Decide from one call of a module whether the module has to run segment by segment, and return the finding.
+    def _classify(self, call: _Call, module: nn.Module) -> None:
+        """Decide from one call of a module whether the module has to run segment by segment, and note it in the call.
 
         The module is left unchanged.
         """
         inputs, row = call.inputs_copy, self.row
-        has_layers = is_stack(module)
-        if self._kinds and has_layers and 2 * len(list(module.modules())) > len(self._kinds):
-            self.has_assumed = True  # the proof itself tests nothing else than a stack of all layers
-            return _Finding()
+        has_layers = any(isinstance(inner, nn.ModuleList) for inner in module.modules())  # which are checked themselves
+        if has_layers and 2 * len(list(module.modules())) > len(self._kinds) > 0:
+            return  # the proof itself tests nothing else than a stack of all layers
         plan = ModulePlan.record(call.name, module, row.tokens)
         outputs = plan.outputs.found_in(call.output)
         if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
-            return _Finding()
+            return
         forward = SegmentedForward(module, plan)
-        depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
         try:
+            depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
             with restored(*module.modules()) as changed:
-                before = scalars_of(module)
                 output = run_one_by_one(forward, inputs, row)
-                after = scalars_of(module)
             if changed and not plan.is_stateful:
                 plan.is_stateful = True
                 output = run_one_by_one(forward, inputs, row)
-            refuse_row_outputs(call.output, output, plan.outputs, before, after)
+            refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            return _Finding(error=f"{type(error).__name__}: {error}")
+            call.error = f"{type(error).__name__}: {error}"
+            return
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
-            or (not has_layers and counts_by_itself(forward, inputs, row))
-            or (not has_layers and fails_on_long_rows(forward, inputs, row, self.model.get_input_embeddings()))
+            or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
         ):
-            return _Finding(forward, output)
-        return _Finding()
+            call.forward, call.output = forward, output
 
-    def _apply(self, finding: _Finding, call: _Call) -> None:
-        """Note the finding for a module, and for all modules that are built alike. If they have to run segment by
-        segment, they do so from now on. Inner modules that did get their original forwards back.
+    def _apply(self, call: _Call, whole: Any) -> None:
+        """Note what a call has shown of a module, whose output was `whole`, for all modules that are built alike. If
+        they have to run segment by segment, they do so from now on. Inner modules that did get their original forwards
+        back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
         kind, alike = self._kinds.get(call.name, -1), [call.name]
         if self._kinds and kind not in self._first_of_kind:
-            self._first_of_kind[kind] = call, finding
+            self._first_of_kind[kind] = call
             alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
-        if finding.error:
-            self.unsliceable |= dict.fromkeys(alike, finding.error)
-        if (forward := finding.forward) is None:
+        if call.error:
+            self.unsliceable |= dict.fromkeys(alike, call.error)
+        if (forward := call.forward) is None:
             return
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
         plan = forward.plan
-        self._find_projections(call, plan)
-        if plan.packed_modules() and not self._agrees(forward, call, finding.output):
+        self._find_projections(call, plan, whole)
+        if plan.packed_modules() and not self._agrees(forward, call):
             plan.ahead, plan.after = {}, None
         plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
-        for name in alike:
-            other = SegmentedForward(self.model.get_submodule(name), _renamed(plan, name))
-            self.found[name] = forward if name == call.name else other
+        for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
+            module = self.model.get_submodule(name)
+            self.found[name] = forward if name == call.name else SegmentedForward(module, replace(plan, name=name))
             self.found[name].install()
 
-    def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module that runs segment by segment still returns `expected` if the projections in its plan
+    def _agrees(self, forward: SegmentedForward, call: _Call) -> bool:
+        """Return whether a module that runs segment by segment still returns the same if the projections in its plan
         run once, on the whole row."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
-            return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
+            return not outputs_differ(call.output, output, forward.plan.outputs, self.row.slices)
         except Exception:  # the module cannot use segments of the projections' outputs
             return False
 
-    def _find_projections(self, call: _Call, plan: ModulePlan) -> None:
+    def _find_projections(self, call: _Call, plan: ModulePlan, whole: Any) -> None:
         """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
         on the module's input or on the output of another such projection; and the one that computes its output."""
         known: dict[int, Path | str] = {
@@ -277,7 +249,7 @@ class Search:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
-                paths = [path for path, leaf, _ in plan.outputs.found_in(call.output) if leaf is inner.output]
+                paths = [path for path, leaf, _ in plan.outputs.found_in(whole) if leaf is inner.output]
                 plan.after = (name, paths[0]) if paths else None
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
@@ -294,15 +266,6 @@ class Search:
         return has_tokens and fits and next(module.parameters(), None) is not None
 
 
-def _renamed(plan: ModulePlan, name: str) -> ModulePlan:
-    """Return a copy of a plan for a module that is built alike. The copy has the same token axes, and does not record
-    any: whatever is recorded for the plan also holds for the copy."""
-    inputs, outputs = (
-        replace(each, where=f"{plan.kind} ({name})", row_length=None) for each in (plan.inputs, plan.outputs)
-    )
-    return replace(plan, name=name, inputs=inputs, outputs=outputs)
-
-
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
 """Names of attributes in which modules of transformers store the number of their layer."""
 
@@ -315,54 +278,37 @@ def kinds_of_modules(model: nn.Module) -> dict[str, int]:
     they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
     numbers: dict[Any, int] = {}
-    kinds: dict[int, int] = {}
-    found: dict[str, int] = {}
+    found: dict[nn.Module, int] = {}
     settings = [value for config in configurations(model) for value in vars(config).values()]
     lists = [value for value in settings if isinstance(value, (list, tuple))]
-    for name, module in reversed(list(model.named_modules())):  # inner modules first
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in reversed(names.items()):  # inner modules first
         place = tuple("*" if part.isdigit() else part for part in name.split("."))
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
         layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [_describe(each[number], None) for number in layers for each in lists if 0 <= number < len(each)]
-        attributes = own | module._parameters | module._buffers | {"training": module.training}
-        described = [(each, _describe(value, module)) for each, value in attributes.items()]
+        of_layers = [repr(each[number]) for number in layers for each in lists if 0 <= number < len(each)]
+        attributes = own | module._parameters | module._buffers
+        described = [(each, _describe(value)) for each, value in attributes.items()]
         hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
-        inner = [(each, kinds.get(id(child))) for each, child in module._modules.items()]
-        key = place, type(module), *map(tuple, (of_layers, described, hooks, inner))
-        found[name] = kinds[id(module)] = numbers.setdefault(key, len(numbers))
-    return found
+        inner = [(each, found.get(child)) for each, child in module._modules.items()]
+        key = place, type(module), module.training, tuple(of_layers), tuple(described), tuple(hooks), tuple(inner)
+        found[module] = numbers.setdefault(key, len(numbers))
+    return {name: found[module] for module, name in names.items()}
 
 
-def _describe(value: Any, owner: nn.Module | None) -> Any:
-    """Return a description of an attribute of the module `owner`. Attributes with equal descriptions are alike."""
+def _describe(value: Any) -> Any:
+    """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_describe(each, owner) for each in value)
-    if isinstance(value, dict):
-        return type(value), tuple((repr(key), _describe(each, owner)) for key, each in value.items())
-    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device)):
-        return type(value), value
-    if getattr(value, "__self__", None) is owner is not None:
-        return "method", value.__func__
-    return "object", id(value)
+    if isinstance(value, (list, tuple, dict, bool, int, float, str, Enum, torch.dtype, torch.device)):
+        return repr(value)
+    return id(getattr(value, "__func__", value))  # of methods, the functions
 
 
-def _are_alike(one: Any, other: Any, tokens: int) -> bool:
-    """Return whether two modules get the same positional and keyword arguments, apart from the values of hidden states.
-    A floating-point tensor with two axes of the size `tokens` is a mask."""
-    left, right = dict(leaves(one)), dict(leaves(other))
-    if left.keys() != right.keys():
-        return False
-    for path, one in left.items():
-        other = right[path]
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            if type(one) is not type(other) or (isinstance(one, (bool, int, float, str)) and one != other):
-                return False
-        elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-            return False
-        else:
-            is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
-            if one is not other and not is_hidden and not torch.equal(one, other):
-                return False
-    return True
+def _settings_in(inputs: Any) -> dict[Path, Any]:
+    """Return the settings among the arguments of a module, and the shapes of its tensors, in a dictionary by path."""
+    return {
+        path: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves(inputs)
+        if isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
+    }

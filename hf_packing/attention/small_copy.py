@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.cases import STOCK_ATTENTIONS
+from hf_packing.attention.runs import STOCK_ATTENTIONS
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""

@@ -1,18 +1,17 @@
 """Restore the state of a model and of random generators after a run of the model, and switch off randomness."""
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager
+from copy import copy
 from itertools import chain
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -33,11 +32,7 @@ _NOT_RESTORED = ("forward", "training")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 
-_PLACES = (list, dict, set, deque, CellType)
-"""Types of objects whose items a forward may change."""
-
-_LIBRARIES = ("accelerate", "deepspeed", "hf_packing", "peft", "torch", "transformers", "trl")
-"""Packages whose hooks are part of how a model runs, and that keep their own state in order."""
+_COLLECTIONS = (list, dict, set, deque)
 
 Attention = list[tuple[PreTrainedConfig, Any]]
 """Pairs of a configuration and the name of its attention function."""
@@ -51,8 +46,6 @@ would reject an attention function whose package is not installed."""
 class ModuleSnapshot:
     """The state of some modules at one moment: their attributes, buffers, hooks and inner modules.
 
-    It includes what a user's forward hooks keep in Python, such as a list of losses.
-
     A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out: it
     takes a millisecond for 1,000 modules.
 
@@ -64,13 +57,10 @@ class ModuleSnapshot:
         self._dictionaries: list[dict[str, Any]] = [
             each for module in modules for each in (vars(module), *(vars(module)[name] for name in _CHANGED_IN_PLACE))
         ]
-        seen: set[int] = set()
-        hooks = (h for m in modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
-        kept = [place for hook in hooks for place in _kept_by(hook, seen)]
         self._before = list(map(dict, self._dictionaries))
         self._sizes, self._values = self._contents()
         own = ((name, vars(module)[name]) for module in modules for name in vars(module).keys() - OF_EVERY_MODULE)
-        self._places = [(name, place, _items(place)) for name, place in (*own, *kept) if isinstance(place, _PLACES)]
+        self._collections = [(name, each, copy(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
 
     def _contents(self) -> tuple[list[int], list[Any]]:
         """Return the sizes and all values of the dictionaries, as flat lists, which are fast to compare."""
@@ -83,61 +73,46 @@ class ModuleSnapshot:
         return (
             sizes == self._sizes
             and all(map(is_, values, self._values))
-            and not any(_differ(_items(place), items) for _, place, items in self._places)
+            and all(_have_same_items(each, before) for _, each, before in self._collections)
         )
 
-    def restore(self) -> list[str]:
+    def restore(self) -> dict[str, Any]:
         """Undo all changes that were made to the modules since the snapshot.
 
         Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
-        lists, dictionaries or sets. New values in existing tensors are not undone; `WeightSnapshot` undoes such
+        collections. New values in existing tensors are not undone; `WeightSnapshot` undoes such
         changes.
 
         Returns:
-            The names of the changed attributes and items.
+            The names and the new values of the changed attributes and items.
         """
+        changed: dict[str, Any] = {}
         if self.is_current:
-            return []
-        changed: list[str] = []
+            return changed
         for now, before in zip(self._dictionaries, self._before, strict=True):
-            if _differ([*now, *now.values()], [*before, *before.values()]):
-                changed += _restore_items(now, before)
-        for name, place, items in self._places:
-            if _differ(_items(place), items):
-                _refill(place, items)
-                changed.append(name)
+            for name in {**now, **before}.keys() - set(_NOT_RESTORED):
+                if name not in now or name not in before or now[name] is not before[name]:
+                    changed[name] = now.get(name)
+                    if name in before:
+                        now[name] = before[name]
+                    else:
+                        del now[name]
+        for name, each, kept in self._collections:
+            if not _have_same_items(each, kept):
+                changed[name] = copy(each)
+                each.clear()
+                (each.update if isinstance(each, (dict, set)) else each.extend)(kept)
         return changed
 
 
-def _kept_by(hook: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for all values in which a hook may keep what it sees: cells of closures, attributes of
-    objects, and collections. Hooks in `seen` are left out."""
-    if id(hook) in seen or (getattr(hook, "__module__", None) or "").split(".")[0] in _LIBRARIES:
-        return
-    seen.add(id(hook))
-    values: list[tuple[str, Any]] = []
-    if isinstance(hook, partial):
-        values += [("items", each) for each in (hook.func, *hook.args, *hook.keywords.values())]
-    elif isinstance(hook, MethodType):
-        values += [("items", hook.__self__), ("items", hook.__func__)]
-    elif isinstance(hook, FunctionType):
-        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a cell that is still empty
-                values.append((name, cell.cell_contents))
-                yield name, cell
-        yield from ((name, hook.__globals__.get(name)) for name in hook.__code__.co_names)
-    else:
-        values.append(("items", hook))
-    for name, value in values:
-        yield name, value
-        if isinstance(value, (FunctionType, MethodType, partial)):
-            yield from _kept_by(value, seen)
-        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type, ModuleType)):
-            yield from (("attributes", vars(value)), *vars(value).items())
+def _have_same_items(one: Any, other: Any) -> bool:
+    """Return whether two collections consist of the same objects."""
+    both = [[*each, *(each.values() if isinstance(each, dict) else ())] for each in (one, other)]
+    return len(one) == len(other) and all(map(is_, *both))
 
 
 @contextmanager
-def restored(*modules: nn.Module) -> Iterator[list[str]]:
+def restored(*modules: nn.Module) -> Iterator[dict[str, Any]]:
     """Context manager: at the end of the block, undo the changes that the block has made to these modules.
 
     `ModuleSnapshot.restore` describes what is undone.
@@ -146,52 +121,14 @@ def restored(*modules: nn.Module) -> Iterator[list[str]]:
         *modules: the modules to restore. Inner modules are restored only if they are passed, too.
 
     Yields:
-        An empty list. At the end of the block, the names of the changed attributes and items are added to this list.
+        An empty dictionary, which gets the names and the new values of what has changed at the end of the block.
     """
     snapshot = ModuleSnapshot(*modules)
-    changed: list[str] = []
+    changed: dict[str, Any] = {}
     try:
         yield changed
     finally:
-        changed += snapshot.restore()
-
-
-def _differ(now: list[Any], before: list[Any]) -> bool:
-    """Return whether two lists do not contain the same objects."""
-    return len(now) != len(before) or not all(map(is_, now, before))
-
-
-def _items(place: Any) -> list[Any]:
-    """Return the items of a list, set or deque, the keys and values of a dictionary, or the contents of a cell."""
-    if isinstance(place, CellType):
-        return [place.cell_contents]
-    return [*place, *(place.values() if isinstance(place, dict) else ())]
-
-
-def _refill(place: Any, items: list[Any]) -> None:
-    """Put the result of `_items` back."""
-    if isinstance(place, CellType):
-        place.cell_contents = items[0]
-        return
-    place.clear()
-    if isinstance(place, dict):
-        half = len(items) // 2
-        place.update(zip(items[:half], items[half:], strict=True))
-    else:
-        (place.update if isinstance(place, set) else place.extend)(items)
-
-
-def _restore_items(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Make the dictionary `now` equal to `before`, and return the names of the items that had changed.
-
-    Items whose names are in `_NOT_RESTORED` are left as they are.
-    """
-    added = now.keys() - before.keys() - set(_NOT_RESTORED)
-    others = [n for n in before if n not in _NOT_RESTORED and (n not in now or now[n] is not before[n])]
-    for name in added:
-        del now[name]
-    now.update({name: before[name] for name in others})
-    return [*added, *others]
+        changed |= snapshot.restore()
 
 
 _SMALL_BUFFER = 2**20
@@ -229,10 +166,6 @@ class WeightSnapshot(TorchFunctionMode):
             written = self._not_copied.pop(args[0].untyped_storage().data_ptr(), [])
             self._copies += [(tensor, tensor.detach().clone()) for tensor in written]
         return function(*args, **(kwargs or {}))
-
-    def changed(self) -> list[Tensor]:
-        """Return the model's parameters and buffers whose values have changed."""
-        return [tensor for tensor, before in self._copies if not torch.equal(tensor, before)]
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -285,49 +218,26 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the random states of torch, NumPy and Python.
-
-    The results of two calls differ if a random number was drawn between the calls.
-
-    If `device` is a CUDA device, the random state of this device is included.
-    """
+    """Return the random states of torch, NumPy and Python, with that of a CUDA device. The results of two calls differ
+    if a random number was drawn between the calls."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    _, keys, place, *_ = np.random.get_state(legacy=True)
-    numpy = np.asarray(keys).tobytes(), int(place)
-    return (*(bytes(state.numpy()) for state in states), random.getstate(), numpy)
+    return (*(bytes(state.numpy()) for state in states), random.getstate(), pickle.dumps(np.random.get_state()))
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")
 """Words in the names of settings. A setting whose name contains one of these words is a probability or a noise scale.
 Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise_alpha."""
 
-_DROPOUTS = (
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
-)
-
 
 @contextmanager
-def without_randomness(model: PreTrainedModel, functions: bool = True) -> Iterator["NoDropout"]:
-    """Context manager: within the block, switch off a model's dropout, layer dropping and noise.
-
-    Training mode is not changed.
-
-    Args:
-        model: the model.
-        functions: whether to also intercept torch's dropout functions, whose probability may be a number in the code of
-            the model. This is slow, and code that torch.compile has compiled would be compiled again.
-
-    Yields:
-        An object whose attribute `was_needed` tells whether a dropout function was intercepted.
-    """
-    dropout = NoDropout()
+def without_randomness(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: within the block, a model's dropout, layer dropping and noise are switched off, as far as their
+    probabilities and scales are settings. Training mode is not changed."""
     before = [(owner, _random_settings(owner)) for owner in (*model.modules(), *configurations(model))]
     try:
         for owner, settings in before:
             vars(owner).update(dict.fromkeys(settings, 0.0))
-        with dropout if functions else nullcontext():
-            yield dropout
+        yield
     finally:
         for owner, settings in before:
             vars(owner).update(settings)
@@ -341,28 +251,6 @@ def _random_settings(owner: Any) -> dict[str, float]:
         for name, value in vars(owner).items()
         if type(value) is float and value and (name == also or any(part in name for part in _RANDOM_SETTINGS))
     }
-
-
-class NoDropout(TorchFunctionMode):
-    """Context manager: within the block, torch's dropout functions return their input, and torch's
-    scaled_dot_product_attention runs without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.was_needed = False
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _DROPOUTS:
-            self.was_needed |= bool(kwargs.get("p", args[1] if len(args) > 1 else 1))
-            return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
-            self.was_needed |= bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
-            if len(args) > 4:  # dropout_p is the fifth argument
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        return function(*args, **kwargs)
 
 
 def attention_of(model: PreTrainedModel) -> Attention:

@@ -1,7 +1,7 @@
 """Decide whether rounding explains the differences between two outputs of a model."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ LEAST_SEEN = 1e-6
 """An output that changes by less than this number of standard deviations would not show a leak."""
 
 GRADIENT_LENIENCE = 10
-"""Factor from the limits for outputs to the limits for gradients. Rounding also affects the backward pass."""
+"""Differences of gradients are divided by this number, since rounding also affects the backward pass."""
 
 ALWAYS_ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
 """A difference between the outputs of a packed document and of the same document alone that is always allowed, by
@@ -61,24 +61,6 @@ _REROUTED_IN_HALF = 0.5
 values have to be within `HALF_RMS`."""
 
 
-class Noise(NamedTuple):
-    """The measured effect of rounding on outputs, in standard deviations of the outputs."""
-
-    largest: float = 0.0
-    rms: float = 0.0
-
-    @classmethod
-    def of(cls, apart: list[Tensor]) -> "Noise":
-        """Return the effect of rounding from the differences `apart` between outputs and outputs with rounding errors.
-        No effect was measured if a difference is not finite."""
-        values = torch.cat([each.flatten() for each in apart]) if apart else torch.zeros(1)
-        found = cls(float(values.max()), _rms(values))
-        return found if math.isfinite(found.largest) else cls()
-
-
-_NO_NOISE = Noise()
-
-
 @dataclass(frozen=True)
 class Tolerance:
     """The limits up to which rounding explains differences, in standard deviations of the outputs."""
@@ -86,21 +68,17 @@ class Tolerance:
     dtype: torch.dtype
     """Dtype in which the model computes."""
     has_experts: bool = False
-    noise: Noise = _NO_NOISE
+    noise: float = 0.0
+    """The measured effect of rounding: the largest difference that it causes."""
     profile: Profile = PROBE
-    lenience: float = 1
-
-    @property
-    def for_gradients(self) -> "Tolerance":
-        return replace(self, lenience=GRADIENT_LENIENCE)
 
     @property
     def limit(self) -> float:
         """The largest difference that is allowed."""
         if self.dtype not in ALWAYS_ALLOWED:
-            return max(HALF_MAX, self.profile.half_factor * self.noise.largest) * self.lenience
-        found = max(ALWAYS_ALLOWED[self.dtype], self.profile.factor * self.noise.largest)
-        return (min(found, NEVER_ALLOWED[self.dtype]) if self.profile.is_bounded else found) * self.lenience
+            return max(HALF_MAX, self.profile.half_factor * self.noise)
+        found = max(ALWAYS_ALLOWED[self.dtype], self.profile.factor * self.noise)
+        return min(found, NEVER_ALLOWED[self.dtype]) if self.profile.is_bounded else found
 
     def explains(self, apart: Tensor) -> bool:
         """Return whether rounding explains the differences `apart`, as `apart` returns them."""
@@ -108,21 +86,11 @@ class Tolerance:
             return True
         share, limit = self.profile.rerouted, self.limit
         if self.dtype not in ALWAYS_ALLOWED:
-            rms = max(HALF_RMS, self.profile.half_factor * self.noise.rms) * self.lenience
-            if _rms(apart) <= rms:
+            rms = limit * HALF_RMS / HALF_MAX
+            if float(apart.double().square().mean().sqrt()) <= rms:
                 return True
             share, limit = (share, limit) if share else (_REROUTED_IN_HALF, rms)
         return self.has_experts and float((~(apart <= limit)).double().mean()) <= share
-
-    def note(self) -> str:
-        """Return text for the end of a message about a difference, if rounding may be the cause of the difference."""
-        most = NEVER_ALLOWED.get(self.dtype, math.inf)
-        if not self.profile.is_bounded or not self.profile.factor * self.noise.largest > most:
-            return ""
-        return (
-            f"; rounding alone changes the logits by {self.noise.largest:.2g} standard deviations in {self.dtype}, so "
-            "rounding may be the cause of the difference; load the model in float64, and patch the model again"
-        )
 
 
 def comparable(values: Tensor) -> Tensor:
@@ -150,9 +118,11 @@ def apart(left: Tensor, right: Tensor, unit: float | None = None) -> Tensor:
     return differences(left, right) / (spread(right) if unit is None else unit)
 
 
+def effect_of_rounding(noisy: Tensor, exact: Tensor, unit: float) -> float:
+    """Return the largest difference that rounding errors cause, in `unit`; 0 if it cannot be measured."""
+    largest = float(apart(noisy, exact, unit).max())
+    return largest if math.isfinite(largest) else 0.0
+
+
 def has_experts(model: nn.Module) -> bool:
     return any("Expert" in type(module).__name__ or "Router" in type(module).__name__ for module in model.modules())
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.double().square().mean().sqrt())

@@ -1,7 +1,6 @@
 """Make one batch, of shape [1, tokens] with the borders between its segments, from packed rows or documents.
 
-collate.py       PackingCollator: join rows to a batch, and find the borders between segments
-segments.py      columns of segments: check them against each other, cut them, fill them up to fixed shapes
-trees.py         the batch of rows of trees
-worker_batch.py  send a batch from a worker of a DataLoader as bytes
+collate.py   PackingCollator: join rows to a batch, and find the borders between segments; how a batch leaves a worker
+segments.py  columns of segments: check them against each other, cut them, fill them up to fixed shapes
+trees.py     the batch of rows of trees
 """

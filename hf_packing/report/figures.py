@@ -9,7 +9,7 @@ from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.report.work import FloatArray, Setup, Work
 from hf_packing.strategies.compare import ComparedStrategy
-from hf_packing.trees.measure import SharedPrefixes
+from hf_packing.trees.find import SharedPrefixes
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from hf_packing.report.figures import LengthSummary, PaddedRow, Recommendation, ReportRow
 from hf_packing.strategies.greedy import BestFit
-from hf_packing.strategies.optimal.strategy import Optimal
+from hf_packing.strategies.optimal import Optimal
 
 _FEW_CUT = 0.01
 """The largest share that counts as few: of all tokens, those in documents longer than a row; of all documents, those

@@ -19,7 +19,7 @@ from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import compare_plans
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.strategies.sequential import FirstCome, FixedLength
-from hf_packing.trees.measure import measure_shared_prefixes
+from hf_packing.trees.find import measure_shared_prefixes
 
 
 @dataclass(frozen=True, repr=False)

@@ -125,7 +125,7 @@ def pack(
         _pack_split, packing=packing, load_from_cache_file=load_from_cache_file, lazy=lazy
     )
     if is_stream:
-        from hf_packing.streams.pack_stream import pack_stream
+        from hf_packing.streams.logical import pack_stream
 
         window_packs = check_whole_number("window_packs", window_packs)
         streams = check_optional_number("streams", streams)

@@ -14,8 +14,7 @@ token_budget.py   TokenBudget, which limits the tokens of a micro-batch, and cut
 bucket_batches.py BucketBatches, for rows that were packed in buckets
 evaluation.py     InOrder, for evaluation
 sampler.py        RankBatchSampler, for a DataLoader; EpochSummary, the counts of an epoch
-rows.py           reads the rows that a sampler selects
-kept_labels.py    counts the labels in these rows
+rows.py           reads the rows that a sampler selects, finds their trees, and counts the labels in them
 """
 
 from hf_packing.checks import refuse_older

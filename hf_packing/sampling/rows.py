@@ -1,15 +1,19 @@
-"""Read the rows that a sampler selects: whole rows, pieces of rows, or copies with masked labels."""
+"""Read the rows that a sampler selects: whole rows, pieces, copies with masked labels, or trees of documents; and count
+the labels that are left in them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COMPLETION_MASK,
     COPIED_SEGMENT,
     ENDS,
     IGNORED_LABEL,
@@ -28,10 +32,28 @@ from hf_packing.columns import (
     apply_loss_masks,
 )
 from hf_packing.errors import PackingError
-from hf_packing.rows.lazy import lazy_rows
-from hf_packing.rows.token_columns import columns_of, is_list, is_token_type, read_rows, visible_columns
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces, offsets_of
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.rows.changes import LabelCounts, count_labels
+from hf_packing.rows.lazy import DocumentRows, lazy_rows
+from hf_packing.rows.packing import Packing
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    check_same_lengths,
+    columns_of,
+    is_list,
+    is_token_type,
+    read_rows,
+    token_columns_of,
+    visible_columns,
+)
 from hf_packing.sampling.batching import SampledRow
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes, sizes_of_planned
+from hf_packing.strategies.greedy import BestFit
+from hf_packing.trees.find import find_trees
+from hf_packing.trees.forest import cut_large_trees
 
 _PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
 
@@ -204,3 +226,146 @@ class _TableRows:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the dataset and the names, since views of memory-mapped files would be pickled as copies."""
         return type(self), self._made_from
+
+
+_READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
+"""The columns that are read, beside those that are passed on."""
+
+
+class TreesOfDocuments(DocumentRows):
+    """A map-style dataset with one row for each tree of documents that begin with the same tokens.
+
+    A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
+    """
+
+    @classmethod
+    def find(
+        cls,
+        dataset: Any,
+        max_tokens: int,
+        fewest_shared: int,
+        overflow: Overflow,
+        unread: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> "TreesOfDocuments":
+        """Find the trees of a dataset. Trees that are too large are cut where the fewest tokens are repeated.
+
+        Args:
+            dataset: the dataset.
+            max_tokens: the most tokens of a tree.
+            fewest_shared: the fewest tokens that documents share.
+            overflow: treatment of documents with more than max_tokens tokens.
+            unread: names of columns that are not read.
+            more: names of further columns to read, which are passed on. Documents share no token whose values differ.
+
+        Raises:
+            PackingError: the dataset is not a Dataset of documents, or a document is too long and overflow is "error".
+        """
+        if not isinstance(dataset, datasets.Dataset):
+            raise PackingError(
+                f"dataset: expected a Dataset of documents with share_prefixes, got {type(dataset).__name__}"
+            )
+        names = {*_READ, *more}.difference(unread)
+        columns = {name: column for name, column in token_columns_of(dataset).items() if name in names}
+        lengths = check_lengths(columns[INPUT_IDS].length)
+        pieces = cut_to_pieces(lengths, max_tokens, overflow)
+        forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
+        segments = pieces.take(forest.order)
+        plan = PackingPlan(
+            document_length=lengths,
+            segment_document=segments.document,
+            segment_start=segments.start,
+            segment_length=segments.length,
+            pack_offsets=forest.offsets,
+            pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
+            segment_shared=forest.shared,
+        )
+        return cls(dataset, Packing(BestFit(max_tokens), fewest_shared=fewest_shared), plan, columns)
+
+    @property
+    def sizes(self) -> RowSizes:
+        """The sizes of all trees: unique tokens, documents, and twice the pairs of tokens that attention computes."""
+        plan = self.plan
+        sizes = sizes_of_planned(self, np.arange(plan.num_packs), (TREE_INPUT_IDS, TREE_LABELS))
+        assert sizes.trees is not None
+        counts = replace(
+            sizes.trees,
+            left_out=plan.num_documents - len(np.unique(plan.segment_document)),
+            lost_tokens=int(plan.document_length.sum(dtype=np.int64)) - sizes.trees.raw_tokens,
+        )
+        return replace(sizes, sample=sizes.sample + plan.fingerprint.encode(), trees=counts)
+
+    def __len__(self) -> int:
+        return self.plan.num_packs
+
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
+        """Return rows of trees by their numbers, as dicts of NumPy arrays."""
+        return self.read(np.array(numbers, dtype=np.int64))
+
+
+def kept_labels(
+    dataset: Any,
+    sampler: RankBatchSampler,
+    unread: Sequence[str] = (),
+    apply_masks: bool = True,
+    keep_first: bool = False,
+) -> LabelCounts | None:
+    """Count the labels other than -100 in the rows of a sampler, and in all rows of its dataset.
+
+    Args:
+        dataset: the dataset that the sampler was made for.
+        sampler: the sampler.
+        unread: names of columns that are not read.
+        apply_masks: whether rows without labels get labels from their loss masks.
+        keep_first: whether the first token of a document has a label, as for masked language models.
+
+    Returns:
+        The counts; None if they are not known: for rows that were packed as trees, and for rows that are computed when
+        they are read, unless tokens of them are lost.
+    """
+    rows, sizes = sampler.rows, sampler.sizes
+    if isinstance(dataset, TreesOfDocuments):
+        documents = Pieces.whole(dataset.plan.document_length)
+        counts = (count_labels(dataset.columns, pieces) for pieces in (dataset.plan.segments, documents))
+        return LabelCounts(*counts)
+    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    if sizes.trees is not None or not (in_table or rows.lost_tokens):
+        return None
+    columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sizes, unread, apply_masks)
+    whole = Pieces.whole(sizes.tokens)
+    if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
+        lengths = segments.gather_rows(whole.document).astype(np.int64)
+        row = np.repeat(whole.document, sizes.segments)
+        whole = Pieces(row, offsets_of(lengths)[:-1] - offsets_of(sizes.tokens)[row], lengths)
+    found = count_labels(columns, whole, keep_first)
+    if rows.pieces is not None:
+        left = rows.pieces.take(rows.kept)
+    elif rows.lost_tokens:
+        left = whole.take(np.flatnonzero(np.isin(whole.document, rows.kept)))
+    else:
+        return LabelCounts(found, found)
+    return LabelCounts(count_labels(columns, left, keep_first), found)
+
+
+def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
+    """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
+    names = [name for name in visible_columns(dataset) if name not in unread]
+    deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
+    columns = columns_of(dataset, [INPUT_IDS, *deciding])
+    check_same_lengths(columns)
+    return columns | columns_of(dataset, [SEQ_LENGTHS] if SEQ_LENGTHS in names else [])
+
+
+def _by_reading(dataset: Any, sizes: RowSizes, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
+    """Return the same columns of a dataset whose rows are computed when they are read."""
+    rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)
+    trained, lengths = [], []
+    for number in range(len(sizes)):
+        row = rows[number]
+        trained.append(np.asarray(row[LABELS]) != IGNORED_LABEL)
+        lengths.append(np.asarray(row.get(SEQ_LENGTHS, []), np.int64))
+    of_rows = {COMPLETION_MASK: trained} | ({SEQ_LENGTHS: lengths} if sizes.packed else {})
+    return {name: TokenColumn(name, pa.chunked_array([pa.array(values)])) for name, values in of_rows.items()}

@@ -174,13 +174,18 @@ def sizes_of(dataset: Any) -> RowSizes:
         return sizes_of_planned(*lazy, dataset.format["columns"])
     if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
         return known
+    check_map_style("dataset", dataset)
+    return _sizes_by_reading(dataset)
+
+
+def check_map_style(name: str, dataset: Any) -> None:
+    """Raise PackingError, which begins with a name, unless a dataset has a length and numbered rows."""
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
-            f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
+            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
             "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
-    return _sizes_by_reading(dataset)
 
 
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:

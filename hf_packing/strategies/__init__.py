@@ -7,7 +7,7 @@ best fit and first fit are in planning/best_fit.py.
     base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
     greedy.py       BestFit and ShortestPackFirst, which are counting strategies
     nnls.py         NonNegativeLeastSquares, a counting strategy that needs scipy
-    optimal/        Optimal, a counting strategy that needs scipy
+    optimal.py      Optimal, a counting strategy that needs scipy; column_generation.py has its algorithm
     fill_columns.py turns solutions of NonNegativeLeastSquares and Optimal into packs
     bucket.py       Bucket, a counting strategy, and BucketByLength; both strategies make packs of several capacities
     sequential.py   FixedLength, FirstCome and Multipack
@@ -15,5 +15,5 @@ best fit and first fit are in planning/best_fit.py.
 
 A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of
 the strategy's own behavior. The command line, the tests of all strategies and the error messages find the class in the
-registry. docs/ARCHITECTURE.md lists all steps for a new strategy.
+registry. CONTRIBUTING.md lists all steps for a new strategy.
 """

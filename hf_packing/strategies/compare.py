@@ -18,7 +18,7 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 
 if TYPE_CHECKING:
-    from hf_packing.trees.measure import SharedPrefixes
+    from hf_packing.trees.find import SharedPrefixes
 
 _Measured = TypeVar("_Measured")
 
@@ -120,7 +120,7 @@ def compare(lengths: Any, strategies: Iterable[Strategy], *, documents: Any = No
     found = compare_plans(read_lengths(lengths), strategies, lambda _: None)
     shared = None
     if documents is not None:
-        from hf_packing.trees.measure import measure_shared_prefixes  # trees are above strategies
+        from hf_packing.trees.find import measure_shared_prefixes  # trees are above strategies
 
         shared = measure_shared_prefixes(documents, max(row.strategy.largest_capacity for row, _ in found))
     return Comparison((row for row, _ in found), shared)

@@ -1,11 +1,10 @@
 """Pack streams, which are IterableDatasets, as they are read, with an exact state.
 
-pack_stream.py  check a stream, and put the packing between the source and its readers
-packed.py       plan and make rows window by window
-logical.py      the packed rows of a stream, in logical streams that do not depend on the number of ranks
-mix.py          mix streams: choose the sources of the next documents, and read them
-reader.py       open a source, read about as many tokens as wanted, and keep the place in the stream
-shards.py       the shards of a source: their sizes, equal shares of them, and whether their files have changed
-state.py        the objects that `datasets` reads, their states, and the refusal of states of other rows
-upstream.py     the private names of `datasets`
+packed.py    plan and make rows window by window
+logical.py   the packed rows of a stream, in logical streams that do not depend on the number of ranks
+mix.py       mix streams: choose the sources of the next documents, and read them
+reader.py    open a source, read about as many tokens as wanted, and keep the place in the stream
+shards.py    the shards of a source: their sizes, equal shares of them, and whether their files have changed
+state.py     the objects that `datasets` reads, their states, and the refusal of states of other rows
+upstream.py  the private names of `datasets`
 """

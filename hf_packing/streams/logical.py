@@ -19,11 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hf_packing.columns import LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.rows.changes import describe_changes
+from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import Row, StreamPacking, Window, table_of
+from hf_packing.streams.reader import open_source
 from hf_packing.streams.shards import Share, equal_shares, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
@@ -185,3 +188,19 @@ def warn_of_reading(examples: upstream.Examples, streams: int) -> None:
                 "stream of parquet files, write more files, or pass a smaller number of streams",
                 stacklevel=2,
             )
+
+
+def pack_stream(
+    stream: datasets.IterableDataset, packing: Packing, window_packs: int, streams: int | None
+) -> datasets.IterableDataset:
+    """Return an IterableDataset of packed rows. `hf_packing.pack` describes the arguments."""
+    source = open_source("dataset", stream)
+    packing.check_names(source.names)
+    masks = [name for name in LOSS_MASKS if name in source.schema.names]
+    for change in describe_changes({"loss_masks": masks}, left_out=source.left_out):
+        warnings.warn(f"pack {change}", stacklevel=3)
+    of_windows = StreamPacking(packing, window_packs, source.schema)
+    if streams is not None:
+        warn_of_reading(source.examples, streams)
+    packed = PackedExamples(source.examples, of_windows, streams or 0)
+    return upstream.stream_of(packed, of_windows.features, like=stream)

@@ -4,38 +4,38 @@
 trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
 """
 
-from dataclasses import replace
+import copy
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
-import datasets
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model
+from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
-from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Shapes, check_batching
-from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
+from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer
-from hf_packing.training.first_batch import isolation_in_summary
+from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.packed_trainer import PackedTrainer
-from hf_packing.training.passed_on import check_columns, taken_by_trainer
-from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
-from hf_packing.training.ranks import (
-    BatchesOfCheckpoint,
-    PlannedFrom,
-    data_rank,
-    on_all_ranks,
-)
+from hf_packing.training.passed_on import taken_by_trainer, warn_of_columns_left_out
+from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.resume import BatchesOfCheckpoint
+from hf_packing.training.state import AttachedPacks, AttachedRows
+from hf_packing.training.streams.stream_trainer import StreamTrainer
+from hf_packing.training.streams.training_stream import is_stream
+from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
 from hf_packing.training.trainer_loss import subclass_with
-from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
-from hf_packing.training.whole_row_trainer import attach_whole_rows, keeps_rows_whole
+from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
+from hf_packing.training.whole_rows import check_rows_are_whole
 from hf_packing.trees.forest import check_fewest_shared
+
+_PICTURES = {"image", "images", "pixel_values"}
+"""Columns of pictures, as collators of TRL and processors of transformers name them."""
 
 
 @overload
@@ -68,15 +68,16 @@ def attach(
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
-    Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
+    Call `attach` before `train()`, on all ranks at the same time. `attach` patches the model on its current
     device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
     share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks
     and epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly
     with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
     micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
-    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. If you change a
-    dataset or an argument, the next train(), evaluate() or predict() uses the new value or raises an error.
+    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. After you change
+    the training dataset or something that decides batches or the loss, call `attach` again; until then, train(),
+    evaluate() and predict() raise an error that names the change.
 
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
@@ -135,95 +136,158 @@ def attach(
     """
     if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         refuse_older("trl")
+    of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
     if batching is None:
-        unused = {"loss": loss, "loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
-        unused |= {"tokens": tokens, "max_segments": max_segments}
-        return unpad_models(trainer, prove, unused, check_fewest_shared(share_prefixes))
-    if share_prefixes is not False:
-        raise PackingError(
-            f"share_prefixes: expected no such argument beside a batching, got {share_prefixes!r}; pass it to "
-            "TokenBudget"
-        )
-    if keeps_rows_whole(trainer):
-        unused = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
-        return attach_whole_rows(trainer, batching, prove, match_documents_per_step, loss_unit, unused)
-    if loss_unit is not None:
-        raise PackingError(
-            f"loss_unit: expected no such argument for a language model, whose loss is a mean over labeled tokens, got "
-            f"{loss_unit!r}; pass loss='token' or loss='sequence'"
-        )
-    if isinstance(getattr(trainer, "train_dataset", None), datasets.IterableDataset):
-        from hf_packing.training.streams.attach_stream import attach_stream
-
-        settings = {"match_documents_per_step": match_documents_per_step}
-        return attach_stream(trainer, batching, loss or "token", prove, (tokens, max_segments), settings)
-    check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
-    shapes, documents = (tokens, max_segments), match_documents_per_step
-    planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
-    with models_unpatched_on_error(trainer):
-        labels = on_all_ranks(partial(_isolate_and_settle, trainer, planned))
-    _install(trainer, planned)
-    return replace(planned.summary, labels=labels)
-
-
-class _Planned(NamedTuple):
-    """The results of planning: the trainer's planned batches and new class, and the summary that attach returns."""
-
-    batches: PlannedBatches
-    sampler: RankBatchSampler
-    kind: type[PackedTrainer]
-    summary: EpochSummary
+        others = {"loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
+        _refuse_given(of_packed_rows | others, "if batching is None, since the trainer then makes its own batches")
+        fewest_shared = check_fewest_shared(share_prefixes)
+        with models_unpatched_on_error(trainer):
+            return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
+    shared = {"share_prefixes": share_prefixes or None}
+    _refuse_given(shared, "beside a batching; pass it to TokenBudget")
+    check_batching(batching)
+    if match_documents_per_step is not None:
+        batching = with_documents_per_step(batching, match_documents_per_step)
+    plain = _without_attach(trainer)
+    if keeps_rows_whole(plain):
+        _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
+        plan: Any = partial(_plan_whole_rows, plain, batching, prove, loss_unit)
+    else:
+        given = {"loss_unit": loss_unit}
+        _refuse_given(given, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
+        plan = partial(_plan_packs, plain, batching, prove, loss or "token", (tokens, max_segments))
+    state, kind = on_all_ranks(plan)
+    with models_unpatched_on_error(plain):
+        on_all_ranks(lambda _: state.settle(plain))
+        summary = on_all_ranks(lambda _: state.summary(plain))
+    trainer.attached, trainer.__class__ = state, kind
+    trainer.data_collator = state.collator if isinstance(state, AttachedPacks) else plain.data_collator
+    trainer.remove_callback(BatchesOfCheckpoint)
+    if not is_stream(trainer.train_dataset):
+        trainer.add_callback(BatchesOfCheckpoint)
+    state.remember(trainer)
+    return summary
 
 
-def _check_and_plan(
+def _refuse_given(arguments: dict[str, Any], why: str) -> None:
+    """Raise PackingError if one of these arguments of attach is given."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise PackingError(f"{name}: expected no such argument {why}; got {value!r}")
+
+
+def _without_attach(trainer: Any) -> Any:
+    """Return a shallow copy of a trainer, as it was before an earlier attach."""
+    plain = copy.copy(trainer)
+    if isinstance(trainer, AttachedTrainer):
+        state = trainer.attached
+        plain.__class__ = state.kind
+        if trainer.data_collator is state.collator:
+            plain.data_collator = state.own_collator
+    return plain
+
+
+def _unpad(
+    trainer: Any, prove: ProveInTraining, fewest_shared: int | None, planned_from: PlannedFrom
+) -> UnpaddedModels:
+    planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
+    return unpad_models(trainer, prove, fewest_shared)
+
+
+def keeps_rows_whole(trainer: Any) -> bool:
+    """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
+
+    This is so for models that are not language models, for trainers of TRL that train on pairs, and for rows with
+    pictures. All other trainers train on rows of tokens, which attach joins into packed rows.
+    """
+    if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:
+        return False
+    if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
+        return True
+    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    if of_trl:
+        return "SFTTrainer" not in of_trl
+    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner_model(trainer.model))
+
+
+def _has_pictures(dataset: Any) -> bool:
+    """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and hasattr(dataset, "__getitem__") and len(dataset):
+        names = dataset[0] if isinstance(dataset[0], Mapping) else None
+    return not _PICTURES.isdisjoint(names or ())
+
+
+def _plan_packs(
     trainer: Any,
     batching: Batching,
-    planned_from: PlannedFrom,
-    *,
-    loss: Loss,
-    documents_per_step: int | None,
     prove: ProveInTraining,
+    loss: Loss,
     shapes: Shapes,
-) -> _Planned:
-    """Check the arguments and datasets of `attach`, and plan the first epoch. The trainer does not change."""
-    if isinstance(trainer, PackedTrainer):
-        raise PackingError("trainer: expected a trainer not yet attached, got an attached trainer; call attach once")
-    check_loss(loss)
-    check_batching(batching)
-    check_trainer(trainer, loss)
-    known = {"train_dataset": trainer.train_dataset, **evaluation_datasets(trainer)}
-    for name, dataset in known.items():
-        refuse_cut_documents(trainer, name, dataset)
-    if documents_per_step is not None:
-        batching = with_documents_per_step(batching, documents_per_step)
+    planned_from: PlannedFrom,
+) -> tuple[AttachedPacks, type[Trainer]]:
+    """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
+    check_trainer(trainer, check_loss(loss))
+    refuse_cut_documents(trainer, "train_dataset", trainer.train_dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
         batching = batching.within(shapes)
-    config = None if trainer.model is None else inner_model(trainer.model).config
-    batches = PlannedBatches(trainer, with_linear_cost(batching, config), loss, prove, shapes)
-    sampler = batches.sampler(trainer, planned_from)
-    for name, dataset in evaluation_datasets(trainer).items():
-        batches.sampler_in_order(trainer, name, dataset, planned_from)
-    check_columns("attach", list(known.values()), taken_by_trainer(trainer))
-    unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    isolation = isolation_in_summary(prove, batches.first_batch_proof)
-    summary = sampler.summary(unpacked * data_rank(trainer.accelerator).world_size, isolation)
-    return _Planned(batches, sampler, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
+    state = AttachedPacks(trainer, batching, prove, loss, shapes)
+    state.open_training(trainer, planned_from)
+    for name, dataset in _evaluation_datasets(trainer).items():
+        state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
+    warn_of_columns_left_out("attach", trainer.train_dataset, taken_by_trainer(trainer))
+    methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
+    return state, subclass_with(methods, type(trainer), "Packed")
 
 
-def _isolate_and_settle(trainer: Trainer, planned: _Planned, _: PlannedFrom) -> LabelCounts | None:
-    """Patch the trainer's models, check the loss, and count the labels."""
-    batches = planned.batches
-    batches.settle(trainer)
-    for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
-        batches.check_labels(trainer, dataset)
-    return batches.kept_labels(trainer, planned.sampler)
+def _plan_whole_rows(
+    trainer: Trainer,
+    batching: Any,
+    prove: ProveInTraining,
+    loss_unit: str | None,
+    planned_from: PlannedFrom,
+) -> tuple[AttachedRows, type[Trainer]]:
+    """Check the trainer, its dataset and the arguments, and plan the first epoch. The trainer does not change."""
+    _check_keeps_rows(trainer, batching, loss_unit)
+    state = AttachedRows(trainer, batching, prove, loss_unit)
+    state.open_training(trainer, planned_from)
+    return state, subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
 
 
-def _install(trainer: Trainer, planned: _Planned) -> None:
-    """Set the trainer's planned batches, collator, callback and class; none of these assignments can fail."""
-    trainer.planned_batches, trainer.data_collator = planned.batches, planned.batches.collator
-    trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
-    trainer.__class__ = planned.kind
-    planned.batches.remember_settings(trainer)
+def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
+    """Refuse a trainer, a batching or a unit that does not work with whole rows."""
+    check_trainer(trainer, None)
+    kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
+    if not isinstance(batching, TokenBudget):
+        raise PackingError(
+            f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
+            f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
+        )
+    if batching.length_schedule is not None:
+        raise PackingError(f"length_schedule: expected None for whole rows, got {batching.length_schedule}")
+    if loss_unit not in (None, *UNITS):
+        raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise PackingError(
+            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "
+            f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
+            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        )
+    check_rows_are_whole("train_dataset", trainer.train_dataset)
+    limit = getattr(trainer.args, "max_length", None)
+    with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
+    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
+        raise PackingError(
+            f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
+            f"since attach cannot count what {kind} cuts or drops then"
+        )
+
+
+def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's evaluation datasets by their names in error messages."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}
+    return {} if dataset is None else {"eval_dataset": dataset}

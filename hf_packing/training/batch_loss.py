@@ -8,14 +8,11 @@ from torch import Tensor, nn
 
 from hf_packing.attention import check_patched, inner_model
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import LABELS
+from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, TREE_LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, exact_type, items_in
-from hf_packing.training.model_loss import own_loss_of, run_with_loss, weighting, weighting_of, with_a_label
+from hf_packing.training.losses import ITEMS, TARGETS, Loss, check_loss, exact_type
+from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.tree_batch import TREE_KEYS, labels_key
-
-_ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "documents with trainable tokens"}
-"""What `num_items_in_batch` counts, for each loss."""
 
 
 def compute_loss(
@@ -42,12 +39,11 @@ def compute_loss(
             batch of prepare_dataloader has its own number.
 
     Returns:
-        A float scalar, the loss that the model and its wrappers return. For a batch of prepare_dataloader, accelerate
-        averages the gradients of such losses over ranks and accumulated micro-batches; the average is the gradient of
-        the mean loss over all batches of the optimizer step. What the model does not divide by num_items_in_batch, such
-        as the load-balancing loss of a mixture of experts or a regularizer of PEFT, is then averaged over ranks, and
-        always divided by gradient_accumulation_steps, even if the last step of an epoch has fewer micro-batches. In
-        another loop, it is multiplied by the batch's share of num_items_in_batch.
+        A float scalar: the loss that the model and its wrappers return for the batch, as a mean over its own items,
+        times the batch's share of num_items_in_batch. For a batch of prepare_dataloader, accelerate averages the
+        gradients of such losses over ranks and accumulated micro-batches; the average is the gradient of the mean loss
+        over all batches of the optimizer step. What the model adds to the mean, such as the load-balancing loss of a
+        mixture of experts or a regularizer of PEFT, is weighted in the same way.
 
     Raises:
         PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; its loss is not
@@ -66,95 +62,52 @@ def compute_loss(
         >>> bool(torch.isclose(whole, 3 * third))
         True
     """
-    if not isinstance(batch, Mapping):
-        raise PackingError(
-            f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__}"
-        )
-    planned = WEIGHTS in batch or ITEMS in batch
-    result = (
-        _of_planned(model, batch, loss, num_items_in_batch) if planned else _of(model, batch, loss, num_items_in_batch)
-    )
+    check_keys(batch)
+    check_patched(model)
+    step = WholeStep.of(model, batch, check_loss(loss or "token"))
+    items = _items_of_step(batch, loss, num_items_in_batch)
+    result = step.run(model)[0] * step.share_of(items)
     # the number of items is in float64, whatever the model's dtype
     result = result.to(torch.promote_types(torch.float32, next(inner_model(model).parameters()).dtype))
-    if not planned and num_items_in_batch is None and result.requires_grad:
+    if items is None and result.requires_grad:
         result.register_hook(lambda _: _refuse_accumulation(model))  # type: ignore[no-untyped-call]
     return result
 
 
-def _of_planned(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor:
-    """Return the loss of a batch from `prepare_dataloader`."""
-    for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
-        if value is not None:
+def check_keys(batch: Any) -> None:
+    """Raise PackingError unless a batch has labels, and the borders of its documents."""
+    found = batch if isinstance(batch, Mapping) else {}
+    borders = {*TREE_KEYS} - {TREE_LABELS} if is_tree_batch(found) else {CU_SEQ_LENS[0]}
+    for name in (TARGETS if TARGETS in found else labels_key(found), *borders):
+        if name not in found:
             raise PackingError(
-                f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
-                f"prepare_dataloader do, got {value!r}"
+                f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__} "
+                f"without {name!r}, with the keys: {', '.join(found) or 'none'}"
             )
-    check_patched(model)
-    if WEIGHTS in batch:
-        weights: Tensor = batch[WEIGHTS]
-        if _can_be_weighted(model):
-            weighted = weighting(model, batch, batch[TARGETS], weights, 1)
-            return run_with_loss(model, batch, batch[TARGETS], 1, weighted)[0]
-        return _mean_loss(model, {**batch, LABELS: batch[TARGETS]}, (weights > 0).sum()) * weights.sum()
-    _check_keys(batch)
-    items: Tensor = batch[ITEMS]
-    if is_tree_batch(batch) or _is_divided(model):
-        return _with_items(model, batch, "token", items)
-    own = items_in(batch, "token")
-    return _mean_loss(model, batch, own) * (own / items)
 
 
-def _of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor:
-    """Return the loss of a batch from a PackingCollator: the mean over its items, times its share of all items."""
-    _check_keys(batch)
-    check_patched(model)
-    kind = "token" if loss is None else check_loss(loss)
-    own = items_in(batch, kind)
-    if num_items_in_batch is None:
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if ranks > 1 and torch.is_grad_enabled():
-            raise PackingError(
-                f"{ITEMS}: expected the number of {_ITEMS_OF[kind]} of the whole optimizer step divided by the "
-                f"{ranks} ranks, got None; the gradient would depend on how the step is split into ranks"
-            )
-        items = own.clamp(min=1)
-    else:
-        items = _as_number(num_items_in_batch).to(own.device, exact_type(own.device))
-    share = torch.where(own > 0, own / items, 0)  # 0 for a batch without trainable tokens, also if items is 0
-    if kind == "sequence" or is_tree_batch(batch) or _is_divided(model):
-        return _with_items(model, batch, kind, own.clamp(min=1)) * share
-    return _mean_loss(model, batch, own) * share
-
-
-def _with_items(model: nn.Module, batch: Mapping[str, Any], loss: Loss, items: Any) -> Tensor:
-    """Return the model's loss, in which the cross-entropies are divided by `items`."""
-    weights = weighting_of(model, batch, loss, items)
-    return run_with_loss(model, batch, batch[labels_key(batch)], items, weights)[0]
-
-
-def _mean_loss(model: nn.Module, batch: Mapping[str, Any], own: Tensor) -> Tensor:
-    """Return the loss of a model that takes the mean over the labels of a batch, whose number is `own`."""
-    batch = with_a_label(batch, own)
-    return run_with_loss(model, batch, batch[LABELS], own.clamp(min=1))[0]
-
-
-def _is_divided(model: nn.Module) -> bool:
-    known = own_loss_of(model)
-    return known is None or known.is_divided
-
-
-def _can_be_weighted(model: nn.Module) -> bool:
-    known = own_loss_of(model)
-    return known is None or known.cross_entropies == 1
-
-
-def _check_keys(batch: Mapping[str, Any]) -> None:
-    for name in TREE_KEYS if is_tree_batch(batch) else ("labels", "cu_seq_lens_q"):
-        if name not in batch:
-            raise PackingError(
-                "batch: expected a batch from prepare_dataloader or PackingCollator, "
-                f"got one without {name!r}, with the keys: {', '.join(batch) or 'none'}"
-            )
+def _items_of_step(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor | None:
+    """Return the number of items of the optimizer step, divided by what its losses are averaged over; None for those of
+    the batch alone."""
+    if ITEMS in batch:
+        for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
+            if value is not None:
+                raise PackingError(
+                    f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
+                    f"prepare_dataloader do, got {value!r}"
+                )
+        items: Tensor = batch[ITEMS]
+        return items
+    if num_items_in_batch is not None:
+        device = batch[INPUT_IDS].device
+        return _as_number(num_items_in_batch).to(device, exact_type(device))
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise PackingError(
+            f"{ITEMS}: expected the number of items of the whole optimizer step divided by the {ranks} ranks, got "
+            "None; the gradient would depend on how the step is split into ranks"
+        )
+    return None
 
 
 def _as_number(value: Any) -> Tensor:

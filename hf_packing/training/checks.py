@@ -6,45 +6,18 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import datasets
 import numpy as np
-import numpy.typing as npt
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
+from hf_packing.attention import inner_model, refuse_copied_labels
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import (
-    COMPLETION_MASK,
-    IGNORED_LABEL,
-    INPUT_IDS,
-    LABELS,
-    LOSS_MASKS,
-    SEQ_LENGTHS,
-    TOKEN_TYPE_IDS,
-    find_unmasked_label,
-)
+from hf_packing.columns import COMPLETION_MASK, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
-from hf_packing.rows.changes import count_labels
-from hf_packing.rows.lazy import DocumentRows, lazy_rows
-from hf_packing.rows.token_columns import (
-    TOKENS_AT_ONCE,
-    TokenColumn,
-    blocks_of_rows,
-    check_same_lengths,
-    is_token_type,
-    row_numbers,
-    visible_columns,
-)
-from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
 from hf_packing.training.trainer_loss import sft_trainer_of
@@ -59,7 +32,7 @@ _BATCH_METHODS = (
 """Methods of Trainer that attach replaces. A class that overrides one is refused, since attach would hide the override.
 """
 
-_LOSS_METHODS = ("compute_loss", "evaluation_loop")
+_WRAPPED_METHODS = (*_BATCH_METHODS, "compute_loss", "evaluation_loop")
 """Methods of Trainer that attach wraps. A function set on the trainer instance would be called instead of the wrapper.
 """
 
@@ -73,30 +46,32 @@ _REPLACED_COLLATORS = (
 )
 """Names of collators that attach replaces: such collators only pad or flatten rows, and make labels from input_ids."""
 
-_EXPECTED_ARGUMENTS = {
+_Expected = dict[str, tuple[Any, str]]
+"""Training arguments that are restricted: the name, the value that is needed, and the reason."""
+
+_BY_PLANS: _Expected = {
     "average_tokens_across_devices": (True, "otherwise the gradient depends on the number of processes"),
     "auto_find_batch_size": (False, "the batching decides how large batches are"),
     "train_sampling_strategy": ("random", "the batching decides the order of rows, and which rows share a batch"),
     "packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
     "eval_packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
 }
-"""Training arguments that planned batches restrict: the name, the value that is needed, and the reason."""
 
-_EXPECTED_WITH_PACKED_ROWS = {
+_BY_PACKED_ROWS: _Expected = {
     "predict_with_generate": (False, "evaluation batches are packed rows; generate from prompts after evaluate()"),
 }
-"""The same for batches of packed rows."""
 
-_EXPECTED_WITHOUT_PADDING = {
+_BY_DOCUMENT_MEANS: _Expected = {
+    "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
+}
+
+_WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
-"""The same for all trainers, also those that make their own batches."""
-
-_ROWS_READ = 16
 
 
-def check_trainer(trainer: Any, loss: Loss) -> None:
-    """Refuse a trainer that `attach` does not support.
+def check_trainer(trainer: Any, loss: Loss | None) -> None:
+    """Refuse a trainer that `attach` does not support with a loss of packed rows; None if rows stay whole.
 
     Raises:
         PackingError: the object is not a Trainer; the trainer makes its own batches; or the trainer's methods,
@@ -105,92 +80,62 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
-    own = overridden_batch_methods(kind)
+    own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
-    if own or (of_trl and sft_trainer is None):
-        what = (
-            f"{kind.__name__}, which overrides {own[0]}"
-            if own
-            else f"{kind.__name__}, which makes its own batches or losses"
-        )
+    if own or (of_trl and sft_trainer is None and loss is not None):
         raise PackingError(
-            f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}; "
-            "attach(trainer, None) keeps its batches, and takes out their padding"
+            f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {kind.__name__}, which "
+            f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "
+            "batches, and takes out their padding"
         )
-    check_methods(trainer)
-    _check_collator(trainer.data_collator)
+    if found := [name for name in _WRAPPED_METHODS if name in vars(trainer)]:
+        raise PackingError(
+            f"{found[0]}: expected the method of {kind.__name__}, got {vars(trainer)[found[0]]!r}, set on the trainer "
+            "object; remove this attribute. To change compute_loss or evaluation_loop, define the method in a subclass"
+        )
+    if loss is not None:
+        _check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
         raise PackingError(
             f"tp_size: expected {trainer.get_tp_size()} in accelerate's ParallelismConfig, as in the model or "
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
         )
-    check_arguments(trainer, loss)
-
-
-def overridden_batch_methods(kind: type[Trainer]) -> list[str]:
-    """Return the names of the methods with which a trainer's class makes batches of its own."""
-    return [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
-
-
-def check_methods(trainer: Trainer) -> None:
-    """Refuse functions that are set on the trainer instance and would be called instead of the methods of attach."""
-    for name in (*_BATCH_METHODS, *_LOSS_METHODS):
-        if name in vars(trainer):
-            raise PackingError(
-                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}, set on the "
-                "trainer object; remove this attribute. To change compute_loss or evaluation_loop, define the method "
-                "in a subclass"
-            )
+    if trainer.args.n_gpu > 1:
+        raise PackingError(
+            f"n_gpu: expected 1 GPU for each process, got {trainer.args.n_gpu}, since nn.DataParallel would split "
+            "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
+        )
+    by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
+    _check_values(trainer.args, _BY_PLANS | _WITHOUT_PADDING | by_loss[loss])
 
 
 def check_no_noise(trainer: Any) -> None:
     """Refuse noise on embeddings, whose strength would depend on the other rows of a batch."""
-    _check_values(getattr(trainer, "args", None), _EXPECTED_WITHOUT_PADDING)
+    _check_values(getattr(trainer, "args", None), _WITHOUT_PADDING)
 
 
-def _check_values(args: Any, expected: dict[str, tuple[Any, str]]) -> None:
+def _check_values(args: Any, expected: _Expected) -> None:
     for name, (value, why) in expected.items():
         given = getattr(args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
 
 
-def check_arguments(trainer: Trainer, loss: Loss | None) -> None:
-    """Refuse training arguments that do not work with planned batches or with `loss`; None if rows stay whole."""
-    args = trainer.args
-    _check_values(args, _EXPECTED_ARGUMENTS)
-    check_no_noise(trainer)
-    if loss is not None:
-        _check_values(args, _EXPECTED_WITH_PACKED_ROWS)
-    if args.n_gpu > 1:
-        raise PackingError(
-            f"n_gpu: expected 1 GPU for each process, got {args.n_gpu}, since nn.DataParallel would split batches; "
-            "start one process for each GPU, with `accelerate launch` or `torchrun`"
-        )
-    if loss == "sequence":
-        for name, given, default in (
-            ("label_smoothing_factor", args.label_smoothing_factor, 0),
-            ("compute_loss_func", trainer.compute_loss_func, None),
-            ("use_liger_kernel", args.use_liger_kernel, False),
-            ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
-        ):
-            if given != default:
-                raise PackingError(f"{name}: expected {default!r} with loss='sequence', got {given!r}")
-
-
 def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse accelerator settings that do not work with planned batches.
 
     Raises:
-        PackingError: split_batches, context parallelism or sequence parallelism is on; sync_with_dataloader is off; or
-            the accelerator has fewer processes than were launched.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is
+            off; or the accelerator has fewer processes than were launched.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
         raise PackingError(
             f"accelerator: expected num_processes={launched}, the number of launched processes, got "
             f"{accelerator.num_processes}; every process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
+    if accelerator.dispatch_batches:
+        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own batches")
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True; accelerate would split every planned batch")
     if not accelerator.gradient_state.sync_with_dataloader:
@@ -206,77 +151,23 @@ def check_accelerator(accelerator: Accelerator) -> None:
             )
 
 
-def check_not_dispatched(accelerator: Accelerator) -> None:
-    """Refuse dispatch_batches=True for a dataset whose rows every rank reads by itself; streams can be dispatched."""
-    if accelerator.dispatch_batches:
-        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own planned batches")
-
-
-def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
-    """Refuse a dataset whose labels contradict the loss masks that the trainer applies.
-
-    Datasets with a transform, but for lazy packs, and datasets of other libraries are not checked here: for their rows,
-    the collator compares labels and masks batch by batch.
-
-    Args:
-        trainer: the trainer, whose class and arguments decide which masks apply.
-        dataset: the dataset to train or evaluate on.
-
-    Raises:
-        PackingError: the dataset has a loss mask but no labels, and the trainer does not apply loss masks; a label is
-            not -100 where an applied mask is 0; or a label is -100 although completion_only_loss=False means that all
-            tokens are trained on.
-    """
-    asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
-    trains_on_all = applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss
-    if trains_on_all and (lazy := lazy_rows(dataset)) is not None and LABELS in dataset.column_names:
-        _check_all_labels_of_lazy(*lazy)
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        return
-    names = visible_columns(dataset)
-    masks = [name for name in LOSS_MASKS if name in names]
-    if masks and LABELS not in names and not applies_masks(trainer):
-        raise PackingError(
-            f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
-            "use SFTTrainer, or pack(dataset, strategy), which makes labels from the mask"
-        )
-    if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
-        return
-    if trains_on_all:
-        _check_all_labels(dataset)
-    ignored = ignored_masks(trainer) if SEQ_LENGTHS not in names or asked is not None else ()
-    if compared := [name for name in masks if name not in ignored]:
-        _check_masks_are_applied(dataset, compared)
-
-
-def check_labels_are_hidden(
-    dataset: Any, sizes: RowSizes, model: nn.Module, rows_of: Callable[..., SampledRows] = SampledRows
-) -> None:
+def check_labels_are_hidden(rows: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
-    A masked language model is such a model. Only a few rows, spread over the dataset, are read.
+    A masked language model is such a model.
 
     Args:
-        dataset: a map-style dataset of packed rows or documents.
-        sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
+        rows: a few packed rows or documents of a dataset.
         model: a patched model.
-        rows_of: the class of the rows.
 
     Raises:
-        PackingError: in the rows that were read, every label is the input token at the same position.
+        PackingError: in the rows, every label is the input token at the same position.
     """
-    inner = inner_model(model)
-    rows = np.flatnonzero(sizes.tokens)
-    if not sees_labels(inner) or not len(rows):
-        return
-    numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
-    read = rows_of(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
-    labeled = [
-        {name: row[name] for name in row if name not in LOSS_MASKS}
-        for row in read.__getitems__([(number, False) for number in numbers])
-    ]
-    batch = PackingCollator(keep_first_labels=True)(labeled)
-    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])
+    names = (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
+    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in rows]
+    if read := [row for row in read if len(row[INPUT_IDS])]:
+        batch = PackingCollator(keep_first_labels=True)(read)
+        refuse_copied_labels(inner_model(model), batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
 
 
 def applies_masks(trainer: Trainer) -> bool:
@@ -298,8 +189,8 @@ def masks_tokens(collator: Any) -> bool:
 
 
 def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> None:
-    """Refuse a collator that masks tokens for a model that predicts the next token; None stands for no masks."""
-    if collator is not None and not packing.keep_first_labels:
+    """Refuse a collator that masks tokens for a model that predicts the next token."""
+    if not packing.keep_first_labels:
         raise PackingError(
             f"data_collator: expected a collator that does not mask tokens, since {type(inner_model(model)).__name__} "
             f"predicts the next token, got {type(collator).__name__} with mlm=True; pass mlm=False"
@@ -308,78 +199,11 @@ def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> No
 
 def _check_collator(collator: Any) -> None:
     """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
-    if masks_tokens(collator):
-        return
-    if getattr(collator, "mlm", False):
+    kind = collator if hasattr(collator, "__name__") else type(collator)
+    is_stock = kind.__name__ in _REPLACED_COLLATORS and kind.__module__.split(".")[0] in ("transformers", "trl")
+    if not (is_stock or kind is PackingCollator or masks_tokens(collator)):
         raise PackingError(
-            f"data_collator: expected a collator that does not mask tokens, got {type(collator).__name__} with "
-            "mlm=True but without a method torch_mask_tokens; attach replaces this collator, so mask tokens in the "
-            "dataset, for example by with_transform"
+            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
+            f"{kind.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
+            "with_transform"
         )
-    name = getattr(collator, "__name__", type(collator).__name__)
-    module = getattr(collator, "__module__", "") if hasattr(collator, "__name__") else type(collator).__module__
-    if type(collator) is PackingCollator or (
-        name in _REPLACED_COLLATORS and module.split(".")[0] in ("transformers", "trl")
-    ):
-        return
-    raise PackingError(
-        f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, "
-        f"got {name}. attach would replace this collator; to change labels, use the dataset's map or with_transform"
-    )
-
-
-def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> None:
-    for rows, values, _ in _blocks(dataset, [LABELS, *masks]):
-        if found := find_unmasked_label(values[LABELS], {name: values[name] for name in masks}):
-            name, token = found
-            raise PackingError(
-                f"column {name!r}: expected labels that are -100 where the mask is 0, but row {rows[token]} has the "
-                f"label {values[LABELS][token]} at such a token; apply the mask to the labels, or remove one of the "
-                "two columns"
-            )
-
-
-def _check_all_labels(dataset: datasets.Dataset) -> None:
-    for rows, values, begins in _blocks(dataset, [LABELS]):
-        masked = values[LABELS] == IGNORED_LABEL
-        masked[begins] = False
-        if masked.any():
-            raise _asks_for_all(f"row {rows[int(masked.argmax())]} has labels of -100")
-
-
-def _check_all_labels_of_lazy(rows: DocumentRows, packs: IntArray) -> None:
-    segments = rows.plan.take_packs(packs).segments
-    if missing := int((segments.length - 1).sum(dtype=np.int64)) - count_labels(rows.columns, segments):
-        raise _asks_for_all(f"{missing:,} tokens have labels of -100")
-
-
-def _asks_for_all(found: str) -> PackingError:
-    return PackingError(
-        f"completion_only_loss: expected None, got False, which asks for training on all tokens, but {found}. To train "
-        "on all tokens, remove the column 'labels'; if rows are packed, pack the documents again without the column "
-        "'completion_mask'"
-    )
-
-
-def _blocks(
-    dataset: datasets.Dataset, names: list[str]
-) -> Iterator[tuple[IntArray, dict[str, npt.NDArray[Any]], IntArray]]:
-    """Yield columns of a dataset in blocks of rows, with about half a million tokens in each block.
-
-    Yields:
-        The row number of every token in the block, int64 [tokens]; the columns by name, as flat arrays [tokens]; and
-        the index of each document's first token within the block, int64 [documents].
-    """
-    table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}
-    check_same_lengths(columns)
-    segments = (
-        TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None
-    )
-    length = columns[LABELS].length
-    for first, end in blocks_of_rows(length, TOKENS_AT_ONCE):
-        rows = np.arange(first, end)
-        values = {name: columns[name].gather_rows(rows) for name in names}
-        lengths = length[rows] if segments is None else segments.gather_rows(rows)
-        begins = np.cumsum(lengths, dtype=np.int64) - lengths
-        yield np.repeat(rows, length[rows]), values, begins[lengths > 0]

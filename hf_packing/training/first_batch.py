@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, reduce
 from datasets.utils import tqdm
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,10 +48,9 @@ class FirstBatchProof:
         inner = inner_model(model)
         if self._model is None or self._model() is not inner:
             self.proofs, self._model = {}, weakref.ref(inner)
-        if mode in self.proofs or not _on_any_rank(int(documents_in(batch)) > 1, batch):
+        if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
-        proof = prove_on_batch(model, batch, training=mode == "training")
-        proofs = [proof] if PartialState().num_processes == 1 else gather_object([proof])
+        proofs = gather_object([prove_on_batch(model, batch, training=mode == "training")])
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
@@ -91,11 +89,3 @@ def _contains(prepared: nn.Module, model: PreTrainedModel) -> bool:
     with suppress(PackingError):  # a model that is not of transformers
         return inner_model(prepared) is model
     return False
-
-
-def _on_any_rank(found: bool, batch: Mapping[str, Any]) -> bool:
-    if PartialState().num_processes == 1:
-        return found
-    flag = torch.tensor(found, dtype=torch.int32, device=batch["input_ids"].device)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)

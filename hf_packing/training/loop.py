@@ -1,12 +1,11 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import DistributedType
 from datasets.utils import tqdm
 from torch import nn
 
@@ -18,32 +17,20 @@ from hf_packing.attention import (
     patch_for_training,
     unpatched_on_error,
 )
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.kept_labels import kept_labels
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import with_linear_cost
-from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_not_dispatched
-from hf_packing.training.loader import PackedLoader, rows_loader
-from hf_packing.training.losses import Loss, check_loss, items_in
-from hf_packing.training.model_loss import (
-    check_loss_of_model,
-    collator_for,
-    own_loss_of,
-    run_with_loss,
-    weighting_of,
-)
-from hf_packing.training.passed_on import check_columns, passed_on, taken_by_model
-from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
-from hf_packing.training.token_losses import TokenMean
-from hf_packing.training.train_on_trees import check_takes_trees, trees_to_train
-from hf_packing.training.tree_batch import labels_key
-
-if TYPE_CHECKING:
-    from hf_packing.training.streams.stream_loop import StreamLoopLoader
+from hf_packing.training.checks import check_accelerator
+from hf_packing.training.loader import LoopSteps, PackedLoader
+from hf_packing.training.losses import Loss, TokenMean, check_loss
+from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
+from hf_packing.training.passed_on import warn_of_columns_left_out
+from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
+from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.train_on_trees import check_takes_trees
 
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
@@ -62,13 +49,14 @@ def prepare_dataloader(
     tokens: int | None = None,
     max_segments: int | None = None,
     **options: Any,
-) -> "PackedLoader | StreamLoopLoader":
+) -> PackedLoader | StreamLoader:
     """Return a loader of this rank's batches for your own training loop; all ranks must call this function together.
 
     The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. Compute the loss with
     `compute_loss(model, batch)`, which gives the same gradient for every split of an optimizer step into ranks and
-    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch`,
-    `model(**batch).loss` is the same loss. For other models and for loss="sequence", use only `compute_loss`.
+    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch` and adds
+    nothing to it, `model(**batch).loss` is the same loss. For other models and loss="sequence", use only
+    `compute_loss`.
 
     Args:
         accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
@@ -79,10 +67,9 @@ def prepare_dataloader(
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
         model: the model to train. This function patches the model, if it is not patched yet, and checks on a short
-            document that the model's own loss is the cross-entropy of its logits, as compute_loss computes it. If
-            linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
-            the model yourself; batches are then made for a model that predicts the next token, and a linear_cost of
-            None stands for a typical value.
+            document which token its logits predict. If linear_cost of the batching is None, the model's configuration
+            decides the value. If `model` is None, patch the model yourself; batches are then made for a model that
+            predicts the next token, and a linear_cost of None stands for a typical value.
         prove: "first batch" to prove isolation of `model` when the loader yields its first batch; the route of a large
             model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. None for batches of any
@@ -92,14 +79,13 @@ def prepare_dataloader(
 
     Returns:
         PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch.
-            `print(loader.summary)` shows what an epoch has. For a stream, a StreamLoopLoader: each iteration goes on
+            `print(loader.summary)` shows what an epoch has. For a stream, a StreamLoader: each iteration goes on
             where the last one has stopped, up to the end of the epoch.
 
     Raises:
-        PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
-            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
-            all labels are in what is cut or dropped;
-            the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
+        PackingError: split_batches, dispatch_batches, context or sequence parallelism is on; the dataset is neither
+            map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch; all labels are in
+            what is cut or dropped; the model returns no loss of its logits, or is already sharded; data or arguments
             differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
             that only repeat the input.
         ModelNotSupportedError: it cannot be verified that the model isolates documents.
@@ -111,66 +97,47 @@ def prepare_dataloader(
         >>> len(loader), sorted(batch["input_ids"].shape[1] for batch in loader)
         (2, [4, 5])
     """
-
     if not isinstance(accelerator, Accelerator):
         raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
     if decided := _DECIDED_BY_BATCHING & options.keys():
         raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
-    if isinstance(dataset, datasets.IterableDataset):
-        from hf_packing.training.streams.stream_loop import prepare_stream_loader
+    shapes = tokens, max_segments
 
-        shapes, keeps_labels = (tokens, max_segments), partial(_keeps_labels, model, loss)
-        return prepare_stream_loader(
-            accelerator, dataset, check_batching(batching), loss, model, prove, shapes, keeps_labels, options
-        )
-
-    def plan(planned_from: PlannedFrom) -> tuple[Any, RankBatchSampler]:
+    def plan(planned_from: PlannedFrom) -> tuple[Batching, PackedRows | StreamedRows, PackingCollator]:
         check_accelerator(accelerator)
-        check_not_dispatched(accelerator)
-        config = None if model is None else inner_model(model).config
-        balanced = with_linear_cost(check_batching(batching), config)
-        if (tokens, max_segments) != (None, None):
-            balanced = balanced.within((tokens, max_segments))
-        accumulation = accelerator.gradient_accumulation_steps
+        balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
+        if shapes != (None, None):
+            balanced = balanced.within(shapes)
+        accumulation, reading = accelerator.gradient_accumulation_steps, Reading.of_model(model)
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        own = dataset
-        if balanced.fewest_shared is not None:
-            own = trees_to_train(dataset, balanced, (), model, passed_on(dataset, taken_by_model(model)))
-        sizes = sizes_of(own)
-        planned_from.note_data("dataset", own, sizes)
-        rank, world_size = data_rank(accelerator)
-        check_columns("prepare_dataloader", [dataset], taken_by_model(model))
-        return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
+        source = open_source(
+            "dataset", dataset, balanced, accelerator, reading, planned_from, accumulation=accumulation, loss=loss
+        )
+        warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
+        return balanced, source, collator_for(model, *shapes)
 
-    dataset, sampler = on_all_ranks(plan)
-    if model is not None:
+    balanced, source, collator = on_all_ranks(plan)
 
-        def isolate_and_check(_: PlannedFrom) -> None:
+    def isolate_and_check(_: PlannedFrom) -> None:
+        if model is not None:
             patch_for_training(model, accelerator, prove)
-            if tokens is not None:
-                refuse_padding_in_router_loss(model)
-            check_loss_of_model(model, loss)
-            if sampler.sizes.trees is None:
-                check_labels_are_hidden(dataset, sampler.sizes, model)
-            else:
-                check_takes_trees(model, loss, sampler.batching, (tokens, max_segments))
+            if source.shares_prefixes:
+                check_takes_trees(model, balanced, shapes)
+            source.check_labels(model)
+        source.count_labels(collator)
 
-        with unpatched_on_error(model):
-            on_all_ranks(isolate_and_check)
-    collator = collator_for(model, tokens, max_segments)
-    labels = on_all_ranks(lambda _: kept_labels(dataset, sampler, keep_first=collator.keep_first_labels))
-    if labels is not None:
-        labels.check_some_left("batching", sampler.batching)
+    with nullcontext() if model is None else unpatched_on_error(model):
+        on_all_ranks(isolate_and_check)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
-    pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    more = passed_on(dataset, taken_by_model(model))
-    rows = rows_loader(dataset, sampler, model, more=more, collate_fn=collator, **(pinned | options))
     prove_on = model if prove == "first batch" else None
-    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on, labels)
+    steps = LoopSteps(accelerator, balanced, loss, _keeps_labels(model, loss), prove_on)
+    loader: PackedLoader | StreamLoader = source.loader(
+        collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
+    )
     accelerator.register_for_checkpointing(loader)
     return loader
 
@@ -179,7 +146,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
-    this mean, too.
+    this mean, too, plus what the model adds to its cross-entropy, such as the loss of routers.
 
     Args:
         accelerator: the Accelerator of the loop.
@@ -206,31 +173,21 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
 
     def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
-        check_not_dispatched(accelerator)
         check_patched(model)
         planned_from.note_settings(rows_per_batch=rows_per_batch)
-        sizes = sizes_of(dataset)
-        planned_from.note_data("dataset", dataset, sizes)
-        if sizes.trees is None:
-            check_labels_are_hidden(dataset, sizes, model)
-        rank, world_size = data_rank(accelerator)
-        sampler = RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
-        return rows_loader(dataset, sampler, model, more=passed_on(dataset, taken_by_model(model)))
+        reading, in_order = Reading.of_model(model), InOrder(rows_per_batch)
+        source = open_source("dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order)
+        source.check_labels(model)
+        return source.loader(collator_for(model))
 
-    if isinstance(dataset, datasets.IterableDataset):
-        from hf_packing.training.streams.stream_loop import evaluation_loader
-
-        loader: Any = evaluation_loader(accelerator, model, dataset, rows_per_batch)
-    else:
-        loader = on_all_ranks(load)
+    loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
     with in_mode(model, training=False), torch.no_grad():
         for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
-            batch = send_to_device(batch, accelerator.device)
-            counted = items_in(batch, "token")
-            weighting = weighting_of(model, batch, "token", counted.clamp(min=1))
-            loss, observed = run_with_loss(model, batch, batch[labels_key(batch)], counted.clamp(min=1), weighting)
-            mean.add(observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(loss) * counted, counted)
+            step = WholeStep.of(model, batch, "token")
+            loss, observed = step.run(model)
+            # without what the model adds to its cross-entropy, such as the loss of routers
+            mean.add((observed.sums[0] / step.items if len(observed.sums) == 1 else loss) * step.own, step.own)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")

@@ -5,12 +5,18 @@ tokens, which have a label other than -100. The loss "sequence" averages first w
 documents, so that long and short documents have the same weight (per-sequence loss of arXiv 2107.02027; loss weighting
 of arXiv 2401.18058). If a document was split, each piece counts as a document. With both losses, the weight of a token
 depends on the whole global batch. The loss of a batch without trainable tokens is zero.
+
+There is one rule for all losses, of any model and trainer: a micro-batch is run as if it were the whole global batch,
+and its loss is weighted by its share of the items, which are trainable tokens or documents with such tokens. So the
+weighted sum over micro-batches is exact for a loss that is a mean over items, however it is computed. What is added to
+it, such as the loss of routers or a regularizer, becomes the mean over micro-batches with these weights.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,7 +31,8 @@ ITEMS = "num_items_in_batch"
 """The keyword argument of transformers models that gives the divisor of the summed loss."""
 
 TARGETS, WEIGHTS = "targets", "target_weights"
-"""Keys of the entries that replace the labels of a batch, so that the model does not compute the loss itself."""
+"""Keys of the entries that replace the labels of a batch, so that the model does not compute the loss itself; weights
+as `weights_of` returns them."""
 
 
 def check_loss(loss: Any) -> Loss:
@@ -93,14 +100,32 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """Return a copy of a batch, with what is needed to compute its contribution to the loss of the global batch.
+    """Return a copy of a batch for `compute_loss`, with the number of items of its optimizer step, a float scalar.
 
-    If `keep_labels`, the model computes the loss itself and divides it by `items`, a float scalar. Else the labels are
-    replaced by targets and target_weights, as is always done in a batch of trees.
+    Unless `keep_labels`, the labels become targets, so that the model does not compute a loss itself. This is always so
+    in a batch with weights: of trees, or for loss="sequence".
     """
-    if keep_labels and not is_tree_batch(batch):
+    is_weighted = loss == "sequence" or is_tree_batch(batch)
+    if keep_labels and not is_weighted:
         return {**batch, ITEMS: items}
-    weights = weights_of(batch, loss) / items
     key = labels_key(batch)
     others = {name: value for name, value in batch.items() if name != key}
-    return {**others, TARGETS: batch[key], WEIGHTS: weights}
+    weights = {WEIGHTS: weights_of(batch, loss)} if is_weighted else {}
+    return {**others, TARGETS: batch[key], ITEMS: items, **weights}
+
+
+class TokenMean:
+    """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(2, dtype=exact_type(device), device=device)
+        self.batches = 0
+
+    def add(self, summed_loss: Tensor, tokens: Tensor) -> None:
+        self._total += torch.stack([summed_loss.detach().to(self._total), tokens.to(self._total)])
+        self.batches += 1
+
+    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
+        """Return the summed loss and the number of tokens over all ranks; all ranks must call this method together."""
+        summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
+        return summed_loss, tokens

@@ -1,17 +1,17 @@
 """Define `score`, which computes the log-likelihood of documents, or their embeddings, on packed rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import PartialState
 from accelerate.state import is_initialized
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
@@ -24,16 +24,21 @@ from hf_packing.attention import (
     predicts_tokens,
     sees_labels,
 )
-from hf_packing.batch.collate import read_integers
-from hf_packing.checks import check_whole_number
+from hf_packing.batch.collate import PackingCollator, read_integers
+from hf_packing.checks import check_choice, check_whole_number
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import offsets_of
+from hf_packing.rows.packed_rows import Rows
+from hf_packing.rows.packing import Packing
 from hf_packing.rows.packing_trace import refuse_lost_borders
-from hf_packing.training.log_probs import log_probs_and_hidden
-from hf_packing.training.model_loss import predicts_next
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.rows_to_score import RowToScore, rows_to_score
+from hf_packing.rows.token_columns import column_of_values
+from hf_packing.strategies.greedy import BestFit
+from hf_packing.training.head import called_on_outputs
+from hf_packing.training.logps import log_probs_of, results_of_labels
+from hf_packing.training.model_loss import inputs_of_model, predicts_next
 from hf_packing.trees.forest import check_fewest_shared
+from hf_packing.trees.segments import TreePaths
 
 Pooling = Literal["mean", "last", "first"]
 """How the hidden states of a document's tokens become one vector: their mean, or the state of one token."""
@@ -99,8 +104,7 @@ def score(
             calls.
         documents: lists of token ids, or a Dataset with the column input_ids. With a column labels, only tokens whose
             label is not -100 are scored; otherwise, all tokens but the first one of each document.
-        max_tokens: number of tokens in a row. A longer document has a row of its own; documents that share its prefix
-            add up to `max_tokens` tokens to this row.
+        max_tokens: number of tokens in a row, or in the longest document if this is more.
         hidden: "mean", "last" or "first" to return the last hidden states, pooled over the tokens of each document.
         share_prefixes: whether to compute prefixes that documents share once; an integer is the fewest tokens to share,
             and True means 16.
@@ -124,64 +128,108 @@ def score(
         (2, 32)
     """
     check_whole_number("max_tokens", max_tokens)
-    if hidden is not None and hidden not in get_args(Pooling):
-        raise PackingError(f"hidden: expected None or one of {', '.join(get_args(Pooling))}, got {hidden!r}")
+    if hidden is not None:
+        check_choice("hidden", hidden, Pooling)
     fewest = check_fewest_shared(share_prefixes)
     documents = _read(documents)
+    inner = inner_model(model)
     with patched(model), in_mode(model, training=False):
-        scores_tokens = _has_likelihoods(model, required=hidden is None)
+        has_likelihoods = predicts_tokens(inner) and predicts_next(model) and not sees_labels(inner)
+        if hidden is None and not has_likelihoods:
+            raise PackingError(
+                f"model: expected a causal language model, got {type(inner).__name__}, which has no likelihoods of "
+                "documents; pass hidden='mean' for embeddings"
+            )
         if fewest is not None:
             patch_model(model, trees=True)
         # the last token predicts nothing, so it runs only for its state
-        sequences = _Sequences.of([each.tokens if hidden is not None else each.tokens[:-1] for each in documents])
-        rank, world_size = _rank_and_world_size()
-        rows = rows_to_score(sequences.tokens, max_tokens, fewest)
+        tokens = [each.tokens if hidden is not None else each.tokens[:-1] for each in documents]
+        same: dict[bytes, list[int]] = {}  # equal sequences run once
+        for number, sequence in enumerate(tokens):
+            same.setdefault(sequence.tobytes(), []).append(number)
+        same.pop(b"", None)
+        numbers = list(same.values())
+        state = PartialState() if is_initialized() else None
+        rank, world_size = (state.process_index, state.num_processes) if state is not None else (0, 1)
+        rows = rows_to_score([tokens[each[0]] for each in numbers], max_tokens, fewest)
         own = rows[rank::world_size]
         own += rows[:1] * (-(-len(rows) // world_size) - len(own))  # as many forwards on every process
-        found: dict[int, _Found] = {}
+        found: list[tuple[list[int], _Floats]] = []
         with torch.no_grad():
             for row in tqdm(own, unit=" rows", disable=not progress or rank > 0):
-                found |= _score_row(model, row, sequences, documents, hidden, scores_tokens)
-    gathered = [found] if world_size == 1 else gather_object([found])
-    known = {number: each for part in gathered for number, each in part.items()}
-    return _joined([known.get(number) for number in range(len(documents))], hidden, scores_tokens)
+                places = {number: each for sequence, each in row.places() for number in numbers[sequence]}
+                found.append((list(places), _score_row(model, row, places, documents, hidden, has_likelihoods)))
+    gathered = gather_object(found) if world_size > 1 else found
+    results = np.zeros((len(documents), gathered[0][1].shape[1] if gathered else 2))
+    for scored, values in gathered:
+        results[scored] = values
+    return Scores(
+        results[:, 0] if has_likelihoods else np.full(len(documents), np.nan),
+        np.array([has_likelihoods * len(each.scored) for each in documents], np.int64),
+        has_likelihoods & (results[:, 1] == 0),
+        None if hidden is None else results[:, 2:].astype(np.float32),
+    )
 
 
 class _Document(NamedTuple):
     tokens: _Integers
-    labels: _Integers
-    """The token itself if it is scored, otherwise -100."""
+    scored: _Integers
+    """The places of the tokens that are scored, int64 [scored tokens]; never the first token, which follows nothing."""
 
 
-class _Sequences(NamedTuple):
-    """Sequences that the model runs for all documents; equal sequences run once."""
+class RowToScore(NamedTuple):
+    """Sequences of tokens that a model runs in one row."""
 
-    tokens: list[_Integers]
-    """The tokens of each sequence; none is empty."""
-    documents: list[list[int]]
-    """For each sequence, the numbers of its documents."""
+    sequences: list[int]
+    """The number of each sequence."""
+    paths: TreePaths
+    """The length of each sequence, and the tokens that it shares with the one before it; none in a packed row."""
+    build: Callable[[], Rows]
+    """Builds the packed row or, if sequences share tokens, the row of trees."""
 
-    @classmethod
-    def of(cls, given: Sequence[_Integers]) -> "_Sequences":
-        known: dict[bytes, list[int]] = {}
-        for number, tokens in enumerate(given):
-            if len(tokens):
-                known.setdefault(tokens.tobytes(), []).append(number)
-        numbers = list(known.values())
-        return cls([given[each[0]] for each in numbers], numbers)
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the row."""
+        return int(self.paths.own.sum())
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the model's inputs."""
+        return inputs_of_model(PackingCollator()(self.build().table.to_pylist()))
+
+    def places(self) -> Iterator[tuple[int, _Integers]]:
+        """Yield each sequence's number, and the indices of its tokens in the row, int64 [tokens]."""
+        ranges = pairwise(offsets_of(self.paths.length).tolist())
+        for sequence, (first, end) in zip(self.sequences, ranges, strict=True):
+            yield sequence, self.paths.tokens[first:end]
 
 
-class _Found(NamedTuple):
-    """The results for one document."""
+def rows_to_score(sequences: Sequence[_Integers], max_tokens: int, fewest_shared: int | None) -> list[RowToScore]:
+    """Plan the rows for sequences of tokens, the longest row first.
 
-    log_likelihood: float
-    num_tokens: int
-    greedy: bool
-    hidden: npt.NDArray[np.float32] | None
+    Args:
+        sequences: the tokens of each sequence; none is empty.
+        max_tokens: number of tokens in a row, or in the longest sequence if this is more.
+        fewest_shared: the fewest tokens that sequences share; None to share none.
+    """
+    if not sequences:
+        return []
+    lengths = np.array([len(each) for each in sequences], dtype=np.int64)
+    columns = {INPUT_IDS: column_of_values(INPUT_IDS, np.concatenate(sequences), lengths)}
+    packed = Packing(BestFit(max(max_tokens, int(lengths.max()))))
+    trees = replace(packed, fewest_shared=fewest_shared)
+    plan, _ = trees.plan(columns)
+    shared = np.zeros_like(plan.segment_length) if plan.segment_shared is None else plan.segment_shared
+    rows = []
+    for pack, (first, end) in enumerate(pairwise(plan.pack_offsets.tolist())):
+        packing = trees if shared[first:end].any() else packed
+        paths = TreePaths(plan.segment_length[first:end], shared[first:end])
+        build = partial(packing.rows, columns, plan, np.array([pack]))
+        rows.append(RowToScore(plan.segment_document[first:end].tolist(), paths, build))
+    return sorted(rows, key=lambda row: -row.tokens)
 
 
 def _read(documents: Any) -> list[_Document]:
-    """Return the tokens and labels of all documents."""
+    """Return the tokens of all documents, and which of them are scored."""
     if isinstance(documents, (str, bytes)) or not hasattr(documents, "__iter__"):
         raise PackingError(f"documents: expected lists of token ids or a Dataset, got {type(documents).__name__}")
     refuse_lost_borders(documents, getattr(documents, "column_names", None) or (INPUT_IDS,))
@@ -194,112 +242,65 @@ def _read(documents: Any) -> list[_Document]:
                 "unpack(packed), or remove the column if the rows are not packed"
             )
         tokens = read_integers(INPUT_IDS, row, number).astype(np.int64)
-        labels = read_integers(LABELS, row, number).astype(np.int64) if row.get(LABELS) is not None else tokens.copy()
-        if len(labels) != len(tokens):
+        labels = read_integers(LABELS, row, number).astype(np.int64) if row.get(LABELS) is not None else tokens
+        if len(labels) != len(tokens) or ((labels != IGNORED_LABEL) & (labels != tokens)).any():
             raise PackingError(
-                f"labels: expected a label for each of the {len(tokens)} tokens of document {number}, got {len(labels)}"
+                f"labels: expected the {len(tokens)} tokens of document {number} themselves, or {IGNORED_LABEL} for "
+                f"tokens that are not scored, got {len(labels)} labels of which some are others"
             )
-        other = np.flatnonzero((labels != IGNORED_LABEL) & (labels != tokens))
-        if len(other):
-            raise PackingError(
-                f"labels: expected the document's own tokens, or {IGNORED_LABEL} for tokens that are not scored, got "
-                f"{labels[other[0]]} for token {other[0]} of document {number}, which is {tokens[other[0]]}"
-            )
-        labels[:1] = IGNORED_LABEL  # the first token follows nothing
-        found.append(_Document(tokens, labels))
+        found.append(_Document(tokens, 1 + np.flatnonzero(labels[1:] != IGNORED_LABEL)))
     return found
-
-
-def _has_likelihoods(model: nn.Module, required: bool) -> bool:
-    """Return whether a patched model has likelihoods of documents; raise PackingError if it does not but must."""
-    inner, reason = inner_model(model), ""
-    if not predicts_tokens(inner):
-        reason = "has no head that predicts tokens"
-    elif not predicts_next(model) or sees_labels(inner):
-        reason = "sees the tokens that it predicts, so their probabilities are no likelihood of the document"
-    if reason and required:
-        raise PackingError(
-            f"model: expected a causal language model if hidden is None, but {type(inner).__name__} {reason}; pass "
-            "hidden='mean' for embeddings"
-        )
-    return not reason
 
 
 def _score_row(
     model: nn.Module,
     row: RowToScore,
-    sequences: _Sequences,
+    places: dict[int, _Integers],
     documents: Sequence[_Document],
     pooling: Pooling | None,
-    scores_tokens: bool,
-) -> dict[int, _Found]:
-    """Run a model on a row, and return the results of its documents by their numbers."""
-    device = input_device(inner_model(model))
-    inputs = row.inputs(sequences.tokens)
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    places = dict(zip(row.sequences.tolist(), row.places(), strict=True))
-    numbers = {number: sequence for sequence in places for number in sequences.documents[sequence]}
-    scored = {number: np.flatnonzero(documents[number].labels != IGNORED_LABEL) for number in numbers}
-    predictors = [places[sequence][scored[number] - 1] for number, sequence in numbers.items()]
-    labels = [documents[number].tokens[scored[number]] for number in numbers]
-    following, which = _next_tokens(np.concatenate(predictors), np.concatenate(labels), device)
-    log_probs, is_greedy, states = log_probs_and_hidden(
-        model, inputs, following if scores_tokens else None, pooling is not None
-    )
-    found_log_probs, found_greedy = log_probs.cpu().numpy(), is_greedy.cpu().numpy()
-    borders = np.cumsum([0, *map(len, labels)]).tolist()
-    found = {}
-    for (number, sequence), (start, end) in zip(numbers.items(), pairwise(borders), strict=True):
-        pooled = None if states is None or pooling is None else _pooled(states, places[sequence], pooling)
-        if scores_tokens:
-            own = which[start:end]
-            found[number] = _Found(
-                float(found_log_probs[own].sum()), end - start, bool(found_greedy[own].all()), pooled
-            )
-        else:
-            found[number] = _Found(np.nan, 0, False, pooled)
-    return found
-
-
-def _next_tokens(predictors: _Integers, labels: _Integers, device: torch.device) -> tuple[NextTokens, _Integers]:
-    """Return the tokens to score without duplicates, and for each of those given, its index among them.
+    has_likelihoods: bool,
+) -> _Floats:
+    """Run a model on a row, and return results of its documents, float64 [documents, 2 + width].
 
     Args:
-        predictors: the token of the row that predicts each token to score, int64 [labels].
-        labels: the tokens to score, int64 [labels]; none is negative.
-        device: the device of the result.
+        places: by the number of each document in the row, the indices of its tokens in the row.
+
+    Returns:
+        The log-likelihood, the number of scored tokens that are not the most probable ones, and the pooled states.
     """
-    base = int(labels.max(initial=0)) + 1
-    different, which = np.unique(predictors * base + labels, return_inverse=True)
-    after, to_score = (torch.from_numpy(each).to(device) for each in np.divmod(different, base))
-    return NextTokens(after, after, to_score), which
+    device = input_device(inner_model(model))
+    inputs = send_to_device(row.inputs(), device)
+    chosen = [documents[number] for number in places]
+    pairs = [  # the token that predicts each token to score, and this token
+        np.stack([own[each.scored - 1], each.tokens[each.scored]])
+        for own, each in zip(places.values(), chosen, strict=True)
+    ]
+    different, which = np.unique(np.concatenate(pairs, axis=1), axis=1, return_inverse=True)
+    predictors, labels = torch.from_numpy(different).to(device)
+    scores = torch.zeros(len(labels), 2, dtype=torch.float64)
+    outputs: list[Any] = []
+    with called_on_outputs(inner_model(model).base_model, outputs.append):
+        if has_likelihoods:
+            scores = results_of_labels(model, inputs, predictors, labels, _scores_of).cpu()
+        else:
+            model(**inputs)
+    of_documents = np.repeat(np.arange(len(chosen)), [len(each.scored) for each in chosen])
+    results = np.zeros((len(chosen), 2))
+    np.add.at(results, of_documents, scores.numpy()[which])
+    if pooling is None:
+        return results
+    pooled = [_pooled(outputs[-1][0], own, pooling) for own in places.values()]
+    return np.concatenate([results, torch.stack(pooled).cpu().numpy()], axis=1)
 
 
-def _pooled(states: Tensor, places: _Integers, pooling: Pooling) -> npt.NDArray[np.float32]:
-    """Return the pooled hidden states of the tokens at some places in the row."""
-    places = {"mean": places, "first": places[:1], "last": places[-1:]}[pooling]
-    own = states[torch.from_numpy(places).to(states.device)]
-    own = own.float() if own.dtype != torch.float64 else own
-    pooled: npt.NDArray[np.float32] = own.mean(0).cpu().numpy().astype(np.float32)
-    return pooled
+def _scores_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, and whether it is not the most probable one, float64 [labels, 2]."""
+    is_less = logits.gather(1, labels[:, None])[:, 0] < logits.amax(-1)
+    return torch.stack([log_probs_of(logits, labels), is_less], 1).double()
 
 
-def _joined(found: Sequence[_Found | None], pooling: Pooling | None, scores_tokens: bool) -> Scores:
-    """Return the results of all documents; None stands for a document without tokens."""
-    empty = 0.0 if scores_tokens else np.nan
-    width = next((len(each.hidden) for each in found if each is not None and each.hidden is not None), 0)
-    hidden = np.zeros((len(found), width), np.float32) if pooling is not None else None
-    for number, each in enumerate(found):
-        if hidden is not None and each is not None and each.hidden is not None:
-            hidden[number] = each.hidden
-    return Scores(
-        log_likelihood=np.array([empty if each is None else each.log_likelihood for each in found], np.float64),
-        num_tokens=np.array([0 if each is None else each.num_tokens for each in found], np.int64),
-        greedy=np.array([scores_tokens if each is None else each.greedy for each in found], np.bool_),
-        hidden=hidden,
-    )
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    state = PartialState() if is_initialized() else None
-    return (state.process_index, state.num_processes) if state is not None else (0, 1)
+def _pooled(states: Tensor, places: _Integers, pooling: Pooling) -> Tensor:
+    """Return the pooled hidden states of the tokens at some places in the row, float [width]."""
+    chosen = {"mean": places, "first": places[:1], "last": places[-1:]}[pooling]
+    own = states[0, torch.from_numpy(chosen).to(states.device)]
+    return (own if own.dtype == torch.float64 else own.float()).mean(0)

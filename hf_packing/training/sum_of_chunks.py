@@ -12,24 +12,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LossOfChunk = Callable[[Tensor, slice], Tensor]
-"""A function (hidden states of a chunk, float [1, tokens of the chunk, width]; the chunk) -> loss, a float scalar."""
+"""A function (hidden states of a chunk, float [tokens of the chunk, width]; the chunk) -> loss, a float scalar."""
 
 
-def sum_of_chunks(loss_of_chunk: LossOfChunk, hidden: Tensor, size: int, gate: Tensor) -> Tensor:
+def chunks_of(tokens: int, size: int) -> list[slice]:
+    """Return slices of at most `size` tokens each; one slice if there are no tokens."""
+    return [slice(begin, begin + size) for begin in range(0, max(tokens, 1), size)]
+
+
+def sum_of_chunks(loss_of_chunk: LossOfChunk, hidden: Tensor, size: int) -> Tensor:
     """Return the sum of the losses of all chunks, a float scalar.
 
     Args:
         loss_of_chunk: the function that computes the loss of one chunk.
-        hidden: float [1, tokens, width], the hidden states of all tokens.
+        hidden: float [tokens, width], the hidden states of all tokens.
         size: number of tokens in a chunk.
-        gate: a tensor that gets a gradient of zeros as soon as the backward pass reaches the sum.
     """
-    chunks = [slice(begin, begin + size) for begin in range(0, hidden.shape[1], size)]
+    chunks = chunks_of(len(hidden), size)
     if not torch.is_grad_enabled():
-        return torch.stack([loss_of_chunk(hidden[:, chunk], chunk) for chunk in chunks]).sum()
-    parameters = _leaves(loss_of_chunk(hidden[:, :1].detach(), slice(0, 1)))
+        return torch.stack([loss_of_chunk(hidden[chunk], chunk) for chunk in chunks]).sum()
+    parameters = _leaves(loss_of_chunk(hidden[:1].detach(), slice(0, 1)))
     apply: Callable[..., Tensor] = _GradientsInForward.apply
-    return apply(loss_of_chunk, chunks, gate, hidden, *parameters)
+    return apply(loss_of_chunk, chunks, hidden, *parameters)
 
 
 class _GradientsInForward(torch.autograd.Function):
@@ -38,19 +42,13 @@ class _GradientsInForward(torch.autograd.Function):
     Args of forward:
         loss_of_chunk: a function (hidden states of a chunk, the chunk) -> loss.
         chunks: slices of the tokens.
-        gate: an output of the output layer, which gets a gradient of zeros.
-        hidden: float [1, tokens, width], the hidden states of all tokens.
+        hidden: float [tokens, width], the hidden states of all tokens.
         parameters: the weights that the loss depends on.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        loss_of_chunk: LossOfChunk,
-        chunks: list[slice],
-        gate: Tensor,
-        hidden: Tensor,
-        *parameters: Tensor,
+        ctx: Any, loss_of_chunk: LossOfChunk, chunks: list[slice], hidden: Tensor, *parameters: Tensor
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         # the sum over chunks in 16 bits would be less precise than the product of whole matrices
@@ -58,32 +56,29 @@ class _GradientsInForward(torch.autograd.Function):
 
         def loss_of(chunk: slice) -> Tensor:
             with torch.enable_grad():
-                tokens = hidden[:, chunk].detach().requires_grad_(of_hidden is not None)
+                tokens = hidden[chunk].detach().requires_grad_(of_hidden is not None)
                 loss = loss_of_chunk(tokens, chunk)
             wanted = [*parameters, *([tokens] if of_hidden is not None else [])]
             found = torch.autograd.grad(loss, wanted) if wanted else ()
             for total, gradient in zip(of_parameters, found, strict=False):
                 total += gradient
             if of_hidden is not None:
-                of_hidden[:, chunk] = found[-1]
+                of_hidden[chunk] = found[-1]
             return loss.detach()
 
         result = torch.stack([loss_of(chunk) for chunk in chunks]).sum()
-        ctx.save_for_backward(gate, of_hidden, *of_parameters)
-        ctx.dtypes = [each.dtype for each in parameters]
+        ctx.save_for_backward(of_hidden, *of_parameters)
+        ctx.dtypes = [hidden.dtype, *(each.dtype for each in parameters)]
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gate, of_hidden, *of_parameters = ctx.saved_tensors
-        return (
-            None,
-            None,
-            gate.new_zeros(()).expand(gate.shape),  # in no memory, since the gate may be as large as all logits
-            None if of_hidden is None else _scaled(of_hidden, of_loss, of_hidden.dtype),
-            *(_scaled(total, of_loss, dtype) for total, dtype in zip(of_parameters, ctx.dtypes, strict=True)),
-        )
+        gradients = [
+            None if each is None else _scaled(each, of_loss, dtype)
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return None, None, *gradients
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

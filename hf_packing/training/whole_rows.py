@@ -1,4 +1,4 @@
-"""Read whole rows of a dataset for the user's own collator, measure what the collator makes of them, and load them.
+"""Whole rows of a dataset, which the trainer's own collator makes batches of: what it makes is measured, then planned.
 
 For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
 turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are not padding when
@@ -7,39 +7,152 @@ the collator gets this row alone.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets.utils import tqdm
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.batching import SampledRow
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
+from hf_packing.sampling.sizes import RowSizes, check_map_style, rows_to_sample, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.training.loader import batches_loader, on_device
+from hf_packing.training.loss_units import UNITS, Collate, collate_rows
+from hf_packing.training.ranks import PlannedFrom, data_rank
 
-Collate = Callable[[list[Any]], Any]
+COUNTS = "counts"
+"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies,
+of squared lengths, and of the units in these rows over which the loss is averaged."""
 
-REAL_ROWS = "real_rows"
-"""Key of an entry that the loader adds to every batch: the number of rows that are not copies, an int64 scalar."""
+_SHORT_ROWS = 6
+"""The most rows in the first part of the rows with which a loss is checked."""
 
 
-class WholeRows(torch.utils.data.Dataset[Any]):
-    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler.
+class WholeRows:
+    """A map-style dataset whose rows stay whole, planned for this rank.
 
     Args:
-        dataset: the map-style dataset that the sampler was made for.
+        dataset: the dataset, as the collator gets it.
         sampler: the sampler of this rank.
+        collate: the trainer's collator.
+        accelerator: the accelerator.
     """
+
+    sources: Sequence[str] = ()
+
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate, accelerator: Accelerator) -> None:
+        self.dataset, self.sampler, self.collate = dataset, sampler, collate
+        self.unit = "rows"
+        """What the loss is a mean of, a key of UNITS."""
+        self._accelerator = accelerator
+
+    def set_unit(self, unit: str) -> None:
+        """Set what the loss is a mean of, which a checkpoint has to have been saved with."""
+        self.unit = self.sampler.more_inputs["loss"] = unit
+
+    def rows_to_check(self) -> tuple[list[Any], list[Any]]:
+        """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
+
+        The first part has the shortest rows, and the second part one or two long ones, so that the parts have other
+        numbers of tokens for each row. The second part is empty if no two rows fit into a micro-batch.
+        """
+        tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
+        assert most is not None
+        by_length = np.argsort(tokens, kind="stable")
+        by_length = by_length[tokens[by_length] > 0]
+        taken = tokens[by_length].cumsum()
+        number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
+        left = most - taken[number - 1]
+        two, one = (by_length[tokens[by_length] <= limit][-rows:] for rows, limit in ((2, left // 2), (1, left)))
+        parts = by_length[:number], two if len(two) else one
+        return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]], *_: Any) -> Tensor:
+        """Return the tokens, rows, attention cost and units of each batch; see `micro_batch_counts`."""
+        return torch.stack([batch[COUNTS] for batch in batches])
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+        """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
+        return self.sampler.summary(unpacked, isolation)
+
+    def loader(self, collate: Collate, **options: Any) -> DataLoader[Any]:
+        """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
+        most_tokens = self.sampler.batching.most_tokens
+        assert most_tokens is not None
+        counting = _CollateRows(collate, self.unit, most_tokens)
+        rows = _RowsOfBatches(self.dataset, self.sampler)
+        return on_device(batches_loader(rows, self.sampler, counting, **options), self._accelerator)
+
+
+def open_whole_rows(
+    name: str,
+    dataset: Any,
+    collate: Collate,
+    batching: TokenBudget,
+    accelerator: Accelerator,
+    planned_from: PlannedFrom,
+    *,
+    config: Any,
+    accumulation: int = 1,
+) -> WholeRows:
+    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data for other ranks.
+
+    Args:
+        name: the name of the dataset in error messages.
+        dataset: the dataset, as the collator gets it, without unused columns.
+        collate: the trainer's collator.
+        batching: the batching. Whole rows are never cut.
+        accelerator: the accelerator.
+        planned_from: notes the data.
+        config: the configuration of the model.
+        accumulation: number of micro-batches of each rank in an optimizer step.
+
+    Raises:
+        PackingError: the collator makes batches whose tokens cannot be counted; a row is too long and not dropped; or
+            `overflow` asks to cut rows.
+    """
+    if batching.overflow not in ("error", "drop"):
+        raise PackingError(
+            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
+            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
+        )
+    sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
+    planned_from.note_data(name, dataset, sizes)
+    rank, world_size = data_rank(accelerator)
+    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate, accelerator)
+
+
+def check_rows_are_whole(name: str, dataset: Any) -> None:
+    """Refuse a dataset that has no numbered rows, or whose rows are packs.
+
+    Args:
+        name: the name of the dataset in error messages.
+        dataset: the trainer's dataset, with all of its columns.
+    """
+    check_map_style(name, dataset)
+    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
+    refuse_lost_borders(dataset, columns)
+    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
+        raise PackingError(
+            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
+            "packs; pass the documents, since attach forms the batches"
+        )
+
+
+class _RowsOfBatches(torch.utils.data.Dataset[Any]):
+    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler."""
 
     def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
         self.dataset = dataset
@@ -52,24 +165,31 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         self.sampler.set_epoch(epoch)
 
     def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
-        if len(self.dataset) != len(self):
-            raise PackingError(
-                f"dataset: expected {len(self)} rows, as when the batches were planned, got {len(self.dataset)}"
-            )
         rows = read_rows(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
 
 @dataclass(frozen=True)
-class CollateRows:
-    """A collator that passes rows on to the user's collator, and adds the number of rows that are not copies."""
+class _CollateRows:
+    """A collator that passes rows on to the user's collator, and adds counts of the batch."""
 
     collate: Collate
+    unit: str
+    most_tokens: int
 
     def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
         rows = list(rows)
-        batch = checked_batch(self.collate([row for row, _ in rows]))
-        return {**batch, REAL_ROWS: torch.tensor(sum(not is_copy for _, is_copy in rows))}
+        batch = self.collate([row for row, _ in rows])
+        tokens, squares = _tokens_and_squares(batch)
+        if tokens > self.most_tokens:
+            raise PackingError(
+                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
+                ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
+                "attention_mask that is 0 on padding, and must not add tokens at random"
+            )
+        real_rows = sum(not is_copy for _, is_copy in rows)
+        units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
+        return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -79,68 +199,26 @@ def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     return [dataset[number] for number in numbers]
 
 
-def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
-    """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
-    return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
+def _tokens_and_squares(batch: Any) -> tuple[int, int]:
+    """Return the number of tokens of a padded batch, and the sum of the squared lengths of its sequences.
 
-
-def checked_batch(batch: Any) -> Mapping[str, Any]:
-    """Return a batch that a collator made, if its tokens can be counted.
+    The batch has attention_mask, integers [..., tokens]; or input_ids of this shape, if there is no padding.
 
     Raises:
-        PackingError: the batch is not a mapping, or has neither input_ids nor attention_mask.
+        PackingError: the batch has neither.
     """
-    if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _COUNTED):
-        got = f"columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+    mapping = batch if isinstance(batch, Mapping) else {}
+    mask, ids = mapping.get(ATTENTION_MASK), mapping.get(INPUT_IDS)
+    if mask is None and isinstance(ids, Tensor):
+        mask = torch.ones_like(ids)
+    if not isinstance(mask, Tensor):
         raise PackingError(
             f"data_collator: expected batches with input_ids and attention_mask, whose tokens attach can count, got "
-            f"{got}. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+            f"{', '.join(map(str, mapping)) or type(batch).__name__}. attach(trainer, None) keeps the trainer's "
+            "batches, and takes out their padding"
         )
-    return batch
-
-
-_COUNTED = (ATTENTION_MASK, INPUT_IDS)
-
-
-def lengths_in(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of tokens without padding in each sequence of a padded batch, int64 [sequences].
-
-    Args:
-        batch: a batch with attention_mask, integers [..., tokens]; or input_ids of this shape, if there is no padding.
-    """
-    if isinstance(mask := batch.get(ATTENTION_MASK), Tensor):
-        return mask.reshape(-1, mask.shape[-1]).sum(1)
-    tokens = batch[INPUT_IDS]
-    return torch.full((tokens[..., 0].numel(),), tokens.shape[-1], device=tokens.device)
-
-
-def refuse_streams_and_packs(name: str, dataset: Any) -> None:
-    """Refuse a dataset that has no numbered rows, or whose rows are packs.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the trainer's dataset.
-
-    Raises:
-        PackingError: the trainer has no dataset, or the dataset is not supported.
-    """
-    if dataset is None:
-        raise PackingError(f"{name}: expected a dataset, but the trainer has none")
-    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
-        raise PackingError(
-            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
-            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
-        )
-    if not len(dataset):
-        raise PackingError(f"{name}: expected at least one row, got an empty dataset")
-    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
-    refuse_lost_borders(dataset, columns)
-    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
-        raise PackingError(
-            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
-            "packs; pass the documents, since attach forms the batches"
-        )
+    lengths = mask.sum(-1)
+    return int(lengths.sum()), int(lengths.square().sum())
 
 
 def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
@@ -188,48 +266,40 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
     Raises:
         PackingError: the collator makes batches whose tokens cannot be counted.
     """
-    sample = b"".join(_content(read_rows(dataset, [number]), collate) for number in rows_to_sample(len(dataset)))
-    in_column = _sizes_in_column(dataset, collate) if pixels_per_patch is None else None
-    if in_column is not None:
-        return replace(in_column, sample=sample)
-    numbers = tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows")
-    measured = [_measure(dataset, number, collate, pixels_per_patch) for number in numbers]
-    tokens, squares, patches = (np.array(each, dtype=np.int64) for each in zip(*measured, strict=True))
-    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=sample)
-    return replace(sizes, patches=patches) if patches.any() else sizes
+
+    def alone(number: int) -> Any:
+        return collate_rows(collate, read_rows(dataset, [number]))
+
+    def sampled(number: int) -> bytes:
+        once, twice = (_digest(alone(number)) for _ in range(2))
+        return once if once == twice else bytes(8)  # the collator is random
+
+    numbers = rows_to_sample(len(dataset)).tolist()
+    if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
+        by_length = np.argsort(in_column.tokens, kind="stable")
+        asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
+        expected = {row: (in_column.tokens[row], in_column.squared_lengths[row]) for row in asked}
+        if all(_tokens_and_squares(alone(row)) == size for row, size in expected.items()):
+            return replace(in_column, sample=b"".join(map(sampled, numbers)))
+    measured = []
+    for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
+        batch = alone(number)
+        patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
+        measured.append((*_tokens_and_squares(batch), patches))
+    tokens, squares, of_pictures = np.array(measured, dtype=np.int64).reshape(-1, 3).T
+    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=b"".join(map(sampled, numbers)))
+    return replace(sizes, patches=of_pictures) if of_pictures.any() else sizes
 
 
-def _sizes_in_column(dataset: Any, collate: Collate) -> RowSizes | None:
-    """Return the lengths of `input_ids` as sizes, or None if the collator makes rows of other lengths."""
+def _sizes_in_column(dataset: Any) -> RowSizes | None:
+    """Return the lengths of `input_ids` as sizes; None if there is no such column of documents."""
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return None
     if INPUT_IDS not in visible_columns(dataset):
         return None
-    try:
-        sizes = sizes_of(dataset.select_columns([INPUT_IDS]))
-    except PackingError:  # several sequences in a row, as for multiple choice
-        return None
-    by_length = np.argsort(sizes.tokens, kind="stable")
-    asked = np.unique(np.concatenate([rows_to_sample(len(dataset)), by_length[:8], by_length[-8:]])).tolist()
-    as_in_column = all(
-        _measure(dataset, number, collate)[:2] == (sizes.tokens[number], sizes.squared_lengths[number])
-        for number in asked
-    )
-    return sizes if as_in_column else None
-
-
-def _measure(dataset: Any, number: int, collate: Collate, pixels_per_patch: int | None = None) -> tuple[int, int, int]:
-    """Return the tokens of a row, the sum of the squared lengths of its sequences, and the patches of its pictures."""
-    batch = checked_batch(collate_rows(collate, read_rows(dataset, [number])))
-    lengths = lengths_in(batch)
-    patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
-    return int(lengths.sum()), int(lengths.square().sum()), patches
-
-
-def _content(rows: list[Any], collate: Collate) -> bytes:
-    """Return a digest of the batch that a collator makes of some rows, 8 bytes; zeros if the collator is random."""
-    once, twice = (_digest(checked_batch(collate_rows(collate, rows))) for _ in range(2))
-    return once if once == twice else bytes(8)
+    with suppress(PackingError):  # several sequences in a row, as for multiple choice
+        return sizes_of(dataset.select_columns([INPUT_IDS]))
+    return None
 
 
 def _digest(batch: Mapping[str, Any]) -> bytes:
@@ -239,48 +309,3 @@ def _digest(batch: Mapping[str, Any]) -> bytes:
             exact = value.double() if value.is_floating_point() else value
             digest.update(name.encode() + np.ascontiguousarray(exact.cpu().numpy()).tobytes())
     return digest.digest()
-
-
-def refuse_long_rows(name: str, sizes: RowSizes, max_tokens: int, overflow: str) -> None:
-    """Refuse rows that do not fit into a micro-batch. Whole rows are never cut.
-
-    Args:
-        name: the name of the dataset in error messages.
-        sizes: the sizes of the dataset's rows.
-        max_tokens: the most tokens that a micro-batch may have.
-        overflow: "error" or "drop".
-
-    Raises:
-        PackingError: `overflow` asks to cut rows, or a row is too long and `overflow` is "error".
-    """
-    if overflow not in ("error", "drop"):
-        raise PackingError(
-            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
-            f"{overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
-        )
-    too_long: IntArray = np.flatnonzero(sizes.tokens > max_tokens)
-    if len(too_long) and overflow == "error":
-        row = int(too_long[0])
-        raise PackingError(
-            f"max_tokens: row {row} of {name} has {sizes.tokens[row]} tokens in the collator's batch, but a "
-            f"micro-batch may have at most {max_tokens} (rows that are too long: {len(too_long)} in all); raise "
-            "max_tokens, let the tokenizer or the collator truncate, or use overflow='drop'"
-        )
-
-
-def whole_rows_loader(dataset: Any, sampler: RankBatchSampler, collate: Collate, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader of the sampler's micro-batches, which the user's collator makes.
-
-    Args:
-        dataset: the map-style dataset that the sampler was made for.
-        sampler: the sampler of this rank.
-        collate: the trainer's collator.
-        options: further arguments of DataLoader.
-    """
-    return DataLoader(
-        WholeRows(dataset, sampler),
-        batch_sampler=sampler,
-        collate_fn=CollateRows(collate),
-        generator=torch.Generator(),
-        **options,
-    )

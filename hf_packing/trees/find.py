@@ -1,4 +1,4 @@
-"""Find the prefixes that documents share, by sorting documents.
+"""Find the prefixes that documents share, by sorting documents; and measure how much smaller that makes them.
 
 Documents that begin with the same tokens are neighbors when all documents are sorted as strings of bytes, and what a
 document has in common with its neighbor is what it shares with any document before it. So the sorted documents, with
@@ -10,6 +10,7 @@ token once. Labels are the exception: a row says for each document which tokens 
 only where they are neither -100 nor the token itself.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,12 +18,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS
-from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of, sums_of
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, check_has_tokens
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import (
+    IntArray,
+    Pieces,
+    check_lengths,
+    cut_to_pieces,
+    indices_in_ranges,
+    offsets_of,
+    sums_of,
+)
 from hf_packing.rows.packed_rows import as_int32, read_labels
-from hf_packing.rows.token_columns import TokenColumns, blocks_of_rows, column_of_values
-from hf_packing.trees.forest import Forest
+from hf_packing.rows.token_columns import (
+    TokenColumn,
+    TokenColumns,
+    blocks_of_rows,
+    column_of_values,
+    find_token_columns,
+    row_numbers,
+)
+from hf_packing.trees.forest import FEWEST_SHARED, Forest, cut_large_trees
 from hf_packing.trees.segments import Places, TreePaths, TreeSegments, segments_of
 
 _TOKENS_OF_BLOCK = 1 << 21
@@ -272,3 +290,66 @@ def find_in_batch(
     given = np.empty(len(input_ids), dtype=np.int64)
     given[indices_in_ranges(begin[forest.order], forest.length)] = paths.tokens
     return BatchTrees(trees, taken, given)
+
+
+MEASURED_TOKENS = 1 << 23
+"""Prefixes are looked for in the first documents that have about this many tokens together."""
+_WORTH_SAYING = 1.05
+"""The smallest ratio that is said."""
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Factor by which documents become smaller if they share their prefixes."""
+
+    ratio: float
+    """Tokens of the documents / tokens of rows of trees; 1 if no prefixes are shared."""
+    documents: int
+    """The number of documents in which prefixes were looked for: the first ones."""
+    is_sample: bool
+    """True if there are further documents."""
+
+    def sentence(self) -> str:
+        """Return what to say about the documents; empty if it is not worth it to share prefixes."""
+        if self.ratio < _WORTH_SAYING:
+            return ""
+        source = f" (measured on the first {self.documents:,} documents)" if self.is_sample else ""
+        gain = f"your data would shrink {self.ratio:.1f} times"
+        return f"documents share prefixes: with share_prefixes=True, {gain}{source}"
+
+
+def measure_shared_prefixes(documents: Any, max_length: int, num_documents: int | None = None) -> SharedPrefixes:
+    """Measure how many times smaller documents become if they share prefixes of at least 16 tokens.
+
+    Only tokens are compared: neither labels nor other columns, which may split prefixes.
+
+    Args:
+        documents: a Dataset with input_ids, or a list with the tokens of each document.
+        max_length: capacity of a row in tokens. Longer documents are cut, and trees of documents that are larger.
+        num_documents: the number of all documents, if `documents` are only the first ones.
+
+    Raises:
+        PackingError: `documents` are something else.
+    """
+    columns = _columns_of(documents)
+    lengths = check_lengths(columns[INPUT_IDS].length)
+    first = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), MEASURED_TOKENS)))
+    pieces = cut_to_pieces(lengths[:first], max_length, "split")
+    forest = cut_large_trees(find_trees(columns, pieces, FEWEST_SHARED).forest, max_length)
+    tokens, unique = int(forest.length.sum()), int(forest.sizes.sum())
+    measured = min(first, len(lengths))
+    return SharedPrefixes(tokens / unique if unique else 1.0, measured, measured < (num_documents or len(lengths)))
+
+
+def _columns_of(documents: Any) -> TokenColumns:
+    known = sys.modules.get("datasets")  # whoever has a Dataset has imported it
+    if known is not None and isinstance(documents, known.Dataset):
+        check_has_tokens(documents.column_names)
+        return find_token_columns(documents.data.table.select([INPUT_IDS]), row_numbers(documents))
+    try:
+        column = pa.array([np.asarray(document) for document in documents], pa.list_(pa.int32()))
+    except (ValueError, TypeError) as error:
+        raise PackingError(
+            f"documents: expected a Dataset with input_ids, or a list of lists of tokens, got the error: {error}"
+        ) from error
+    return {INPUT_IDS: TokenColumn(INPUT_IDS, pa.chunked_array([column]))}

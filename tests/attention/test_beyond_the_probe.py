@@ -193,11 +193,9 @@ def of_long_rows(kind, layers=2):
 
 
 def test_a_module_of_the_user_beside_one_that_changes_with_the_length():
-    model = of_long_rows(OfLongRows)
-    documents = documents_of([90, 80, 40])
-    expected = alone(model, documents)
-    hfp.patch_model(model)
-    assert (packed_logits(model, documents) - expected).abs().max() <= 1e-4 * float(expected.abs().max())
+    """The small copy lacks the module of the user."""
+    with pytest.raises(hfp.ModelNotSupportedError, match="changing one document changed the logits"):
+        hfp.patch_model(of_long_rows(OfLongRows))
 
 
 @pytest.mark.usefixtures("one_method")
@@ -205,7 +203,7 @@ def test_long_documents_that_cannot_be_kept_apart_are_refused():
     """Also for the second model of its kind."""
     for _ in range(2):
         model = of_long_rows(MixesLongRows, layers=1)
-        with pytest.raises(hfp.ModelNotSupportedError, match="MixesLongRows: .*small copy of the model"):
+        with pytest.raises(hfp.ModelNotSupportedError, match="small copy of the model: MixesLongRows: "):
             hfp.patch_model(model)
         assert not is_patched(model)
 
@@ -288,5 +286,5 @@ def test_a_module_that_was_exchanged(architecture):
     del fresh.forward
     for other in (fresh, torch.nn.Identity()):
         model.set_submodule(name, other)
-        with pytest.raises(hfp.PackingError, match=f"{name}: expected the same .* got another module"):
+        with pytest.raises(hfp.PackingError, match=f"{name}: expected the same module"):
             packed_logits(model, documents_of([3, 4]))

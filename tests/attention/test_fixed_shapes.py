@@ -11,7 +11,6 @@ from training_by_hand import DOCUMENTS
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
 from hf_packing.errors import PackingError
-from hf_packing.training.router_padding import refuse_padding_in_router_loss
 
 TOKENS = sum(map(len, DOCUMENTS))
 ROWS = [{"input_ids": tokens} for tokens in DOCUMENTS]
@@ -75,13 +74,6 @@ class TestRouters:
         filled = hfp.PackingCollator(tokens=TOKENS + 60, max_segments=9)(ROWS)
         with pytest.raises(PackingError, match="aux_loss: expected none with batches of fixed shapes, since Mixtral"):
             model(**filled, output_router_logits=True)
-
-    def test_before_training(self):
-        model = patched("Mixtral")
-        refuse_padding_in_router_loss(model)
-        model.config.output_router_logits = True
-        with pytest.raises(PackingError, match="tokens: expected None"):
-            refuse_padding_in_router_loss(model)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])

@@ -111,14 +111,17 @@ def mean(attended):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: WithLoss(mean), r"WithLoss \(layers.0\).*: .* the module returns a number"),
-        (lambda: WithLoss(lambda attended: attended.mean((0, 1))), r"WithLoss.*computes a tensor of shape \[64\]"),
-        (lambda: Leaving(mean), r"Leaving \(layers.0\): the attribute loss stores a number"),
+        (
+            lambda: WithLoss(mean),
+            r"WithLoss \(layers.0\).* an output of shape \[\]|WithLoss.*the module returns a number",
+        ),
+        (lambda: WithLoss(lambda attended: attended.mean((0, 1))), r"WithLoss.*an output of shape \[64\]"),
+        (lambda: Leaving(mean), r"Leaving \(layers.0\).* one in the attribute loss"),
     ],
 )
 def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(make, reason):
     """That of the last segment would stand for all."""
-    with pytest.raises(hfp.ModelNotSupportedError, match=rf"{reason} (computed )?from all tokens"):
+    with pytest.raises(hfp.ModelNotSupportedError, match=reason):
         hfp.patch_model(own(make))
 
 
@@ -226,12 +229,12 @@ class TokenAfterNextInTraining(TokenAfterNext):
     only_training = True
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(TokenAfterNext, ""), (TokenAfterNextInTraining, "in training mode, ")])
-def test_a_loss_that_compares_labels_with_another_document(kind, mode):
+@pytest.mark.parametrize("kind", [TokenAfterNext, TokenAfterNextInTraining])
+def test_a_loss_that_compares_labels_with_another_document(kind):
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES))
     before = state_of(model)
-    with pytest.raises(hfp.ModelNotSupportedError, match=f"{kind.__name__}: {mode}the model's own loss"):
+    with pytest.raises(hfp.ModelNotSupportedError, match=f"{kind.__name__}: the model's own loss"):
         hfp.patch_model(model)
     assert state_of(model) == before
 

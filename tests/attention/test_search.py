@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packing.attention.layout import Layout, use_layout
+from hf_packing.attention.layout import Layout, current_layout, within
 from hf_packing.attention.search import Search
 
 LENGTHS = (5, 8, 4, 6)
@@ -39,7 +39,7 @@ def search(*inner, lengths=LENGTHS):
     model = Model(*inner).eval()
     ids = torch.randint(32, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     searched = Search(model, Layout.of(lengths))
-    with torch.no_grad(), use_layout(searched.row):
+    with torch.no_grad(), within(current_layout, searched.row):
         plans = searched.run(lambda **_: model(ids))
     assert not any(vars(module).get("forward") for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

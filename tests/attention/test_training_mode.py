@@ -51,7 +51,7 @@ LEAKS = {
     "batch norm": (NormOfTokens, "in training mode, changing one document changed the logits of another"),
     "centred": (Centred, "in training mode, changing one document changed the logits of another"),
     "average": (lambda: MovingAverage(False), "in training mode, changing one document changed the logits"),
-    "late average": (lambda: MovingAverage(True), "earlier batches, through model.layers.0.mlp.1.average"),
+    "late average": (lambda: MovingAverage(True), "the same tokens gave other logits .* or depends on earlier batches"),
     "attribute": (Counting, "in training mode, changing one document changed the logits of another"),
 }
 
@@ -104,21 +104,10 @@ def test_what_training_draws_at_random_is_switched_off_and_on_again(name):
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-class Dropping(nn.Module):
-    """Its probability is nowhere to be found."""
-
-    def forward(self, hidden):
-        return nn.functional.dropout(hidden, 0.5, self.training)
-
-
-def lora():
-    return get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-@pytest.mark.parametrize("make", [lora, lambda: with_module(Dropping())])
-def test_dropout_of_others_is_switched_off(make):
-    report = hfp.check_isolation(hfp.patch_model(make()))
+def test_dropout_of_others_is_switched_off():
+    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    report = hfp.check_isolation(hfp.patch_model(model))
     assert (report.modes, report.unproven) == (("evaluation", "training"), "")
 
 
@@ -134,9 +123,6 @@ def test_training_that_cannot_be_made_quiet_is_reported():
     reason = "the model draws random numbers in training mode even with dropout switched off"
     assert report.route.unproven == report.unproven == reason
     assert str(report).count("training mode not proven: the model draws random numbers") == 1
-    with hfp.unpatch_model(model):
-        model.config.use_cache = False
-        assert "training mode not proven: the model draws random numbers" in str(hfp.check_isolation(model))
 
 
 @pytest.mark.usefixtures("one_method")
@@ -145,16 +131,16 @@ def test_leaks_are_seen_beside_noise():
         hfp.patch_model(with_module(nn.Sequential(Noisy(), Centred())))
 
 
-def test_a_model_that_is_others_each_time_in_training():
+@pytest.mark.usefixtures("one_method")
+def test_a_model_that_is_others_each_time_in_training_is_refused():
     calls = itertools.count()
 
     class Clock(nn.Module):
         def forward(self, hidden):
             return hidden * (1 + next(calls) % 7 * 0.1) if self.training else hidden
 
-    report = hfp.check_isolation(hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock()))))
-    assert "the model's logits for the same tokens vary from run to run in training mode" in report.unproven
-    assert report.modes == ("evaluation",)
+    with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, the same tokens gave other logits"):
+        hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock())))
 
 
 def test_a_model_that_cannot_be_called_in_training():

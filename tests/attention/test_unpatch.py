@@ -92,7 +92,7 @@ class TestUndone:
 REFUSED = {
     "hashing that is random": (
         ("reformer", "causal", {"attn_layers": ["lsh", "local"]}),
-        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, .* is nondeterministic",
+        "ReformerModelWithLMHead: .* the same tokens gave other logits the second time",
     ),
     "streams of the row's length": (
         ("prophetnet", "causal", {"num_decoder_layers": 1}),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
 import hf_packing as hfp
-from hf_packing.batch.worker_batch import WorkerBatch
+from hf_packing.batch.collate import WorkerBatch
 
 ROWS = [
     {"input_ids": np.arange(300, dtype=np.int32), "seq_lengths": [299, 1], "token_type_ids": [0] * 299 + [1]},

@@ -5,8 +5,8 @@ from typing import Any
 
 import hf_packing as hfp
 from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.rows import TreesOfDocuments
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 
 
 def epochs_of(batching: Any, dataset: Any, splits: Iterable[tuple[int, int]]) -> Iterator[list[hfp.EpochPlan]]:

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from hf_packing.training import logits as module
+from hf_packing.training import head as module
 
 WHOLE = None
 
@@ -13,9 +13,9 @@ def chunks_summed():
     """Within the block, note the number of tokens of every sum over chunks, and the size of its chunks."""
     found, stock = [], module.sum_of_chunks
 
-    def noting(loss_of_chunk, hidden, size, gate):
-        found.append((hidden.shape[1], size))
-        return stock(loss_of_chunk, hidden, size, gate)
+    def noting(loss_of_chunk, hidden, size):
+        found.append((len(hidden), size))
+        return stock(loss_of_chunk, hidden, size)
 
     with patch.object(module, "sum_of_chunks", noting):
         yield found
@@ -30,8 +30,8 @@ def chunks_of(tokens, model):
         model: the model.
     """
     if tokens is WHOLE:
-        stock = module._reason_against_chunks
-        how = patch.object(module, "_reason_against_chunks", lambda *args: ("a test asks for it", stock(*args)[1]))
+        stock = module._reason_for_whole_rows
+        how = patch.object(module, "_reason_for_whole_rows", lambda *args: ("a test asks for it", stock(*args)[1]))
     else:
         how = patch.object(module, "CHUNK_LOGITS", tokens * model.config.get_text_config().vocab_size)
     with how, chunks_summed() as found:

@@ -16,7 +16,6 @@ import datasets
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
-from accelerate.utils import DataLoaderConfiguration
 from chunks import chunks_of
 from patched_models import patched
 from trainers import documents, trainer_of
@@ -51,14 +50,12 @@ SETTINGS = {
     "streams": 8,
     "steps": -1,
     "workers": 0,
-    "dispatch": None,
     "readable": None,
 }
 """`stop_at`: the step after which the run ends, or with `kill` the process does; `fails`: with an error; `samples`:
 documents that share each prompt; `packed`: the capacity of rows that `pack` makes before; `in_chunks`: the loss is
 computed for at most 10 tokens at a time; `files`: a folder with parquet files to read as a stream; `steps`: how many
-are trained, instead of epochs; `readable`: how many documents of the stream the last rank can read, or with `dispatch`
-the first one."""
+are trained, instead of epochs; `readable`: how many documents of the stream the last rank can read."""
 LEARNING_RATE = 1e-3
 
 
@@ -134,8 +131,8 @@ def data_of(folder, settings):
         data = documents(settings["documents"], settings["samples"])
         return hfp.pack(data, hfp.BestFit(packed), load_from_cache_file=False) if packed else data
     state = PartialState()
-    reads_all = settings["dispatch"] or state.process_index == state.num_processes - 1
-    how = {"file": str(folder / f"read-{state.process_index}"), "readable": settings["readable"] if reads_all else None}
+    readable = settings["readable"] if state.process_index == state.num_processes - 1 else None
+    how = {"file": str(folder / f"read-{state.process_index}"), "readable": readable}
     files = sorted(map(str, Path(files).glob("*.parquet")))
     data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
     data = data.select_columns(["input_ids"]).map(noted, fn_kwargs=how)
@@ -168,7 +165,6 @@ def through_trainer(settings, folder, data, model):
         optim=settings["optimizer"],
         seed=3,
         dataloader_num_workers=settings["workers"],
-        accelerator_config={"dispatch_batches": settings["dispatch"]},
     )
     log = Log(folder, trainer.args.process_index)
     trainer.add_callback(Recorder(log, folder, settings))
@@ -188,11 +184,7 @@ def through_trainer(settings, folder, data, model):
 
 
 def through_loop(settings, folder, data, model):
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=settings["accumulation"],
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=settings["dispatch"]),
-    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
     log = Log(folder, accelerator.process_index)
     how = {"loss": settings["loss"], "model": model, "num_workers": settings["workers"], **settings["shapes"]}
     loader = hfp.prepare_dataloader(accelerator, data, budget_of(settings), **how)

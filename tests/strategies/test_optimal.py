@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from lengths import log_normal
 
 import hf_packing as hfp
+from hf_packing.strategies import column_generation
+from hf_packing.strategies import optimal as of_optimal
+from hf_packing.strategies.column_generation import generate_columns
 from hf_packing.strategies.fill_columns import fill_columns
-from hf_packing.strategies.optimal import column_generation, slots, strategy
-from hf_packing.strategies.optimal.column_generation import generate_columns
 
 limits = st.one_of(st.none(), st.integers(1, 4))
 
@@ -85,7 +86,7 @@ def test_bert_wikipedia(bert_wikipedia, limit, packs):
 
 @pytest.mark.parametrize(("limit", "value"), [("_MAX_SLOTS", 100), ("_MAX_UNITS", 500)])
 def test_lengths_are_rounded_up_if_they_are_many_or_packs_are_long(rng, monkeypatch, limit, value):
-    monkeypatch.setattr(slots, limit, value)
+    monkeypatch.setattr(of_optimal, limit, value)
     counts = np.bincount(np.append(rng.integers(300, 701, 20_000), [2048] * 5))
     best_fit = hfp.plan_counts(counts, hfp.BestFit(2048))
     table = hfp.plan_counts(counts, hfp.Optimal(2048))
@@ -102,7 +103,7 @@ def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
         filled.append(fill_columns(*arguments))
         return filled[-1]
 
-    monkeypatch.setattr(strategy, "fill_columns", watched)
+    monkeypatch.setattr(of_optimal, "fill_columns", watched)
     counts = np.bincount(np.random.default_rng(1).integers(60, 140, 3000))
     table = hfp.plan_counts(counts, hfp.Optimal(400))
     assert table.num_packs == table.metrics().lower_bound == 750
@@ -123,11 +124,11 @@ def test_what_slots_prove_holds_for_the_documents(case):
     """However few slots, in whatever unit: the bound is never above the fewest packs there are."""
     lengths, capacity, most_slots, most_units, limit = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "_MAX_SLOTS", most_slots)
-        patch.setattr(slots, "_FEWEST_SLOTS", most_slots)
-        patch.setattr(slots, "_MAX_UNITS", most_units)
+        patch.setattr(of_optimal, "_MAX_SLOTS", most_slots)
+        patch.setattr(of_optimal, "_FEWEST_SLOTS", most_slots)
+        patch.setattr(of_optimal, "_MAX_UNITS", most_units)
         counts = np.bincount(lengths)
-        tokens, problem = slots.slots_wanted(counts, capacity, limit)
+        tokens, problem = of_optimal.slots_wanted(counts, capacity, limit)
     assert problem.demand.sum() == len(lengths)
     assert tokens[-1] >= max(lengths)
     deadline = time.monotonic() + 60
@@ -136,12 +137,12 @@ def test_what_slots_prove_holds_for_the_documents(case):
     assert relaxation is not None
     assert relaxation.finished
     assert duals.bound <= relaxation.objective + 1e-6
-    bound = strategy._proven_bound(counts, tokens, problem, duals)
+    bound = of_optimal._proven_bound(counts, tokens, problem, duals)
     assert bound <= fewest_packs(lengths, capacity, limit)
 
 
 def test_a_grouped_bound_proves_more_than_volume(rng, monkeypatch):
-    monkeypatch.setattr(slots, "_MAX_SLOTS", 60)
+    monkeypatch.setattr(of_optimal, "_MAX_SLOTS", 60)
     counts = np.bincount(rng.integers(512, 1025, 20_000))
     best_fit, optimal = (hfp.plan_counts(counts, s) for s in (hfp.BestFit(2048), hfp.Optimal(2048)))
     assert optimal.metrics().lower_bound > 1.02 * best_fit.metrics().lower_bound
@@ -194,12 +195,12 @@ def test_one_short_document_does_not_make_a_limit_matter(rng):
     limited, free = (
         hfp.plan_counts(counts, hfp.Optimal(103, max_documents=limit, time_limit=600)) for limit in (50, None)
     )
-    assert slots.slots_wanted(counts, 103, 50)[1].max_documents is None
+    assert of_optimal.slots_wanted(counts, 103, 50)[1].max_documents is None
     assert limited.num_packs == free.num_packs
 
 
 def test_a_limit_that_is_too_much_work(monkeypatch, rng):
-    monkeypatch.setattr(slots, "_TOO_MUCH", 1000)
+    monkeypatch.setattr(of_optimal, "_TOO_MUCH", 1000)
     counts = np.bincount(rng.integers(30, 71, 2000))
     with pytest.warns(UserWarning, match="of a simpler strategy: best fit, since max_documents=4 needs too much time"):
         table = hfp.plan_counts(counts, hfp.Optimal(200, max_documents=4))
@@ -210,7 +211,7 @@ def test_a_limit_that_is_too_much_work(monkeypatch, rng):
 @given(eight_documents(), limits)
 def test_few_documents_solved_exactly(case, limit):
     lengths, capacity = case
-    made = strategy.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
+    made = of_optimal.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
     assert made.num_packs == fewest_packs(lengths, capacity, limit)
     assert made.counts().tolist() == np.bincount(lengths).tolist()
     assert made.tokens_per_pack().max() <= capacity
@@ -219,10 +220,10 @@ def test_few_documents_solved_exactly(case, limit):
 
 def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch):
     dive = column_generation.dive
-    monkeypatch.setattr(strategy, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
+    monkeypatch.setattr(of_optimal, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
     lengths = np.random.default_rng(7).integers(10, 35, 30)
     exact = hfp.plan_packing(lengths, hfp.Optimal(70))
-    monkeypatch.setattr(strategy, "_FEW_SEGMENTS", 0)
+    monkeypatch.setattr(of_optimal, "_FEW_SEGMENTS", 0)
     short = hfp.plan_packing(lengths, hfp.Optimal(70))
     assert exact.num_packs < short.num_packs
     assert exact.metrics().lower_bound == exact.num_packs

@@ -9,14 +9,13 @@ import torch
 from processes import on_ranks
 from trainers import documents, tokenizer, trainer_of
 from transformers import Trainer
-from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.ranks import Predictions, micro_batch_counts
+from hf_packing.training.step_counts import Predictions, micro_batch_counts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -42,21 +41,6 @@ def attached(folder, kind=Trainer, data=None, budget=None, shapes=None, **change
     return trainer
 
 
-def test_tokens_seen_are_those_of_documents(tmp_path):
-    """As Trainer counts them, and as TRL does."""
-    known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    trainer = attached(tmp_path, SFTTrainer, shapes=SHAPES, include_num_input_tokens_seen="non_padding", **known)
-    trainer.train()
-    last = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
-    assert last == trainer.state.num_input_tokens_seen == 2 * tokens_in(trainer.train_dataset)
-
-
-def test_all_input_tokens_seen_are_those_of_batches(tmp_path):
-    trainer = attached(tmp_path, shapes=SHAPES, include_num_input_tokens_seen="all", max_steps=3)
-    trainer.train()
-    assert trainer.state.num_input_tokens_seen == 3 * SHAPES["tokens"]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shapes", [{}, SHAPES])
 def test_copies_of_rows_count_as_nothing(shapes, packed):
@@ -67,9 +51,7 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
     for rank in range(2):
         rows = SampledRows(data, RankBatchSampler(InOrder(1), sizes, 2, rank))
         counts += [micro_batch_counts([collate(rows.__getitems__(each))], "token")[0].tolist() for each in rows.batches]
-    copy = counts.pop()
-    assert copy[:4] == [0, 0, 0, 0]
-    assert copy[4] == (SHAPES["tokens"] if shapes else len(data[0]["input_ids"]))
+    assert counts.pop() == [0, 0, 0, 0]
     assert sum(tokens for tokens, *_ in counts) == tokens_in(data)
     segments = [len(row["seq_lengths"]) for row in data] if packed else [1, 1, 1]
     assert sum(found for _, found, *_ in counts) == sum(segments)
@@ -103,7 +85,6 @@ def test_speed_of_an_evaluation(tmp_path):
     trainer = attached(tmp_path, shapes=SHAPES, per_device_eval_batch_size=4)
     packed = hfp.pack(ending_with_eos(), hfp.BestFit(48))
     for data, documents_in in ((ending_with_eos(23), 23), (packed, NUMBER)):
-        steps = len(trainer.get_eval_dataloader(data))
         for metrics, name in (
             (trainer.evaluate(data), "eval"),
             (trainer.evaluate(data, metric_key_prefix="eval_other"), "eval_other"),
@@ -111,7 +92,6 @@ def test_speed_of_an_evaluation(tmp_path):
         ):
             seconds = metrics[f"{name}_runtime"]
             assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(documents_in, rel=2e-2)
-            assert metrics[f"{name}_steps_per_second"] * seconds == pytest.approx(steps, rel=2e-2)
 
 
 def test_gathered_results_of_copies_are_left_out():
@@ -120,7 +100,7 @@ def test_gathered_results_of_copies_are_left_out():
     class Ranks:
         gather = staticmethod(lambda _: torch.tensor([3, 0, 0]))
 
-    predictions = Predictions(Ranks, "eval")
+    predictions = Predictions(Ranks)
     predictions.begin(hfp.PackingCollator()([{"input_ids": [1, 2]}]))
     assert predictions.documents == 3
     results = torch.arange(6)
@@ -142,7 +122,7 @@ def report(folder, rows):
 
     micro_batches = 2 // int(os.environ.get("WORLD_SIZE", "1"))
     known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": micro_batches}
-    known |= {"per_device_eval_batch_size": rows, "include_num_input_tokens_seen": "non_padding"}
+    known |= {"per_device_eval_batch_size": rows}
     trainer = attached(folder / "trainer", data=data, **known)
     trainer.compute_metrics = metrics
     speed = trainer.train().metrics
@@ -152,7 +132,6 @@ def report(folder, rows):
         "loss": loss,
         "seen_by_metrics": seen,
         "documents": round(predicted.metrics["test_samples_per_second"] * predicted.metrics["test_runtime"]),
-        "num_tokens_seen": trainer.state.num_input_tokens_seen,
         "trained_documents": speed["train_samples_per_second"] * speed["train_runtime"],
     }
     (folder / f"facts-{trainer.args.process_index}.json").write_text(json.dumps(facts))
@@ -175,5 +154,4 @@ def test_predictions_of_two_ranks_have_no_copies(tmp_path, rows):
     assert two["seen_by_metrics"] == one["seen_by_metrics"]
     for facts in found:
         assert facts["documents"] == 23
-        assert facts["num_tokens_seen"] == 2 * tokens_in(documents(23))
         assert facts["trained_documents"] == pytest.approx(2 * 23, rel=1e-2)

@@ -89,10 +89,8 @@ def test_training_is_the_same_as_without_the_proof(tmp_path):
 
 
 def test_a_batch_of_one_document_proves_nothing(tmp_path):
-    trainer = trainer_on(tmp_path, proven_llama())
+    trainer = trainer_of(tmp_path, model=proven_llama(), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
-    trainer.args.max_steps = 1
-    trainer.train_dataset = documents([210] * 4)
     trainer.train()
     assert str(summary).endswith("isolation: to be proven on the first batch")
 
@@ -111,12 +109,15 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     for _ in range(2):
         trainer.train()
         trainer.evaluate(documents(LENGTHS[:8]))
-    proven = trainer.planned_batches.first_batch_proof
+    proven = trainer.attached.first_batch_proof
     printed = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
     assert printed == str(proven).splitlines()
     assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
     assert f": {proven.proofs['training'].documents} documents of up to " in printed[0]
-    assert "in float32; no document changes the logits or gradients of another (largest change 0); alone" in printed[0]
+    assert (
+        "in training mode and float32; no document changes the logits or gradients of another (largest change 0); alone"
+        in printed[0]
+    )
     assert str(summary).endswith("\n".join(printed))
 
 

@@ -149,18 +149,18 @@ LONG = {"input_ids": [[5] * 30] * 3 + [[6] * 9] * 5, "labels": [[-100] * 25 + [5
 
 
 @pytest.mark.parametrize(
-    ("data", "cut", "number"),
+    ("data", "cut"),
     [
-        (lambda: labeled_documents(45), CUT, 45),
-        (lambda: hfp.pack(labeled_documents(45), hfp.BestFit(64)), 8, 8),
-        (lambda: datasets.Dataset.from_dict(LONG), 3, 8),
+        (lambda: labeled_documents(45), CUT),
+        (lambda: hfp.pack(labeled_documents(45), hfp.BestFit(64)), 8),
+        (lambda: datasets.Dataset.from_dict(LONG), 3),
     ],
 )
-def test_documents_that_sft_trainer_has_cut_or_dropped(tmp_path, data, cut, number):
+def test_documents_that_sft_trainer_has_cut_or_dropped(tmp_path, data, cut):
     assert 0 < CUT < len(LENGTHS)
     trainer = sft(tmp_path, data())
     assert max(map(len, trainer.train_dataset["input_ids"])) <= LIMIT
-    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{cut} of {number} documents in train_dataset")):
+    with pytest.raises(hfp.PackingError, match=REFUSED.format(f"{cut} of .* documents in train_dataset")):
         hfp.attach(trainer, BUDGET_OF_TOKENS)
 
 

@@ -7,11 +7,8 @@ from accelerate import Accelerator
 from datasets import concatenate_datasets, load_from_disk
 from patched_models import patched_tiny
 from trainers import documents as labeled_documents
-from trainers import trainer_of
-from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
@@ -98,15 +95,3 @@ def test_rows_are_read_without_the_formatting_of_datasets(tmp_path, monkeypatch)
     assert len(list(loader)) > 1
     with pytest.raises(pytest.fail.Exception, match="formatted"):
         lazy[0]
-
-
-def test_masks_that_are_applied_are_noticed(tmp_path):
-    """As with the rows of pack(): training on all tokens is asked for, but labels are masked."""
-    options = {"completion_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    for rows in both(tmp_path / "masks", source=documents(45).map(with_masks)):
-        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, **options)
-        with pytest.raises(PackingError, match="completion_only_loss: expected None, got False, .* labels of -100"):
-            hfp.attach(trainer, hfp.TokenBudget(128))
-    for rows in both(tmp_path / "tokens"):
-        trainer = trainer_of(tmp_path, SFTTrainer, data=rows, **options)
-        hfp.attach(trainer, hfp.TokenBudget(128))

@@ -153,7 +153,7 @@ def test_isolation_is_proven_on_whole_documents(through, tmp_path):
         trainer = trainer_of(tmp_path, Trainer, model, rows, max_steps=1)
         hfp.attach(trainer, BUDGET)
         trainer.train()
-        proof = trainer.planned_batches.first_batch_proof
+        proof = trainer.attached.first_batch_proof
     else:
         loader = hfp.prepare_dataloader(Accelerator(cpu=True), rows, BUDGET, model=model)
         assert next(iter(loader))["max_length_q"] == SCHEDULE.start

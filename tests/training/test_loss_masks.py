@@ -151,7 +151,6 @@ MASKED = datasets.Dataset.from_dict(
 )
 APPLIED = MASKED.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])
 NOT_APPLIED = MASKED.add_column("labels", MASKED["input_ids"][:])
-ONE_PACK = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, 6, 7, 8]], "seq_lengths": [[4]]}
 
 
 def asked_for(folder, asked, data=None):
@@ -176,34 +175,34 @@ def test_first_labels_contradict_nothing(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:pack applies")
-@pytest.mark.parametrize(
-    ("asked", "data", "argument"),
-    [
-        (False, lambda: hfp.pack(MASKED, hfp.BestFit(8)), "completion_only_loss"),
-        (False, lambda: APPLIED, "completion_only_loss"),
-        (True, lambda: NOT_APPLIED, "column 'completion_mask'"),
-        (
-            None,
-            lambda: datasets.Dataset.from_dict({**ONE_PACK, "completion_mask": [[0, 0, 1, 1]]}),
-            "column 'completion_mask'",
-        ),
-    ],
-)
-def test_labels_that_contradict_what_is_asked_for_are_refused(tmp_path, asked, data, argument):
-    with pytest.raises(PackingError, match=f"^{argument}: "):
-        hfp.attach(asked_for(tmp_path, asked, data()), hfp.TokenBudget(64))
+@pytest.mark.parametrize("data", [lambda: APPLIED, lambda: hfp.pack(MASKED, hfp.BestFit(4))])
+def test_labels_that_are_given_are_trained_on(tmp_path, data):
+    """TRL leaves them as they are, whatever completion_only_loss says."""
+    found = []
+    for packs in (False, True):
+        trainer = trainer_of(tmp_path, SFTTrainer, data=data(), completion_only_loss=False, padding_free=not packs)
+        if packs:
+            hfp.attach(trainer, hfp.TokenBudget(64))
+        found.append(trained_on(trainer))
+    assert found[0] == found[1]
+    assert sorted(found[0].values()) == [[-100, 7, 8], [10, 11]]
 
 
-def test_evaluation_follows_completion_only_loss_too(tmp_path):
+def test_labels_that_do_not_follow_completion_only_loss_are_refused(tmp_path):
     trainer = asked_for(tmp_path, True)
     hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(PackingError, match="^column 'completion_mask': "):
         trainer.evaluate(NOT_APPLIED)
+    trainer = asked_for(tmp_path, True, NOT_APPLIED)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="^column 'completion_mask': "):
+        trainer.train()
 
 
-def test_trainer_ignores_masks_and_so_is_refused(tmp_path):
+@pytest.mark.parametrize("read", [lambda data: data, lambda data: data.with_transform(lambda batch: batch)])
+def test_trainer_ignores_masks_and_so_is_refused(tmp_path, read):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
-    trainer = trainer_of(tmp_path, Trainer, data=data.with_transform(lambda batch: batch))
+    trainer = trainer_of(tmp_path, Trainer, data=read(data))
     hfp.attach(trainer, hfp.TokenBudget(8))
     with pytest.raises(PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
         trainer.train()

@@ -1,6 +1,5 @@
-"""Masks of a collator with mlm=True: of the document, the epoch and the seed alone, and drawn as the collator draws."""
+"""Masks of a collator with mlm=True: of the document, the epoch and the seed alone, drawn by the collator itself."""
 
-from dataclasses import fields
 from itertools import pairwise
 
 import datasets
@@ -17,9 +16,7 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.drawn_masks import CHOSEN, HIDDEN, REPLACED, WORD, draw_masks, uniform
-from hf_packing.training.masked_documents import MaskedRows
-from hf_packing.training.masking import Masking
+from hf_packing.training.masking import MaskedRows, Masking
 
 MASK = 4
 ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
@@ -43,31 +40,10 @@ def read(rows, epoch=0):
     return found
 
 
-class OwnMethod(DataCollatorForLanguageModeling):
-    """Its method is called for each document."""
-
-    def torch_mask_tokens(self, *args, **columns):
-        return super().torch_mask_tokens(*args, **columns)
-
-
-def own_collator(whole_words=False):
-    return OwnMethod(**{field.name: getattr(collator(whole_words), field.name) for field in fields(OwnMethod)})
-
-
-MAKERS = (collator, own_collator)
-
-
 @settings(max_examples=8, deadline=None)
-@given(
-    st.integers(60, 400),
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.booleans(),
-    st.integers(0, 9),
-    st.sampled_from(MAKERS),
-)
-def test_masks_do_not_depend_on_batches_or_ranks(budget, ranks, epoch, whole_words, seed, maker):
-    data, masking = documents(columns=ALL), Masking(maker(whole_words), seed)
+@given(st.integers(60, 400), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(0, 9))
+def test_masks_do_not_depend_on_batches_or_ranks(budget, ranks, epoch, whole_words, seed):
+    data, masking = documents(columns=ALL), Masking(collator(whole_words), seed)
     expected = read(rows_of(data, hfp.TokenBudget(60), masking), epoch)
     found = {}
     for rank in range(ranks):
@@ -91,11 +67,11 @@ def test_all_kinds_of_datasets_are_masked_alike(columns, kind):
     assert read(rows_of(data, masking=Masking(collator(whole_words), 3))) == expected
 
 
-@pytest.mark.parametrize(("columns", "maker"), [(("input_ids",), collator), (ALL, own_collator)])
-def test_rates(columns, maker):
+@pytest.mark.parametrize("columns", [("input_ids",), ALL])
+def test_rates(columns):
     """15 % of the tokens, of which 80 % are hidden and 10 % another token; within three standard deviations."""
     data = documents(700, columns, longest=60)
-    found = read(rows_of(data, hfp.TokenBudget(1000), Masking(maker(), 11)))
+    found = read(rows_of(data, hfp.TokenBudget(1000), Masking(collator(), 11)))
     ids, labels = (np.concatenate([found[row][which] for row in range(len(data))]) for which in range(2))
     whole = np.concatenate(data["input_ids"])
     chosen, special = labels != -100, (whole == CLS) | (whole == SEP)
@@ -120,9 +96,7 @@ def test_segments_of_packed_rows_are_masked_by_themselves():
             seen.append(inputs[0].tolist())
             return super().torch_mask_tokens(inputs, **given)
 
-    masking = Masking(Recorded(TOKENIZER), 3)
-    seen.clear()
-    found = read(rows_of(packed, hfp.TokenBudget(240), masking))
+    found = read(rows_of(packed, hfp.TokenBudget(240), Masking(Recorded(TOKENIZER), 3)))
     assert sorted(seen) == sorted(documents()["input_ids"])
     for number, (_, labels) in found.items():
         borders = np.cumsum([0, *packed[number]["seq_lengths"]])
@@ -235,74 +209,3 @@ def test_columns_that_are_too_short():
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "offset_mapping": [[[0, 1], [2]]]})
     with pytest.raises(PackingError, match="expected pairs of integers"):
         read(rows_of(data, masking=Masking(collator(True), 3)))
-
-
-@st.composite
-def drawn_documents(draw):
-    """Lengths, keys, tokens, which of them are special, and the first and last character of each."""
-    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
-    rng = np.random.default_rng(draw(st.integers(0, 99)))
-    total = sum(lengths)
-    special = rng.random(total) < 0.2
-    gaps = rng.random(total) < 0.4
-    ends = np.cumsum(np.where(special, 0, 1) + gaps)
-    offsets = np.stack([ends - 1, ends], 1)
-    offsets[special] = 0
-    return lengths, rng.integers(0, 2**64, len(lengths), dtype=np.uint64), rng.integers(5, 99, total), special, offsets
-
-
-def stock_with_our_numbers(given, tokens, special, offsets, key, monkeypatch):
-    """What the collator's own method returns for one document, with random numbers of `uniform`."""
-    draws = iter((CHOSEN, HIDDEN, REPLACED))
-    keys, places = np.full(len(tokens), key), np.arange(len(tokens))
-
-    def bernoulli(rates, generator):  # noqa: ARG001
-        return torch.from_numpy(uniform(keys, places, next(draws)) < rates[0].double().numpy())[None].float()
-
-    def randint(high, shape, dtype, generator):  # noqa: ARG001
-        return torch.from_numpy((uniform(keys, places, WORD) * high).astype(np.int64)).view(shape)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "bernoulli", bernoulli)
-        patch.setattr(torch, "randint", randint)
-        ids, labels = given.torch_mask_tokens(
-            torch.from_numpy(tokens.copy())[None], torch.from_numpy(special)[None], torch.from_numpy(offsets)[None]
-        )
-    return ids[0].numpy(), labels[0].numpy()
-
-
-OPTIONS = (
-    {},
-    {"mask_replace_prob": 0.0, "random_replace_prob": 1.0},
-    {"mask_replace_prob": 1.0, "random_replace_prob": 0.0},
-    {"whole_words": True},
-)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equal_to_the_collator_with_the_same_random_numbers(options, monkeypatch):
-    ours = collator(mlm_probability=0.4, **options)
-    seen = []
-
-    @settings(max_examples=20, deadline=None)
-    @given(drawn_documents())
-    def check(case):
-        lengths, keys, tokens, special, offsets = case
-        found = draw_masks(ours, tokens, np.array(lengths), keys, special, offsets)
-        borders = np.cumsum(lengths)[:-1]
-        parts = zip(*(np.split(each, borders) for each in (tokens, special, offsets)), keys, strict=True)
-        expected = [stock_with_our_numbers(ours, *part, monkeypatch) for part in parts]
-        for which in range(2):
-            np.testing.assert_array_equal(found[which], np.concatenate([each[which] for each in expected]))
-        seen.append((found[1] != -100).mean())
-
-    check()
-    assert 0 < np.mean(seen) < 1
-
-
-def test_numbers_of_splitmix64():
-    """The first outputs of the published generator for the seed 0."""
-    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
-    draws = [(number // 4, number % 4) for number in range(5)]
-    found = [uniform(np.zeros(1, np.uint64), np.array([place]), draw)[0] for place, draw in draws]
-    assert found == [(number >> 11) / 2**53 for number in expected]

@@ -1,7 +1,7 @@
 """What a model, PEFT and a trainer compute is what is trained: each document alone on the stock model is the truth.
 
-The right loss of an optimizer step is the cross-entropy summed over its labels / their number, plus the mean over its
-micro-batches of whatever is not divided by that number.
+The right loss of an optimizer step is the mean over its micro-batches, weighted by their labels, of the loss that model
+and trainer compute of each.
 """
 
 import copy
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
     model: Callable[[], torch.nn.Module]
     extra: Callable[[torch.nn.Module, Alone], Any] = lambda *_: 0.0
-    """What is not divided by the number of labels, given the model and a micro-batch."""
+    """What is added to the mean over labels, given the model and a micro-batch."""
     kind: type[Trainer] = Trainer
     divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
     smoothing: float = 0.0
@@ -298,18 +298,26 @@ def documents_in(batch):
         yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
 
 
-def right_step(case, model, batches, loss="token"):
+def documents_with_labels(batch):
+    return sum(bool((own["labels"][0, 1:] != -100).any()) for own in documents_in(batch))
+
+
+def right_step(case, model, batches, kind="token"):
     """The loss of a step and its gradients, from the stock model on each document alone."""
     model.train()
     model.zero_grad()
     each = [alone(model, batch) for batch in batches]
-    if loss == "token":
+    if kind == "token":
         loss = sum(case.divided(of) for of in each) / sum(len(of.labels) for of in each)
     else:
         by_document = [alone(model, own) for batch in batches for own in documents_in(batch)]
         means = [of.cross_entropies / len(of.labels) for of in by_document if len(of.labels)]
         loss = sum(means) / len(means)
-    loss = loss + sum(case.extra(model, of) for of in each) / len(each)
+    items = [
+        len(of.labels) if kind == "token" else documents_with_labels(batch)
+        for of, batch in zip(each, batches, strict=True)
+    ]
+    loss = loss + sum(case.extra(model, of) * own for of, own in zip(each, items, strict=True)) / sum(items)
     loss.backward()
     return float(loss.detach()), gradients_of(model)
 
@@ -353,7 +361,7 @@ def test_steps_of_attach(tmp_path, name, accumulation, tokens, loss):
 
 @pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "Bamba"], "AdaLoRA"))
 def test_loops(name):
-    """compute_loss in a loop of accelerate, and in a plain one, where what is not divided has the batch's share."""
+    """compute_loss in a loop of accelerate, and in a plain one."""
     case = CASES[name]
     stock, model = case.model(), proven(case)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
@@ -371,23 +379,28 @@ def test_loops(name):
     assert float(found.detach()) == pytest.approx(right_step(case, stock, batches[:1])[0], rel=1e-6)
 
 
-EVALUATED = ["plain", "AdaLoRA", "Qwen3-MoE", "Bamba", "pops labels", "super of Qwen3-MoE", "SFTTrainer of Qwen3-MoE"]
+EVALUATED = ["plain", "smoothed", "compute_loss_func", "pops labels", "Qwen3-MoE", "SFTTrainer of Qwen3-MoE"]
 
 
-@pytest.mark.parametrize("name", fast_only(EVALUATED, "Qwen3-MoE", "pops labels"))
-def test_evaluation_leaves_out_what_models_add(tmp_path, name):
-    """Whoever computes the loss."""
-    case = CASES[name]
-    stock, model, data = case.model().eval(), proven(case), documents(9)
-    with torch.no_grad():
-        each = alone(stock, hfp.PackingCollator()(list(data)))
-    right = float(each.cross_entropies) / len(each.labels)
-    trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45))
+@pytest.mark.parametrize("name", fast_only(EVALUATED, "compute_loss_func", "Qwen3-MoE"))
+def test_evaluation_is_by_the_trainers_own_loss(tmp_path, name):
+    """Each batch counts by its labels. In a loop, evaluation_loss is the cross-entropy alone."""
+    case, data = CASES[name], documents(9)
+    stock, model = case.model().eval(), proven(case)
+    trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45), label_smoothing_factor=case.smoothing)
+    case.prepare(trainer)
     hfp.attach(trainer, BUDGET)
-    for rows in (1, 4):
-        trainer.args.per_device_eval_batch_size = rows
-        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(right, rel=1e-6)
-    assert hfp.evaluation_loss(Accelerator(cpu=True), trainer.model, data) == pytest.approx(right, rel=1e-6)
+    rows = [*data]
+    for size in (1, 4):
+        batches = [hfp.PackingCollator()(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+        with torch.no_grad():
+            each = [alone(stock, batch) for batch in batches]
+            labels = sum(len(of.labels) for of in each)
+            right = sum(case.divided(of) + case.extra(stock, of) * len(of.labels) for of in each) / labels
+        trainer.args.per_device_eval_batch_size = size
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(float(right), rel=1e-5)
+    cross_entropy = sum(float(of.cross_entropies) for of in each) / labels
+    assert hfp.evaluation_loss(Accelerator(cpu=True), trainer.model, data) == pytest.approx(cross_entropy, rel=1e-6)
 
 
 ON_TWO_RANKS = ["plain", "smoothed", "compute_loss_func", "regularized", "AdaLoRA", "Qwen3-MoE", "Bamba", "mean"]
@@ -412,7 +425,7 @@ def on_two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_steps_on_two_ranks(on_two_ranks, name, accumulation):
-    """All ranks have the gradients of all micro-batches; what is not divided is a mean over them."""
+    """All ranks have the gradients of all micro-batches, weighted by their labels."""
     found = [torch.load(on_two_ranks / f"{name}-{accumulation}-{rank}.pt", weights_only=False) for rank in range(2)]
     batches = [batch for each in found for batch in each["batches"]]
     assert len(batches) == 2 * accumulation

@@ -114,7 +114,7 @@ SAME = {
 
 
 CASES = [*Rank(0, 2).data()]
-DIFFERENT = "dataset: expected the same rows on all ranks; "
+DIFFERENT = "dataset: expected the same on all ranks; "
 
 
 class Log:
@@ -177,12 +177,13 @@ def evaluations(log, made, kind, own):
         if kind == "Trainer":  # SFTTrainer prepares what it evaluates, and other ranks wait for that
             log.expect(f"{name}: expected", f"{kind}: no {name}", partial(call, [] if own.last else DATA))
     trainer.train_dataset = documents(50) if own.last else DATA
-    log.expect(f"train_{DIFFERENT}rank 0 has 64 rows", f"{kind}: another train_dataset later", trainer.train)
+    pattern = own.at_fault("train_dataset: expected the value that it had")
+    log.expect(pattern, f"{kind}: another train_dataset later", trainer.train)
     trainer.train_dataset = DATA
     trainer.data_collator = None if own.last else trainer.data_collator
-    pattern = own.at_fault("data_collator: expected the collator set by attach")
+    pattern = own.at_fault("data_collator: expected the value that it had")
     log.expect(pattern, f"{kind}: another collator later", trainer.train)
-    trainer.data_collator = trainer.planned_batches.collator
+    trainer.data_collator = trainer.attached.collator
     if own.rank == 0:
         assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
     log.expect(None, f"{kind}: after all that", trainer.train)
@@ -288,7 +289,7 @@ def test_different_batchings_of_a_loop(monkeypatch, case):
 def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):
     trainers = [trainer_of(tmp_path, model=build("Llama")) for _ in range(2)]
     batchings = [hfp.TokenBudget(64), None]
-    pattern = r"batching: expected the same value on all ranks; rank 0 has TokenBudget.*, rank 1 has None"
+    pattern = r"batching: expected the same on all ranks; rank 0 has TokenBudget.*, but rank 1 has None"
     calls = [partial(hfp.attach, *each) for each in zip(trainers, batchings, strict=True)]
     check_on_ranks(monkeypatch, pattern, calls)
     assert not any(is_patched(trainer.model) for trainer in trainers)

@@ -4,7 +4,6 @@ import copy
 from types import SimpleNamespace
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import trl
@@ -44,7 +43,6 @@ SCHEDULE = hfp.LengthSchedule(8, 10)
 SCHEDULED = hfp.TokenBudget(128, length_schedule=SCHEDULE)
 DATA, RELATED = documents(45), documents(12, samples=3)
 UNLABELED = DATA.remove_columns("labels")
-OF_CHATS = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
 
 CACHED = "_signature_columns"
 """What a trainer notes when its dataloader is asked for."""
@@ -117,23 +115,6 @@ class OwnBatches(DataCollatorForLanguageModeling):
         return super().torch_call(examples)
 
 
-class OwnDraws(DataCollatorForLanguageModeling):
-    def torch_mask_tokens(self, inputs, special_tokens_mask=None):  # noqa: ARG002
-        labels = inputs.clone()
-        labels[torch.rand(labels.shape) > 0.15] = -100
-        return inputs, labels
-
-
-def without_spaces():
-    """Offsets as of a byte-level tokenizer whose tokens have the space before a word."""
-
-    def closed(row):
-        ends = np.cumsum([last - first for first, last in row["offset_mapping"]])
-        return {"offset_mapping": [list(pair) for pair in zip([0, *ends[:-1]], ends, strict=True)]}
-
-    return to_mask(columns=("input_ids", "special_tokens_mask", "offset_mapping")).map(closed)
-
-
 def labeled_masks():
     return to_mask().map(lambda row: {"labels": row["input_ids"]})
 
@@ -150,7 +131,6 @@ def own_batches(name):
 
 ATTACH = [
     ("trainer", lambda _: hfp.attach(None, BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(), BUDGET)),
     *(
         ("trainer", lambda _, name=name: hfp.attach(own_batches(name), BUDGET))
         for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer")
@@ -177,40 +157,23 @@ ATTACH = [
     ("neftune_noise_alpha", lambda of: hfp.attach(of(neftune_noise_alpha=5.0), BUDGET)),
     ("dispatch_batches", lambda of: hfp.attach(of(accelerator_config={"dispatch_batches": True}), BUDGET)),
     ("split_batches", lambda of: hfp.attach(of(accelerator_config={"split_batches": True}), BUDGET)),
-    ("label_smoothing_factor", lambda of: hfp.attach(of(label_smoothing_factor=0.1), BUDGET, loss="sequence")),
+    ("loss_type", lambda of: hfp.attach(of(SFTTrainer, loss_type="dft"), BUDGET, loss="sequence")),
     ("packing", lambda of: hfp.attach(of(SFTTrainer, packing=True, max_length=48, packing_strategy="wrapped"), BUDGET)),
     ("eval_packing", lambda of: hfp.attach(of(SFTTrainer, eval_packing=True), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": SimpleNamespace(mlm=True)}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": MaskingCollator()}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": lambda rows: rows}), BUDGET)),
     ("data_collator", lambda of: hfp.attach(of(on={"data_collator": collator()}), BUDGET)),
-    ("data_collator", lambda of: hfp.attach(masking(of, collator(), labeled_masks()), BUDGET)),
-    ("dataset", lambda of: hfp.attach(masking(of, collator(True), to_mask()), BUDGET)),
     ("data_collator", lambda of: hfp.attach(masking(of, OwnBatches(TOKENIZER), to_mask()), BUDGET)),
-    ("data_collator", lambda of: hfp.attach(masking(of, OwnDraws(TOKENIZER), to_mask()), BUDGET)),
-    ("offset_mapping", lambda of: hfp.attach(masking(of, collator(True), without_spaces()), BUDGET)),
     ("get_train_dataloader", lambda of: hfp.attach(of(on={"get_train_dataloader": list}), BUDGET)),
     ("compute_loss", lambda of: hfp.attach(of(on={"compute_loss": lambda *_, **__: 0}), BUDGET)),
     ("model", lambda of: hfp.attach(of(model=without_loss()), BUDGET)),
-    slow("model", lambda of: hfp.attach(of(model=tiny_model("bart", "masked")), BUDGET)),
     ("tokens", lambda of: hfp.attach(of(), LIMITED, tokens=63, max_segments=8)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64)),
     ("max_segments", lambda of: hfp.attach(of(), LIMITED, tokens=64, max_segments=7)),
     ("length_schedule", lambda _: hfp.TokenBudget(8, length_schedule=7)),
     ("length_schedule", lambda of: hfp.attach(of(), SCHEDULED, tokens=160, max_segments=8)),
     ("length_schedule", lambda of: hfp.attach(of.of_rows(), SCHEDULED)),
-    ("column 'assistant_masks'", lambda of: hfp.attach(of(data=OF_CHATS), BUDGET)),
-]
-
-
-def evaluated_on_a_stream(of):
-    hfp.attach(of(on={"eval_dataset": {"code": documents(5).to_iterable_dataset()}}), BUDGET)
-
-
-EVALUATION = [
-    ("eval_dataset['code']", evaluated_on_a_stream),
-    ("eval_dataset", lambda of: of.attached().evaluate(documents(5).to_iterable_dataset())),
-    ("eval_dataset", lambda of: of.attached().evaluate("many")),
 ]
 
 
@@ -244,10 +207,6 @@ def on_rows(of, change):
 
 def with_lengths(data):
     return data.add_column("seq_lengths", [[1]] * ROWS)
-
-
-def labeled(of, labels):
-    return on_rows(of, lambda data: data.remove_columns("labels").add_column("labels", labels))
 
 
 def of_kind(of, kind):
@@ -297,17 +256,12 @@ WHOLE_ROWS = [
     ("max_patches", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, max_patches=8))),
     ("overflow", lambda of: hfp.attach(of.of_rows(), hfp.TokenBudget(160, overflow="split"))),
     ("batching", lambda of: hfp.attach(of.of_rows(), hfp.BucketBatches(160))),
-    ("batching", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
+    ("loss_unit", lambda of: hfp.attach(of.of_rows("answers"), WHOLE)),  # their loss counts the logits of padding
     ("loss", lambda of: hfp.attach(of.of_rows(), WHOLE, loss="sequence")),
     ("tokens", lambda of: hfp.attach(of.of_rows(), WHOLE, tokens=160, max_segments=9)),
-    ("trainer", lambda of: hfp.attach(labeled(of, [[0, 1]] * ROWS), WHOLE)),
-    ("trainer", lambda of: hfp.attach(labeled(of, [7] * ROWS), WHOLE)),
-    ("trainer", lambda of: hfp.attach(on_rows(of, lambda data: data.remove_columns("labels")), WHOLE)),
     ("trainer", lambda of: hfp.attach(overflowing(of), WHOLE)),
-    ("data_collator", lambda of: hfp.attach(of.of_rows(on={"data_collator": default_data_collator}), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda _: None), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.to_iterable_dataset()), WHOLE)),
-    ("train_dataset", lambda of: hfp.attach(on_rows(of, lambda data: data.select([])), WHOLE)),
     ("train_dataset", lambda of: hfp.attach(on_rows(of, with_lengths), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), WHOLE)),
     ("neftune_noise_alpha", lambda of: hfp.attach(of.of_rows(neftune_noise_alpha=5.0), None)),
@@ -318,7 +272,7 @@ WHOLE_ROWS = [
     ("loss_unit", lambda of: hfp.attach(of.of_rows(), WHOLE, loss_unit="labeled tokens")),
     ("loss_unit", lambda of: hfp.attach(of.of_rows("tokens"), WHOLE, loss_unit="rows")),
     *(
-        ("loss_type", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
+        ("loss_unit", lambda of, losses=losses: hfp.attach(dpo(of, *losses), hfp.TokenBudget(400)))
         for losses in (["sigmoid", "sft"], ["aot"])
     ),
     ("max_length", lambda of: hfp.attach(precomputing(of), hfp.TokenBudget(400))),
@@ -359,11 +313,6 @@ def trees(streams=2):
     return hfp.pack(data, hfp.BestFit(96), share_prefixes=2, streams=streams, window_packs=4)
 
 
-def logged_twice():
-    sources = {name: stream(1) for name in ("web", "web_loss")}
-    return hfp.pack(hfp.mix(sources, {"web": 1, "web_loss": 1}), hfp.BestFit(48), streams=1)
-
-
 WIDE = hfp.TokenBudget(96)
 MATCHING = hfp.TokenBudget(48, match_documents_per_step=3)
 FEW = hfp.TokenBudget(96, share_prefixes=2, max_documents=3)
@@ -377,7 +326,6 @@ STREAMS = [
     ("train_dataset", lambda of: hfp.attach(of(data=in_a_later_epoch()), BUDGET)),
     ("train_dataset", lambda _: training_stream("train_dataset", packed(), BUDGET, ranks=3)),
     ("train_dataset", lambda of: hfp.attach(of(data=stream().shuffle(seed=0, buffer_size=10)), BUDGET)),
-    ("train_dataset", lambda of: hfp.attach(of(data=logged_twice()), BUDGET)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees(None)), WIDE)),
     ("train_dataset", lambda of: hfp.attach(of(data=trees().filter(bool)), WIDE)),
     ("max_documents", lambda of: hfp.attach(of(data=packed()), hfp.TokenBudget(96, max_documents=8))),
@@ -388,7 +336,6 @@ STREAMS = [
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), BUDGET, match_documents_per_step=4)),
     ("match_documents_per_step", lambda of: hfp.attach(of(data=stream()), MATCHING)),
     ("eval_dataset", lambda of: hfp.attach(of(data=packed(), on={"eval_dataset": stream().shuffle(seed=0)}), BUDGET)),
-    ("trainer", lambda of: hfp.attach(of.attached(data=stream()), BUDGET)),
     ("share_prefixes", lambda of: hfp.attach(of(data=trees()), hfp.TokenBudget(96, share_prefixes=3))),
     ("length_schedule", lambda of: hfp.attach(of(data=trees()), SCHEDULED)),
     ("max_documents", lambda of: hfp.attach(of(data=stream()), FEW)),
@@ -396,7 +343,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *EVALUATION, *TREES, *WHOLE_ROWS, *STREAMS])
+@pytest.mark.parametrize(("argument", "call"), [*ATTACH, *TREES, *WHOLE_ROWS, *STREAMS])
 def test_attach(tmp_path, argument, call):
     trainers = Trainers(tmp_path)
     check_refused(argument, lambda: call(trainers))
@@ -409,20 +356,14 @@ class WithoutCrossEntropy(Trainer):
         return -model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, labels.clamp(min=0)).mean()
 
 
-class WithoutComputeLoss(Trainer):
-    def prediction_step(self, *_, **__):
-        return torch.tensor(1.0), None, None
-
-
 def with_jit_checkpoints(of):
     trainer = of.attached(data=stream())
     trainer.args.enable_jit_checkpoint = True
     return trainer
 
 
-def said_to_be_divided(of):
-    """BERT ignores num_items_in_batch, so that nothing divides its loss."""
-    trainer = of(OwnLoss, model=patched_tiny("bert", "masked"), on={"loss_is_scaled_for_ga": True})
+def masking_labels(of):
+    trainer = masking(of, collator(), labeled_masks())
     hfp.attach(trainer, BUDGET)
     return trainer
 
@@ -440,10 +381,11 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     ("argument", "call"),
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
-        ("loss_is_scaled_for_ga", lambda of: said_to_be_divided(of).train()),
-        ("prediction_step", lambda of: of.attached(kind=WithoutComputeLoss).evaluate(documents(9))),
+        ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
+        slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
+        ("data_collator", lambda of: masking_labels(of).train()),
         ("enable_jit_checkpoint", lambda of: with_jit_checkpoints(of).train()),
         ("dataset", lambda of: of.attached(data=EMPTY).train()),
     ],

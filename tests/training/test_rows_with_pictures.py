@@ -116,7 +116,7 @@ def test_sft_with_pictures(processor, chats, tmp_path):
     ours.data_collator = Recorded(ours.data_collator)
     summary = hfp.attach(ours, hfp.TokenBudget(200, max_patches=48))
     assert summary.documents == ROWS
-    assert ours.planned_rows.unit == "labeled tokens but the first"
+    assert ours.attached.loss == "labeled tokens but the first"
     ours.data_collator.batches.clear()
     ours.train()
     batches = ours.data_collator.batches[: 2 * accumulation]

@@ -18,8 +18,8 @@ from tree_documents import DOCUMENTS, LABELS
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.training import log_probs, score
-from hf_packing.training.rows_to_score import rows_to_score
+from hf_packing.training import head, score
+from hf_packing.training.score import rows_to_score
 from tools.tiny_model import tiny_model
 
 LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
@@ -90,7 +90,7 @@ def test_chunks_and_whole_logits(monkeypatch, model_and_stock):
     expected = alone(model_and_stock[1], rows)
     assert any(each[2] for each in expected if each[1] == 0)
     for change in (
-        lambda: monkeypatch.setattr(log_probs, "_CHUNK_TOKENS", 5),
+        lambda: monkeypatch.setattr(head, "_CHUNK_TOKENS", 5),
         lambda: model.lm_head.register_forward_hook(lambda *_: None),  # which would see chunks
         lambda: setattr(model, "get_output_embeddings", lambda: None),
     ):
@@ -262,29 +262,26 @@ def test_laws_of_rows(documents, fewest, max_tokens):
     """Every sequence is in one row, and reads its own tokens there; rows are no longer than they may be."""
     sequences = [np.array(each, dtype=np.int64) for each in documents]
     rows = rows_to_score(sequences, max_tokens, fewest)
-    assert sorted(number for row in rows for number in row.sequences.tolist()) == list(range(len(sequences)))
+    assert sorted(number for row in rows for number, _ in row.places()) == list(range(len(sequences)))
     assert [row.tokens for row in rows] == sorted((row.tokens for row in rows), reverse=True)
     packed = rows_to_score(sequences, max_tokens, None)
     assert sum(row.tokens for row in rows) <= sum(row.tokens for row in packed) == sum(map(len, documents))
     for row in rows:
-        inputs = row.inputs(sequences)
+        inputs = row.inputs()
         tokens = inputs["input_ids"][0].numpy()
-        assert len(tokens) == row.tokens
-        assert ("parents" in inputs) == bool(row.paths.shared.any())
-        for number, places in zip(row.sequences.tolist(), row.places(), strict=True):
+        assert len(tokens) == row.tokens <= max(max_tokens, *map(len, documents))
+        assert ("parents" in inputs) == (row.tokens < sum(len(places) for _, places in row.places()))
+        for number, places in row.places():
             assert tokens[places].tolist() == list(documents[number])
-        longest = max(len(documents[number]) for number in row.sequences.tolist())
-        assert row.tokens <= max_tokens or longest > max_tokens
-        assert row.tokens <= max_tokens + max(map(len, documents))
 
 
 def test_what_is_shared_runs_once(rng):
-    """The question of four options, which together are longer than a row; and a document that has no relatives."""
+    """The question of four options, and a document that has no relatives."""
     model = patched_tiny("gpt2", "causal", torch.float64, trees=True)
     seen = Seen(model)
     question = rng.integers(8, 100, 40).tolist()
     options = [question + rng.integers(8, 100, 6).tolist() for _ in range(4)]
-    hfp.score(model, [*options, [5, 6, 7]], max_tokens=44, share_prefixes=True, progress=False)
+    hfp.score(model, [*options, [5, 6, 7]], max_tokens=60, share_prefixes=True, progress=False)
     assert (seen.tokens, seen.trees) == ([40 + 4 * 5, 2], [True, False])
 
 

@@ -10,18 +10,16 @@ from hf_packing.training.sum_of_chunks import sum_of_chunks
 
 def operands(tokens, dtype=torch.float64, seed=0):
     torch.manual_seed(seed)
-    shapes = [(1, tokens, 6), (11, 6), (11,)]
+    shapes = [(tokens, 6), (11, 6), (11,)]
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def summed(hidden, weight, bias, size, gate=None):
-    gate = torch.zeros(1, requires_grad=True) if gate is None else gate
-
+def summed(hidden, weight, bias, size):
     def loss_of_chunk(part, chunk):
-        factors = torch.arange(1, hidden.shape[1] + 1, dtype=part.dtype)[chunk]
-        return (torch.logsumexp(part @ weight.T + bias, -1)[0] * factors).sum()
+        factors = torch.arange(1, len(hidden) + 1, dtype=part.dtype)[chunk]
+        return (torch.logsumexp(part @ weight.T + bias, -1) * factors).sum()
 
-    return loss_of_chunk(hidden, slice(None)) if size is None else sum_of_chunks(loss_of_chunk, hidden, size, gate)
+    return loss_of_chunk(hidden, slice(None)) if size is None else sum_of_chunks(loss_of_chunk, hidden, size)
 
 
 @settings(max_examples=20)
@@ -64,16 +62,6 @@ def test_weights_that_are_used_elsewhere_too():
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_the_gate_gets_a_gradient_of_zeros():
-    order = []
-    source, (hidden, weight, bias) = torch.zeros(1, requires_grad=True), operands(5)
-    gate, passed = source * 2, hidden * 1
-    gate.register_hook(lambda gradient: order.append(("gate", float(gradient))))
-    passed.register_hook(lambda _: order.append(("hidden", None)))
-    summed(passed, weight, bias, 2, gate).backward()
-    assert sorted(order) == [("gate", 0.0), ("hidden", None)]
-
-
 def test_gradients_of_weights_are_summed_in_float32():
     """In bfloat16, the sum over chunks would be less precise than one product of matrices."""
     exact = operands(512)
@@ -93,10 +81,10 @@ def test_only_one_chunk_is_computed_at_a_time(size):
     hidden, weight, _ = operands(10)
 
     def loss_of_chunk(part, chunk):
-        seen.append((part.shape[1], chunk.start))
+        seen.append((len(part), chunk.start))
         return (part @ weight.T).sum()
 
-    sum_of_chunks(loss_of_chunk, hidden, size, torch.zeros(1, requires_grad=True)).backward()
+    sum_of_chunks(loss_of_chunk, hidden, size).backward()
     probe, *rest = seen
     assert probe == (1, 0)
     assert rest == [(min(size, 10 - begin), begin) for begin in range(0, 10, size)]

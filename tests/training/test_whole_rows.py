@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,7 +30,7 @@ from whole_rows import (
 import hf_packing as hfp
 from hf_packing.training import loss_units
 from hf_packing.training.loss_units import find_loss_unit
-from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
+from hf_packing.training.whole_rows import sizes_of_rows
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -56,7 +55,7 @@ def attached(kind, folder, budget=None, **changes):
 @pytest.mark.usefixtures("exact_log_probs")
 def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
     trainer = attached(kind, tmp_path, gradient_accumulation_steps=accumulation)
-    assert trainer.planned_rows.unit == KINDS[kind]
+    assert trainer.attached.loss == KINDS[kind]
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with (tmp_path / "rows.jsonl").open("w") as trainer.data_collator.file:
         trainer.train()
@@ -82,30 +81,6 @@ def test_samples_per_second_count_rows(tmp_path):
     assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(rows, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["classifier", "tokens"])
-def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
-    stock, ours = trainer_of(kind, tmp_path), attached(kind, tmp_path)
-    expected, found = (each.predict(each.train_dataset).predictions for each in (stock, ours))
-    assert len(found) == ROWS
-    if kind == "tokens":  # on padding, predictions mean nothing
-        mask = [[n < len(row) for n in range(found.shape[1])] for row in stock.train_dataset["input_ids"]]
-        expected, found = expected[np.array(mask)], found[np.array(mask)]
-    assert np.abs(expected - found).max() < 1e-12
-
-
-def loss_of_all_rows(trainer):
-    """The loss of the whole dataset as one batch."""
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    with torch.no_grad():
-        return float(trainer.model.eval()(**batch).loss)
-
-
-def test_evaluation_loss_is_a_mean_of_all_labeled_tokens(tmp_path):
-    trainer = attached("tokens", tmp_path, per_device_eval_batch_size=4)
-    expected = loss_of_all_rows(trainer)
-    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("losses", "unit"),
     [slow(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
@@ -115,8 +90,8 @@ def test_losses_of_dpo(losses, unit, tmp_path):
     trainer = trainer_of("dpo", tmp_path, None, 0.0, torch.float32, True, loss_type=losses, loss_weights=weights)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     hfp.attach(trainer, hfp.TokenBudget(400))
-    assert trainer.planned_rows.unit == unit
-    assert f"the loss is a mean of {unit}" in str(trainer.planned_rows)
+    assert trainer.attached.loss == unit
+    assert f"the loss is a mean of {unit}" in str(trainer.attached)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
@@ -168,7 +143,7 @@ def test_losses_that_are_not_known_name_their_unit(tmp_path):
     trainer = trainer_of("classifier", tmp_path, patched=True, **changes)
     stock.__class__ = trainer.__class__ = Penalized
     hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
-    assert trainer.planned_rows.unit == "labeled rows"
+    assert trainer.attached.loss == "labeled rows"
     trainer.train()
     loss = stock.compute_loss(stock.model.train(), stock.data_collator(list(stock.train_dataset)))
     assert largest_difference(trainer.model.state_dict(), after_a_step(stock.model, loss)) < 1e-12
@@ -220,8 +195,13 @@ def test_sizes_are_those_of_collated_rows():
 
     data = datasets.Dataset.from_dict({"input_ids": [[1] * 4, [2] * 30]})
     assert sizes_of_rows(data, collate).tokens.tolist() == [9, 9]
-    mask = torch.tensor([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
-    assert lengths_in({"attention_mask": mask}).tolist() == [2, 1, 3, 0]
+
+
+def test_sizes_of_rows_with_several_sequences():
+    mask = [[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]]
+    rows = [{"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor(each)} for each in mask]
+    sizes = sizes_of_rows(rows, lambda rows: rows[0])
+    assert (sizes.tokens.tolist(), sizes.squared_lengths.tolist()) == ([3, 3], [5, 9])
 
 
 def test_match_documents_per_step(tmp_path):
@@ -243,8 +223,6 @@ def test_changes_after_attach_are_refused(tmp_path):
         with pytest.raises(hfp.PackingError, match=f"^{name}: "):
             trainer.train()
         setattr(trainer, name, before)
-    with pytest.raises(hfp.PackingError, match="^trainer: .*call attach once"):
-        hfp.attach(trainer, hfp.TokenBudget(160))
 
 
 def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
@@ -269,8 +247,7 @@ def on_two_processes(tmp_path_factory):
     save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "dropout": 0.1}
     runs = {"epoch": whole, "few": {"gradient_accumulation_steps": 2}, "unbroken": save}
     unbroken = {f"{kind}/{name}": run | {"kind": kind} for kind in ON_TWO for name, run in runs.items()}
-    evaluated = {"tokens/evaluated": {"kind": "tokens", "evaluate": True, "per_device_eval_batch_size": 4}}
-    on_ranks(train_all, folder, unbroken | evaluated, ranks=2)
+    on_ranks(train_all, folder, unbroken, ranks=2)
     for kind in ON_TWO:
         cut = {f"{kind}/cut": save | {"kind": kind, "kill": 3}}
         on_ranks(train_all, folder, cut, ranks=2, fails=True)
@@ -299,12 +276,3 @@ def test_two_processes(kind, on_two_processes, tmp_path):
 
     unbroken, resumed = (torch.load(folder / name / "parameters.pt") for name in ("unbroken", "cut"))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
-
-
-@pytest.mark.slow
-def test_evaluation_loss_on_two_processes(on_two_processes, tmp_path):
-    """Rows that accelerate repeats, so that both processes have as many, count once in a mean of labeled tokens."""
-    assert ROWS % (2 * 4)
-    files = [on_two_processes / "tokens" / "evaluated" / f"metrics-{rank}.json" for rank in range(2)]
-    expected = loss_of_all_rows(trainer_of("tokens", tmp_path))
-    assert [json.loads(file.read_text())["eval_loss"] for file in files] == pytest.approx([expected] * 2, rel=1e-6)

@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset
 
 import hf_packing as hfp
-import hf_packing.trees.measure as measure_module
+import hf_packing.trees.find as measure_module
 from hf_packing.cli import main
-from hf_packing.trees.measure import measure_shared_prefixes
+from hf_packing.trees.find import measure_shared_prefixes
 
 HEADER = list(range(100, 160))
 DOCUMENTS = [[*HEADER, question, answer] for question in range(10) for answer in range(2)]

@@ -184,7 +184,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
 def explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
     """Return the largest difference of a logit that rounding alone can cause."""
     case = RowCase(Runner(model), lengths=[len(each) for each in documents])
-    case.tokens = case.per_token["input_ids"] = torch.tensor([token for each in documents for token in each])
+    case.tokens = torch.tensor([token for each in documents for token in each])
     case.examine()
     return case.tolerance().limit * spread(alone)
 
@@ -237,11 +237,15 @@ def _stock_result(model: PreTrainedModel) -> str:
         report = check_isolation(model)
         if report.isolated:
             return "isolated"
-        if "with use_cache=False there is no leak" in report.reason:
+        if check_isolation(model, collator=_without_cache).modes != ("evaluation",):
             return ISOLATED_WITHOUT_CACHE
         return "cannot be called on a packed row" if report.max_leak != report.max_leak else "leaks"
     except Exception as error:  # a model may raise anything
         return f"not measured: {error}"
+
+
+def _without_cache(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    return {**PackingCollator()(rows), "use_cache": False}
 
 
 def _ignores_labels(model: PreTrainedModel, tokens: list[int]) -> bool:

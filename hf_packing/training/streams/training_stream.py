@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import datasets
 import numpy as np
-from torch import nn
 
-from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
-from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
+from hf_packing.columns import SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
@@ -27,9 +24,6 @@ from hf_packing.streams.shards import fingerprint_of_files
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
-
-_ROWS_READ = 16
-"""Number of rows whose labels are compared with the input tokens."""
 
 _MOST_STREAMS = 64
 """If TokenBudget packs the stream, the number of logical streams is a power of two: at most this number, and at most
@@ -69,24 +63,27 @@ class TrainingStream:
         )
 
 
+@dataclass(frozen=True)
+class StreamSummary:
+    """The plan of `attach` for a trainer on a stream, which `print` shows."""
+
+    stream: TrainingStream
+    ranks: int
+    accumulation: int
+    isolation: object
+
+    def __str__(self) -> str:
+        streams, ranks, rows = self.stream.streams, self.ranks, self.stream.rows_per_batch
+        return (
+            f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
+            f"rows: {streams.packing}\n"
+            f"step: {ranks * self.accumulation * rows} rows, in {self.accumulation} micro-batches of {rows} rows "
+            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
+        )
+
+
 def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, datasets.IterableDataset)
-
-
-def is_packed_stream(dataset: Any) -> bool:
-    """Return whether `pack` has packed a stream as logical streams."""
-    return is_stream(dataset) and _has_logical_streams(upstream.examples_of(dataset))
-
-
-def _has_logical_streams(examples: upstream.Examples) -> TypeGuard[PackedExamples]:
-    return isinstance(examples, PackedExamples) and examples.streams > 0
-
-
-def shares_prefixes(stream: datasets.IterableDataset, batching: Batching | None) -> bool:
-    """Return whether a training on a stream with this batching reads rows of trees."""
-    if is_packed_stream(stream):
-        return TREE_INPUT_IDS in (stream.features or {})
-    return isinstance(batching, TokenBudget) and batching.fewest_shared is not None
 
 
 def training_stream(
@@ -95,16 +92,18 @@ def training_stream(
     batching: Batching | None,
     ranks: int,
     unread: Sequence[str] = (),
+    in_order: InOrder | None = None,
 ) -> TrainingStream:
-    """Return what a training reads from a stream.
+    """Return what a training or an evaluation reads from a stream.
 
     Args:
         name: the name of the stream in error messages.
         stream: a stream that `pack` has divided into logical streams, or a stream of documents.
         batching: a TokenBudget. Documents are packed into rows of at most max_tokens tokens. Packed rows are joined to
-            micro-batches of at most max_tokens tokens. None for a packed stream, with one row in a micro-batch.
+            micro-batches of at most max_tokens tokens. None for an evaluation on a packed stream.
         ranks: number of ranks.
         unread: names of columns of documents that are not read.
+        in_order: how many rows an evaluation has in a micro-batch; None for training.
 
     Raises:
         PackingError: the stream, or the batching, is not supported.
@@ -130,80 +129,65 @@ def training_stream(
             "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
         )
     examples = upstream.examples_of(stream)
-    if _has_logical_streams(examples):
-        streams, capacity = examples, examples.packing.strategy.largest_capacity
-        max_tokens = capacity if batching is None else batching.max_tokens
-        rows = _rows_per_batch(capacity, max_tokens)
-        if streams.owned != tuple(range(streams.streams)):
-            raise PackingError(
-                f"{name}: expected all logical streams of pack, got {len(streams.owned)} of {streams.streams}; use "
-                "shard before pack, not after it"
-            )
-        if batching is not None:
-            _check_documents(streams.packing.strategy, rows, batching.max_documents)
-            _check_sharing(name, streams.packing, batching)
+    if isinstance(examples, PackedExamples) and examples.streams:
+        found = _of_packed_rows(name, examples, batching if in_order is None else None)
     else:
-        streams, rows = _pack_documents(name, stream, examples, batching, unread), 1
-        max_tokens = streams.packing.strategy.largest_capacity
-    if streams.streams % ranks:
+        found = _of_documents(name, stream, examples, batching, unread)
+    if in_order is not None and in_order.rows_per_batch is not None:
+        found = replace(found, rows_per_batch=in_order.rows_per_batch)
+    if found.streams.streams % ranks:
         raise PackingError(
             f"{name}: expected a number of logical streams that is a multiple of the {ranks} ranks, got "
-            f"{streams.streams}; pack the stream with a multiple of {ranks}: pack(stream, strategy, streams=...)"
+            f"{found.streams.streams}; pack the stream with a multiple of {ranks}: pack(stream, strategy, streams=...)"
         )
-    return TrainingStream(streams, rows, max_tokens)
+    return found
 
 
-def _rows_per_batch(capacity: int, max_tokens: int) -> int:
-    if max_tokens < capacity:
+def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | None) -> TrainingStream:
+    """Return what a training reads from rows that were packed before; with a batching, several are joined."""
+    strategy, fewest_shared = streams.packing.strategy, streams.packing.packing.fewest_shared
+    capacity = strategy.largest_capacity
+    if streams.owned != tuple(range(streams.streams)):
         raise PackingError(
-            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {max_tokens}"
+            f"{name}: expected all logical streams of pack, got {len(streams.owned)} of {streams.streams}; use shard "
+            "before pack, not after it"
         )
-    return max_tokens // capacity
-
-
-def _check_documents(strategy: Any, rows: int, max_documents: int | None) -> None:
-    """Refuse a limit of documents in a micro-batch that packed rows do not keep."""
-    in_a_row = getattr(strategy, "max_documents", None)
-    if max_documents is not None and (in_a_row is None or in_a_row * rows > max_documents):
+    if batching is None:
+        return TrainingStream(streams, 1, capacity)
+    rows = batching.max_tokens // capacity
+    if not rows:
         raise PackingError(
-            f"max_documents: expected None, or rows that were packed with at most {max_documents // rows} documents "
-            f"each, got {max_documents} for {rows} rows of {strategy!r} in a micro-batch; pass max_documents to the "
-            "strategy"
+            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {batching.max_tokens}"
         )
-
-
-def _check_sharing(name: str, packing: StreamPacking, batching: TokenBudget) -> None:
-    """Refuse settings of a batching that rows packed before cannot follow, since it is decided what they share."""
-    if batching.fewest_shared is not None and batching.fewest_shared != packing.packing.fewest_shared:
+    most, in_a_row = batching.max_documents, getattr(strategy, "max_documents", None)
+    if most is not None and (in_a_row is None or in_a_row * rows > most):
+        raise PackingError(
+            f"max_documents: expected None, or rows that were packed with at most {most // rows} documents each, got "
+            f"{most} for {rows} rows of {strategy!r} in a micro-batch; pass max_documents to the strategy"
+        )
+    if batching.fewest_shared not in (None, fewest_shared):
         raise PackingError(
             f"share_prefixes: expected False for rows that are packed already, got {batching.share_prefixes}; call "
             f"pack(stream, strategy, share_prefixes={batching.share_prefixes}, streams=64), or pass a stream of "
             "documents"
         )
-    if packing.packing.fewest_shared is not None and batching.length_schedule is not None:
-        raise PackingError(
-            f"length_schedule: expected None for {name}, whose documents share prefixes, since extra borders would cut "
-            f"shared prefixes, got {batching.length_schedule}"
-        )
+    return TrainingStream(streams, rows, batching.max_tokens)
 
 
-def _pack_documents(
+def _of_documents(
     name: str,
     stream: datasets.IterableDataset,
     examples: upstream.Examples,
     batching: TokenBudget | None,
     unread: Sequence[str],
-) -> PackedExamples:
-    if isinstance(examples, PackedExamples):
-        raise PackingError(
-            f"{name}: expected a stream with logical streams, which ranks can share, got a stream of pack without; "
-            "pass streams=64 to pack"
-        )
-    if {SEQ_LENGTHS, TREE_INPUT_IDS} & set(upstream.with_known_features(name, stream).features or {}):
+) -> TrainingStream:
+    """Return what a training reads from documents, which are packed in windows."""
+    changed = {SEQ_LENGTHS, TREE_INPUT_IDS} & set(upstream.with_known_features(name, stream).features or {})
+    if changed or isinstance(examples, PackedExamples):
         raise PackingError(
             f"{name}: expected a stream of documents, or the stream that pack(stream, strategy, streams=64) returned, "
-            "got a packed stream that was changed afterwards, or was packed by map; use map, filter and shuffle before "
-            "pack, and pass skip_prepare_dataset=True to SFTTrainer"
+            "got a packed stream without logical streams, which was packed by map, or was changed after pack; use map, "
+            "filter and shuffle before pack, and pass skip_prepare_dataset=True to SFTTrainer"
         )
     if batching is None:
         raise PackingError(
@@ -225,29 +209,6 @@ def _pack_documents(
         source.schema,
         linear_cost=linear_cost if batching.balance == "attention" else None,
     )
-    shards = int(source.examples.num_shards)
-    streams = 1
-    while 2 * streams <= min(shards, _MOST_STREAMS):
-        streams *= 2
+    streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     warn_of_reading(source.examples, streams)
-    return PackedExamples(source.examples, of_windows, streams)
-
-
-def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:
-    """Refuse labels that only repeat the input tokens in the first rows, if the model sees them at their positions.
-
-    See `check_labels_are_hidden` for datasets that are not streams.
-    """
-    inner = inner_model(model)
-    if not sees_labels(inner):
-        return
-    names = (INPUT_IDS, LABELS, SEQ_LENGTHS)
-    rows = [{name: np.asarray(row[name]) for name in names if name in row} for row in islice(stream, _ROWS_READ)]
-    if rows := [row for row in rows if len(row[INPUT_IDS])]:
-        batch = PackingCollator(keep_first_labels=True)(rows)
-        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
-
-
-def with_rows_joined(stream: TrainingStream, rows: int) -> TrainingStream:
-    """Return the stream with another number of rows in a micro-batch."""
-    return replace(stream, rows_per_batch=rows)
+    return TrainingStream(PackedExamples(source.examples, of_windows, streams), 1, batching.max_tokens)

@@ -1,8 +1,7 @@
-"""Define `document_logps`, the log-probabilities of the documents of a batch, with gradients."""
+"""Log-probabilities of tokens and of documents, from logits that are computed in chunks of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,15 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from hf_packing.attention import check_patched, patch_model
+from hf_packing.attention import check_patched, inner_model, patch_model
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import SEQ_IDX
-from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, observed_logits, reduced_logits
+from hf_packing.columns import INPUT_IDS, SEQ_IDX
+from hf_packing.training.batch_loss import check_keys
+from hf_packing.training.head import called_on_outputs, join_chunks, observed_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.tree_batch import documents_and_tokens, labels_key
+from hf_packing.training.tree_batch import NextTokens, documents_and_tokens, labels_key
 
 
 def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -51,55 +49,58 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         >>> loss = -(logps[0] - logps[1]).sigmoid().log()
         >>> loss.backward()
     """
-    labels = _labels_of(batch)
+    check_keys(batch)
+    labels = batch[TARGETS if TARGETS in batch else labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):
         patch_model(model, trees=True)  # the proof reads all logits, as the forward below does not
     following = NextTokens.of_batch(batch, labels)
-    log_probs = _log_probs(model, inputs_of_model(batch), following, labels)
+    log_probs = results_of_labels(model, inputs_of_model(batch), following.predictors, following.labels, log_probs_of)
     exact = log_probs.to(exact_type(log_probs.device))
     if is_tree_batch(batch):
         of_documents, tokens = (torch.from_numpy(each).to(exact.device) for each in documents_and_tokens(batch))
-        among_labels = tokens.new_zeros(labels.shape[1])
-        among_labels[following.tokens] = torch.arange(len(following.tokens), device=exact.device)
-        exact = exact[among_labels[tokens]]
+        exact = exact[torch.searchsorted(following.tokens.to(exact.device), tokens)]
     else:
         of_documents = batch[SEQ_IDX][0, following.tokens].long().to(exact.device)
     sums = exact.new_zeros(int(documents_in(batch))).index_add(0, of_documents, exact)
     return sums.to(log_probs.dtype)
 
 
-def _labels_of(batch: Any) -> Tensor:
-    found = isinstance(batch, Mapping) and (TARGETS in batch or labels_key(batch) in batch)
-    if not found or not (is_tree_batch(batch) or SEQ_IDX in batch):
-        keys = f"the keys: {', '.join(batch) or 'none'}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise PackingError(f"batch: expected a batch from prepare_dataloader or PackingCollator, got {keys}")
-    labels: Tensor = batch[TARGETS if TARGETS in batch else labels_key(batch)]
-    return labels
+def results_of_labels(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    predictors: Tensor,
+    labels: Tensor,
+    result_of: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Run a model, and return a result for each of some labels, [labels, ...], from the logits that predict it.
 
+    Args:
+        model: a patched language model, with or without wrappers.
+        inputs: the model's inputs, without labels.
+        predictors: the token of the row that predicts each label, int64 [labels].
+        labels: int64 [labels].
+        result_of: a function (logits of a chunk of tokens, float [tokens, vocabulary]; their labels) -> results.
+    """
 
-def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextTokens, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label, float [labels], from the logits of chunks wherever that is possible."""
+    def replace(outputs: Any) -> None:
+        outputs.logits = join_chunks(
+            outputs.logits, predictors, lambda logits, chunk: result_of(logits, labels[chunk].to(logits.device))
+        )
+
     is_sharded = any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules())
     # the backward pass would need weights of the output layer again, which are sharded by then
     whole = is_sharded and torch.is_grad_enabled()
     with (
-        nullcontext() if whole else observed_logits(model, labels.shape),
-        reduced_logits(model, partial(_log_probs_of, following)),
+        nullcontext() if whole else observed_logits(model, inputs[INPUT_IDS].shape),
+        called_on_outputs(inner_model(model), replace),
     ):
         found: Tensor = model(**inputs).logits
     return found
 
 
-def _log_probs_of(following: NextTokens, logits: Tensor) -> Tensor:
-    """Return the log-probability of each label, float [labels]."""
-    if not isinstance(logits, Logits):
-        return following.log_probs(logits)
-
-    def of_chunk(rows: Tensor, chunk: slice) -> Tensor:
-        exact = rows if rows.dtype == torch.float64 else rows.float()
-        losses: Tensor = F.cross_entropy(exact, following.labels[chunk].to(exact.device), reduction="none")
-        return -losses
-
-    return logits.of_tokens(following.predictors).in_chunks(of_chunk)
+def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, float32 or float64 [labels]; 0 for a label of -100."""
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return -F.cross_entropy(exact, labels, reduction="none")

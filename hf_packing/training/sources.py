@@ -1,0 +1,260 @@
+"""Open the datasets that a training or an evaluation reads: packed rows, documents, trees of documents, and streams.
+
+A source reads the sizes of a dataset or opens its logical streams, says what all ranks have to agree on, and makes the
+loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_rows.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from hf_packing.attention import inner_model, sees_labels
+from hf_packing.batch.collate import PackingCollator
+from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
+from hf_packing.rows.changes import LabelCounts
+from hf_packing.sampling.batching import Batching
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
+from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
+from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
+from hf_packing.training.losses import Loss
+from hf_packing.training.masking import MaskedRows, Masking
+from hf_packing.training.passed_on import Takes, passed_on, taken_by_model, taken_by_trainer
+from hf_packing.training.ranks import PlannedFrom, data_rank
+from hf_packing.training.step_counts import micro_batch_counts
+from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.streams.training_stream import (
+    StreamSummary,
+    TrainingStream,
+    is_stream,
+    training_stream,
+)
+
+_ROWS_READ = 16
+"""The number of rows whose labels are compared with the input tokens."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of datasets are read."""
+
+    takes: Takes
+    """Which columns with one number for each token reach the model or the loss."""
+    unread: tuple[str, ...] = ()
+    """Names of columns to leave out of the rows."""
+    apply_masks: bool = True
+    """True to make labels from loss masks for rows without labels; if False, the collator refuses such rows."""
+    masking: Masking | None = None
+    """How tokens are masked, anew in every epoch; None if the rows have their labels."""
+
+    @classmethod
+    def of_model(cls, model: nn.Module | None) -> "Reading":
+        """Return how rows are read for a model; None stands for any model that predicts the next token."""
+        return cls(taken_by_model(model), _unread_by(model))
+
+    @classmethod
+    def of_trainer(cls, trainer: Trainer) -> "Reading":
+        """Return how rows are read for a trainer, with the labels that its own collator would make."""
+        collator = trainer.data_collator
+        masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
+        unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
+        return cls(taken_by_trainer(trainer), unread, applies_masks(trainer), masking)
+
+
+def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
+    """Return token_type_ids if a model has no embedding for it: some models give this column another meaning."""
+    if model is None or getattr(inner_model(model).config, "type_vocab_size", None):
+        return ()
+    return (TOKEN_TYPE_IDS,)
+
+
+class PackedRows:
+    """A map-style dataset of packed rows, documents or rows of trees, planned for this rank.
+
+    Args:
+        dataset: the dataset, or the trees of its documents.
+        sampler: the sampler of this rank.
+        accelerator: the accelerator.
+        reading: how rows are read.
+    """
+
+    sources: Sequence[str] = ()
+
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, accelerator: Accelerator, reading: Reading) -> None:
+        self.dataset, self.sampler = dataset, sampler
+        self._accelerator, self._reading = accelerator, reading
+        self._more = passed_on(dataset, reading.takes)
+        self.labels: LabelCounts | None = None
+        """The labels that are left after documents were cut or dropped; None if they were not counted."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if rows are rows of trees."""
+        return self.sampler.sizes.trees is not None
+
+    def check_labels(self, model: nn.Module) -> None:
+        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
+        if sees_labels(inner_model(model)) and not self.shares_prefixes and self._reading.masking is None:
+            rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
+            numbers = rows_to_sample(len(self.dataset), _ROWS_READ)
+            check_labels_are_hidden(rows.__getitems__([(number, False) for number in numbers]), model)
+
+    def count_labels(self, collator: PackingCollator) -> None:
+        """Count the labels that are left for training, where they are known before.
+
+        Raises:
+            PackingError: the dataset has labels, but none are left.
+        """
+        if self._reading.masking is None:
+            unread, apply_masks = self._reading.unread, self._reading.apply_masks
+            self.labels = kept_labels(self.dataset, self.sampler, unread, apply_masks, collator.keep_first_labels)
+        if self.labels is not None:
+            self.labels.check_some_left("batching", self.sampler.batching)
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, _: Any) -> Tensor:
+        """Return the counts of this rank's micro-batches; see `micro_batch_counts`."""
+        return micro_batch_counts(batches, loss)
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+        """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
+        return self.sampler.summary(unpacked, isolation, self.labels)
+
+    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> Any:
+        """Return the loader of this rank, which puts micro-batches on the device.
+
+        Args:
+            collate: the collator.
+            loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
+            options: further arguments of DataLoader.
+        """
+        reading = self._reading
+        rows_of = SampledRows if reading.masking is None else partial(MaskedRows, masking=reading.masking)
+        rows = rows_of(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+        batches: DataLoader[Any] = batches_loader(rows, rows.batches, collate, **options)
+        return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """A stream, opened for this rank."""
+
+    dataset: datasets.IterableDataset
+    stream: TrainingStream
+    accelerator: Accelerator
+    reading: Reading
+    accumulation: int
+    loss: Loss
+    restarts: bool
+    """True for evaluation: each iteration begins at the first row."""
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The names of the sources of a mixture; empty without a mixture."""
+        return self.stream.sources
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if rows are rows of trees."""
+        return self.stream.shares_prefixes
+
+    def check_labels(self, model: nn.Module) -> None:
+        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
+        if sees_labels(inner_model(model)) and not self.shares_prefixes:
+            check_labels_are_hidden(islice(self.dataset, _ROWS_READ), model)
+
+    def count_labels(self, collator: PackingCollator) -> None:
+        """Do nothing: how many labels a stream has is not known."""
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, loader: StreamLoader) -> Tensor:
+        """Return the counts of this rank's micro-batches, and the number of tokens of each source of a mixture.
+
+        Returns:
+            int64 [batches, 4 + sources]; see `micro_batch_counts`.
+        """
+        counts = micro_batch_counts(batches, loss)
+        return torch.cat([counts, torch.from_numpy(np.array(loader.tokens_of_sources)).to(counts.device)], 1)
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
+        """Return how a training reads the stream; the number of documents in a step without packing is not known."""
+        return StreamSummary(self.stream, data_rank(self.accelerator).world_size, self.accumulation, isolation)
+
+    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> StreamLoader:
+        """Return the loader of this rank; see `PackedRows.loader`."""
+        names = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
+        names = [name for name in names if name in self.stream.streams.features and name not in self.reading.unread]
+        return StreamLoader(
+            self.stream,
+            self.accelerator,
+            collate,
+            [*names, *passed_on(self.stream.streams.features, self.reading.takes)],
+            accumulation=self.accumulation,
+            loss=self.loss,
+            restarts=self.restarts,
+            loop=loop,
+            **options,
+        )
+
+
+def open_source(
+    name: str,
+    dataset: Any,
+    batching: Batching | None,
+    accelerator: Accelerator,
+    reading: Reading,
+    planned_from: PlannedFrom,
+    *,
+    accumulation: int = 1,
+    loss: Loss = "token",
+    in_order: InOrder | None = None,
+) -> PackedRows | StreamedRows:
+    """Check and measure a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
+
+    Args:
+        name: the name of the dataset in error messages.
+        dataset: a map-style dataset, or a stream.
+        batching: the batching, which also packs the documents of a stream; None for a packed stream, and for a
+            map-style dataset that is read in order.
+        accelerator: the accelerator.
+        reading: how rows are read.
+        planned_from: notes the data.
+        accumulation: number of micro-batches of each rank in an optimizer step.
+        loss: the loss, which a checkpoint has to have been saved with.
+        in_order: how micro-batches are made for evaluation; None for training.
+
+    Raises:
+        PackingError: the dataset is not supported, or does not fit the batching.
+    """
+    rank, world_size = data_rank(accelerator)
+    if is_stream(dataset):
+        stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
+        planned_from.note_settings(**{name: stream})
+        return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
+    check_map_style(name, dataset)
+    plans = in_order or batching
+    assert plans is not None
+    if plans.fewest_shared is not None:
+        assert isinstance(plans, TokenBudget)
+        more = passed_on(dataset, reading.takes)
+        dataset = TreesOfDocuments.find(
+            dataset, plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more
+        )
+    sizes = sizes_of(dataset)
+    planned_from.note_data(name, dataset, sizes)
+    if reading.masking is not None:
+        planned_from.note_settings(data_collator=reading.masking)
+    sampler = RankBatchSampler(plans, sizes, world_size, rank, accumulation)
+    sampler.more_inputs["loss"] = loss
+    return PackedRows(dataset, sampler, accelerator, reading)

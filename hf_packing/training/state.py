@@ -1,0 +1,273 @@
+"""The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from hf_packing.attention import ProveInTraining, inner_model, is_patched
+from hf_packing.errors import PackingError
+from hf_packing.sampling.batching import Batching, Shapes
+from hf_packing.sampling.evaluation import InOrder
+from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
+from hf_packing.training.checks import check_masks, masks_tokens
+from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
+from hf_packing.training.loss_units import find_loss_unit
+from hf_packing.training.losses import Loss, TokenMean
+from hf_packing.training.max_length import lost_pairs, refuse_cut_documents
+from hf_packing.training.model_loss import collator_for
+from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
+from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
+from hf_packing.training.step_counts import Predictions, StepCounts
+from hf_packing.training.streams.training_stream import StreamSummary
+from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
+from hf_packing.training.trainer_loss import loss_of_trainer
+from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
+from hf_packing.training.whole_rows import WholeRows, open_whole_rows
+
+TEST_DATASET = "test_dataset"
+"""The name of the dataset of predict() in messages."""
+
+_DECIDED = (
+    *("train_dataset", "data_collator", "compute_loss_func", "label_smoother", "model_accepts_loss_kwargs"),
+    *("gradient_accumulation_steps", "average_tokens_across_devices", "auto_find_batch_size"),
+    *("train_sampling_strategy", "label_smoothing_factor", "use_liger_kernel", "neftune_noise_alpha"),
+    *("predict_with_generate", "loss_type", "packing", "eval_packing", "dispatch_batches", "split_batches"),
+    *("get_train_dataloader", "_get_train_sampler", "get_eval_dataloader", "get_test_dataloader"),
+    *("get_batch_samples", "compute_loss", "evaluation_loop"),
+)
+"""Attributes of a trainer, its arguments and its accelerator that decide batches and losses. A method counts if it is
+set on the trainer object."""
+
+
+class Attached:
+    """The state that `attach` stores as `trainer.attached`."""
+
+    source: PackedRows | StreamedRows | WholeRows
+    """What the trainer trains on."""
+    loss: Any
+    """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
+
+    def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining) -> None:
+        self.kind = type(trainer)
+        """The trainer's class before attach."""
+        self.own_collator = self.collator = trainer.data_collator
+        """The trainer's collator before attach, and the one that makes the batches."""
+        self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
+        """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
+        self.prove: ProveInTraining = prove
+        self.max_tokens = batching.most_tokens
+        """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
+        self.isolation: object = self
+        """An object whose text says in the summary what is proven."""
+        self.step_counts = StepCounts()
+        """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
+        self._expected: dict[str, Any] = {}
+
+    def settle(self, trainer: Trainer) -> None:
+        """Patch the trainer's models, and check that they and the trainer's loss take the batches."""
+        raise NotImplementedError
+
+    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
+        """Return what attach returns."""
+        args = trainer.args
+        ranks = data_rank(trainer.accelerator).world_size
+        unpacked = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+        return self.source.summary(unpacked, self.isolation)
+
+    def remember(self, trainer: Trainer) -> None:
+        """Note everything that must not change after attach."""
+        self._expected = _decided_by(trainer)
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise PackingError if something that decides batches or losses is not as it was when attach was called."""
+        for name, now in _decided_by(trainer).items():
+            before = self._expected[name]
+            if now is not before and now != before:
+                raise PackingError(
+                    f"{name}: expected the value that it had when attach was called; call attach again after a change"
+                )
+
+    def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
+        """Return a loader of the micro-batches of this rank."""
+        if not is_patched(inner_model(trainer.model)):  # a new model of model_init
+            on_all_ranks(lambda _: self.settle(trainer))
+        return self.loader_of(trainer, self.source)
+
+    def loader_of(self, trainer: Trainer, source: Any) -> DataLoader[Any]:
+        """Return a loader of a source, with the settings of the trainer's arguments."""
+        args = trainer.args
+        loader: DataLoader[Any] = source.loader(
+            self.collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+        )
+        return loader
+
+
+def _decided_by(trainer: Trainer) -> dict[str, Any]:
+    """Return everything that decides batches and losses, by name."""
+    holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
+    found = {name: next((each[name] for each in holders if name in each), None) for name in _DECIDED}
+    data, model = trainer.train_dataset, inner_model(trainer.model)
+    return found | {
+        "train_dataset.format": getattr(data, "format", None),
+        "len(train_dataset)": len(data) if hasattr(data, "__len__") else None,
+        "model": type(model) if trainer.model_init is not None else model,
+    }
+
+
+class AttachedPacks(Attached):
+    """The state of a trainer that trains, evaluates and predicts on packed batches."""
+
+    source: PackedRows | StreamedRows
+    loss: Loss
+
+    def __init__(
+        self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss: Loss, shapes: Shapes
+    ) -> None:
+        super().__init__(trainer, batching, prove)
+        self.loss, self.shapes = loss, shapes
+        self.max_tokens = batching.most_tokens if shapes[0] is None else shapes[0]
+        self.collator = collator_for(trainer.model, *shapes)
+        if masks_tokens(trainer.data_collator):
+            check_masks(trainer.data_collator, trainer.model, self.collator)
+        self._reading = Reading.of_trainer(trainer)
+        self.trainer_loss = loss_of_trainer(trainer)
+        self.first_batch_proof = FirstBatchProof()
+        self.isolation = isolation_in_summary(prove, self.first_batch_proof)
+        self.predictions = Predictions(trainer.accelerator)
+        """What was predicted in the evaluation that is running, or was the last."""
+        self.evaluation: TokenMean | None = None
+        """The mean loss of the evaluation that is running, or None if no evaluation is running."""
+        self.evaluated: list[PackedRows | StreamedRows] = []
+        """The sources of the evaluation datasets that the trainer has at attach."""
+        self._compares = False
+
+    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
+        """Measure the training dataset, and plan its batches."""
+        accumulation = trainer.args.gradient_accumulation_steps
+        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
+        planned_from.note_settings(tokens=self.shapes[0], max_segments=self.shapes[1])
+        self.source = open_source(
+            "train_dataset",
+            trainer.train_dataset,
+            self.batching,
+            trainer.accelerator,
+            self._reading,
+            planned_from,
+            accumulation=accumulation,
+            loss=self.loss,
+        )
+
+    def open_evaluation(
+        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
+    ) -> PackedRows | StreamedRows:
+        """Return the source of an evaluation: rows in the order of the dataset."""
+        if name != TEST_DATASET:  # which SFTTrainer does not prepare
+            refuse_cut_documents(trainer, name, dataset)
+        rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
+        in_order = InOrder(rows)
+        if tokens is not None and max_segments is not None:
+            in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
+        accelerator = trainer.accelerator
+        source = open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
+        planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
+        return source
+
+    @contextmanager
+    def on_all_ranks(self, trainer: Trainer) -> Iterator[None]:
+        """Context manager for a method that all ranks call, such as evaluate(): they compare data in its first loader.
+
+        Other loaders may be made on one rank alone, such as those of callbacks.
+        """
+        on_all_ranks(lambda _: self.check(trainer))
+        self._compares = True
+        try:
+            yield
+        finally:
+            self._compares = False
+
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+        """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
+
+        def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
+            if not is_patched(inner_model(trainer.model)):
+                self.settle(trainer)
+            source = self.open_evaluation(trainer, name, dataset, planned_from)
+            self._check_rows(trainer, source)
+            return source
+
+        compares, self._compares = self._compares, False
+        return self.loader_of(trainer, on_all_ranks(open_rows) if compares else open_rows(PlannedFrom()))
+
+    def settle(self, trainer: Trainer) -> None:
+        patch_models(trainer, self.prove)
+        for source in (self.source, *self.evaluated):
+            self._check_rows(trainer, source)
+
+    def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
+        """Check that the model takes the rows: trees, or labels that do more than repeat the input tokens."""
+        if source.shares_prefixes:
+            check_takes_trees(trainer.model, self.batching, self.shapes)
+            check_takes_trees_as(self.trainer_loss, trainer)
+        else:
+            source.check_labels(trainer.model)
+
+    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
+        self.source.count_labels(self.collator)
+        return super().summary(trainer)
+
+
+class AttachedRows(Attached):
+    """The state of a trainer whose rows stay whole, with its own collator, loss and evaluation."""
+
+    source: WholeRows
+    batching: TokenBudget
+
+    def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss_unit: str | None) -> None:
+        super().__init__(trainer, batching, prove)
+        self.models = UnpaddedModels({})
+        """How each model of the trainer runs padded batches."""
+        self._loss_unit = loss_unit
+
+    def __str__(self) -> str:
+        return f"the loss is a mean of {self.loss}\n{self.models}"
+
+    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
+        """Measure the training dataset, and plan its batches."""
+        accumulation = trainer.args.gradient_accumulation_steps
+        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
+        with torch.random.fork_rng():  # making a loader may draw random numbers
+            stock = trainer.get_train_dataloader()
+        self.source = open_whole_rows(
+            "train_dataset",
+            stock.dataset,
+            stock.collate_fn,
+            self.batching,
+            trainer.accelerator,
+            planned_from,
+            config=inner_model(trainer.model).config,
+            accumulation=accumulation,
+        )
+        self.collator = stock.collate_fn
+
+    def settle(self, trainer: Trainer) -> None:
+        self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
+        parts = self.source.rows_to_check()
+        self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
+        self.source.set_unit(self.loss)
+
+    def summary(self, trainer: Trainer) -> EpochSummary:
+        summary = super().summary(trainer)
+        assert isinstance(summary, EpochSummary)
+        dropped, lost = lost_pairs(trainer, trainer.train_dataset)
+        return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)

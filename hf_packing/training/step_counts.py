@@ -1,0 +1,144 @@
+"""Count what the ranks run: the tokens, documents and attention cost of optimizer steps for logs, and predictions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packing.batch.collate import is_tree_batch
+from hf_packing.training.losses import Loss, documents_in, items_in
+from hf_packing.training.tree_batch import trees_of
+
+_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
+"""Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
+mixture follow."""
+
+
+def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
+    """Count the tokens, documents, attention cost and items of the loss of each batch, without padding and copies.
+
+    Returns:
+        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths or, for trees,
+        `TreeSegments.attention_cost`. Items are the tokens or documents over which the loss is averaged.
+    """
+    rows = []
+    for batch in batches:
+        if is_tree_batch(batch):
+            trees = trees_of(batch)
+            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss))]
+            rows.append(torch.tensor(known, device=batch["input_ids"].device))
+            continue
+        borders, own = batch["cu_seq_lens_q"].long(), batch["seq_idx"][0] >= 0
+        lengths = F.pad(own.long().cumsum(0), (1, 0))[borders].diff()  # 0 for segments that only fill the batch
+        counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum(), items_in(batch, loss)]
+        rows.append(torch.stack([each.to(borders.device) for each in counted]))
+    return torch.stack(rows)
+
+
+def items_counted(counts: Tensor) -> Tensor:
+    """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
+
+    Args:
+        counts: int64 [ranks, batches, 4 or more], the result of `micro_batch_counts` on each rank.
+    """
+    return counts[..., _ITEMS].sum().clamp(min=1)
+
+
+class StepCounts:
+    """Counts of tokens, documents and attention cost in the optimizer steps since the trainer last logged.
+
+    The counts stay on the device until they are logged.
+
+    Args:
+        sources: the names of the sources of a mixture.
+    """
+
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self._sources = sources
+        self._steps: list[Tensor] = []
+        self._documents: Tensor | int = 0
+        """The number of documents in all steps."""
+
+    def add(self, counts: Tensor) -> None:
+        """Add the counts of an optimizer step, int64 [ranks, batches, 4 + sources], as of `micro_batch_counts`."""
+        self._steps.append(counts.detach())
+        self._documents = self._documents + counts[..., _DOCUMENTS].sum()
+
+    def correct_speed(self, logs: dict[str, float]) -> None:
+        """Make the samples per second at the end of a training those documents that were trained on.
+
+        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how large a step is.
+        """
+        if (name := "train_samples_per_second") in logs:
+            logs[name] = round(int(self._documents) / logs["train_runtime"], 3)
+
+    def take(self, max_tokens: int | None) -> dict[str, float]:
+        """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
+
+        Args:
+            max_tokens: the largest number of tokens that a micro-batch may have; None if there is none.
+        """
+        if not self._steps:
+            return {}
+        steps = len(self._steps)
+        together = torch.cat(self._steps, dim=1).double().cpu()
+        self._steps.clear()
+        tokens, squares = together[..., _TOKENS], together[..., _SQUARES]
+        taken = {} if max_tokens is None else {"packing_efficiency": float(tokens.mean()) / max_tokens}
+        taken["documents_per_step"] = float(together[..., _DOCUMENTS].sum()) / steps
+        taken["tokens_per_step"] = float(tokens.sum()) / steps
+        if len(together) > 1:  # one rank waits for no other
+            taken["token_utilization"] = _utilization(tokens)
+            taken["attention_utilization"] = _utilization(squares)
+        of_sources = together[..., _SOURCES:].sum((0, 1)) / tokens.sum()
+        return taken | {f"source_{name}": share for name, share in zip(self._sources, of_sources.tolist(), strict=True)}
+
+
+def _utilization(work: Tensor) -> float:
+    """Return how evenly the ranks share the work: mean / maximum over ranks, averaged over micro-batches.
+
+    Args:
+        work: float64 [ranks, micro-batches]: the tokens, or the attention cost, of each micro-batch.
+    """
+    most = work.amax(dim=0)
+    return float((work.mean(dim=0) / most)[most > 0].mean())
+
+
+class Predictions:
+    """The predictions of all ranks in an evaluation, without the copies of rows that some of them had to run."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._documents: Tensor | int = 0
+        self._counted: list[bool] = []
+        """For each process: whether its current micro-batch has rows that are not copies."""
+
+    @property
+    def documents(self) -> int:
+        """The number of documents, over all ranks."""
+        return int(self._documents)
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Note the micro-batch that this rank is about to run; all ranks call this together."""
+        documents = self._accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
+        self._documents = self._documents + documents.sum()
+        self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
+
+    def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:
+        """Return what `gather` returns for the results of a micro-batch, without those of ranks that ran a copy."""
+        found = gather(data)
+        if all(self._counted):
+            return found
+
+        def without_copies(of_ranks: Any) -> Any:
+            size = len(of_ranks) // len(self._counted)
+            kept = [number for number in range(len(of_ranks)) if self._counted[number // size]]
+            return of_ranks[kept] if isinstance(of_ranks, Tensor) else [of_ranks[number] for number in kept]
+
+        if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object
+            return without_copies(found)
+        return recursively_apply(without_copies, found)

@@ -1,0 +1,154 @@
+"""Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
+teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_packing.attention import (
+    ProveInTraining,
+    has_local_weights,
+    inner_model,
+    input_device,
+    patch_for_training,
+    predicts_tokens,
+    prove_unpadding,
+    route_of,
+    share_prefixes,
+    shares_prefixes,
+    unpatched_on_error,
+)
+from hf_packing.checks import check_choice
+from hf_packing.errors import PackingError
+from hf_packing.training.checks import check_no_noise
+from hf_packing.training.train_on_trees import warn_of_shared_randomness
+
+
+@dataclass(frozen=True)
+class UnpaddedModels:
+    """The models of a trainer that run without padding. `attach` returns this object if no batching is given.
+
+    Example:
+        >>> import hf_packing as hfp, tempfile, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=99, **sizes))
+        >>> arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
+        >>> hfp.attach(transformers.Trainer(model, arguments), None).models["model"].partition("; ")[2]
+        'isolation proven'
+    """
+
+    models: dict[str, str]
+    """A description of each patched model, by the name of the trainer's attribute."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {text}" for name, text in self.models.items())
+
+
+def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None) -> UnpaddedModels:
+    """Patch the models of a trainer, and prove that they take padded batches; "first batch" stands for "model" here.
+
+    Raises:
+        PackingError: the trainer has no model, or adds noise to embeddings; two models share a configuration; or the
+            weights of a model are not in memory.
+        ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
+            rows can share prefixes.
+    """
+    check_choice("prove", prove, ProveInTraining)
+    check_no_noise(trainer)
+    patch_models(trainer, "small" if prove == "small" else "model")
+    for name, model in models_of(trainer).items():
+        if has_local_weights(model):
+            with _named(name), trainer.accelerator.autocast():
+                _take_padded_batches(model, fewest_shared, name == "model")
+    return UnpaddedModels({name: _describe(inner_model(model)) for name, model in models_of(trainer).items()})
+
+
+def patch_models(trainer: Any, prove: ProveInTraining) -> None:
+    """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
+    for name, model in models_of(trainer).items():
+        with _named(name):
+            waits = prove == "first batch" and name != "model"
+            patch_for_training(model, trainer.accelerator, "model" if waits else prove)
+
+
+@contextmanager
+def models_unpatched_on_error(trainer: Any) -> Iterator[None]:
+    """Context manager: if the block raises an error, the patches that it has made in a trainer's models are removed."""
+    with ExitStack() as as_before:
+        for name, model in models_of(trainer).items():
+            with _named(name):
+                as_before.enter_context(unpatched_on_error(model))
+        yield
+
+
+def _take_padded_batches(model: nn.Module, fewest_shared: int | None, is_trained: bool) -> None:
+    """Prove that a patched model takes padded batches, and let a language model share the prefixes of their rows."""
+    inner = inner_model(model)
+    route = route_of(inner)
+    if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
+        prove_unpadding(inner)  # patch_model may have proven it, but without autocast
+    if is_trained or predicts_tokens(inner):  # reward models share no prefixes
+        share_prefixes(inner, fewest_shared)
+        if fewest_shared is not None:
+            warn_of_shared_randomness(model)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Context manager: errors in the block begin with the name of a trainer's model."""
+    try:
+        yield
+    except PackingError as error:
+        hint = "" if name == "model" else ". Keep a model that reads no batches of the trainer outside of it"
+        raise type(error)(f"trainer.{name}: {error}{hint}") from error
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return the models of a trainer and its callbacks that read tokens, by name, the trained model first.
+
+    An attribute of any name counts, and a list or dict of models. What wraps, or is part of, a model that was found
+    before is not another model.
+    """
+    if not isinstance(getattr(trainer, "model", None), nn.Module):
+        raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
+    found, seen = {"model": trainer.model}, set(trainer.model.modules())
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
+        for name, module in _values_of(owner):
+            if isinstance(module, nn.Module) and _reads_tokens(module):
+                inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+                if not inside <= seen:
+                    found[of_callback + name] = module
+                    seen.update(module.modules())
+    return found
+
+
+def _values_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, and what is in its lists and dicts, with their names."""
+    for name, value in vars(owner).items():
+        yield name, value
+        if isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", each) for key, each in items)
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Return whether a module, or a model of transformers in it, reads tokens, unlike losses and vision towers."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if models:
+        return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
+    return any(isinstance(each, nn.Embedding) for each in module.modules())
+
+
+def _describe(model: PreTrainedModel) -> str:
+    route = route_of(model)
+    unpadding = route.facts.unpadding if route else None
+    shared = "; prefixes that rows share are computed once" if shares_prefixes(model) else ""
+    proven = f"{unpadding.describe()}; isolation proven" if unpadding else "not proven on padded batches yet"
+    return f"{type(model).__name__}, {proven}{shared}"
