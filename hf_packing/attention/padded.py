@@ -120,7 +120,8 @@ class PaddedRows:
 
     def take(self, value: Any, places: Tensor) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
-        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens]."""
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens],
+        and to all places of rows of several choices, [rows, choices, tokens, ...]."""
 
         def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -129,7 +130,11 @@ class PaddedRows:
                 return leaf.flatten(1)[:, places]
             if leaf.shape == (1, self.shape[1]):  # the same for all rows
                 leaf = leaf.expand(self.shape)
-            return leaf.flatten(0, 1)[places] if leaf.shape[:2] == self.shape else leaf
+            if leaf.shape[:2] == self.shape:
+                return leaf.flatten(0, 1)[places]
+            if leaf.ndim > 2 and leaf.flatten(0, 1).shape[:2] == self.shape and places.shape == self.shape:
+                return leaf.flatten(0, 2)[places].view_as(leaf)  # several choices in each row
+            return leaf
 
         return map_leaves(value, take)
 
@@ -368,11 +373,8 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
         )
     refuse_media(type(backbone).__name__, inputs, rows)
     left_out = {"attention_mask", "use_cache", *CACHES}
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        if rows.has_positions:
-            inputs = {**inputs, "position_ids": positions.expand(rows.shape)}
-        else:
-            left_out.add("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
+        left_out.add("position_ids")
     inputs = {name: value for name, value in inputs.items() if name not in left_out}
     refuse_earlier_tokens(inputs)
     return inputs
