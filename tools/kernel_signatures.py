@@ -194,27 +194,13 @@ def function_with(signature: str, body: Callable[[dict[str, Any]], Any]) -> Call
     return made
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"has_window": True},
-    "soft cap": {"has_softcap": True},
-    "sinks": {"has_sinks": True},
-    "dropout": {"has_dropout": True},
-}
-"""Kinds of attention calls, as the arguments of `Call` that differ from a plain call."""
+CASES = {"plain": (), "window": ("window",), "soft cap": ("softcap",), "sinks": ("sinks",), "dropout": ("dropout",)}
+"""Kinds of attention calls, and what they ask for."""
 
 
-def call(**changes: Any) -> Call:
-    """Return the `Call` of plain attention in bfloat16, with the given changes."""
-    plain = Call(
-        dtype=torch.bfloat16,
-        head_dim=64,
-        has_window=False,
-        has_softcap=False,
-        has_sinks=False,
-        has_dropout=False,
-    )
-    return plain._replace(**changes)
+def call(*asked: str, **changes: Any) -> Call:
+    """Return the `Call` of attention in bfloat16 that asks for these options, with the given changes."""
+    return Call(torch.bfloat16, 64, asked)._replace(**changes)
 
 
 def kernel_with(name: str, signature: str) -> VarlenKernel:
@@ -247,15 +233,15 @@ def _rows(name: str, versions: dict[str, str]) -> Iterator[str]:
 
 
 def _cells(kernel: VarlenKernel) -> list[str]:
-    cells = ["no" if kernel.refusal(call(**case)) else "yes" for case in CASES.values()]
+    cells = ["no" if kernel.refusal(call(*case)) else "yes" for case in CASES.values()]
     return [*cells, "are repeated" if kernel.is_torch and not kernel.takes("grouped") else "yes"]
 
 
 def _runs_with_torch_alone(signatures: dict[str, Signatures], version: str) -> list[str]:
     own = signatures["torch varlen_attn"].get(version)
     kernel = kernel_with("torch varlen_attn", own) if own else None
-    takes = [kernel is not None and not kernel.refusal(call(**case)) for case in CASES.values()]
-    others = ["FlexAttention" if not case.get("has_dropout") else "by segment" for case in CASES.values()]
+    takes = [kernel is not None and not kernel.refusal(call(*case)) for case in CASES.values()]
+    others = ["FlexAttention" if "dropout" not in case else "by segment" for case in CASES.values()]
     return ["varlen_attn" if taken else other for taken, other in zip(takes, others, strict=True)]
 
 

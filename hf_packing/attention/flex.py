@@ -8,7 +8,7 @@ such a model computed other logits on an H100.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -129,20 +129,14 @@ def _scaled(scale: float, softcap: float | None, query: Tensor) -> Callable[...,
     Both numbers are tensors. torch compiles numbers into the code, and for a number that differs between two layers or
     models, it makes code that FlexAttention cannot run.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    factor = torch.full((), scale if softcap is None else scale / softcap, dtype=dtype, device=query.device)
-    if softcap is None:
+    number = partial(torch.full, (), dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    factor = number(scale if softcap is None else scale / softcap)
+    limit = None if softcap is None else number(softcap)
 
-        def scaled(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-            return score * factor
+    def scaled(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return score * factor if limit is None else limit * torch.tanh(score * factor)
 
-        return scaled
-    limit = torch.full((), softcap, dtype=dtype, device=query.device)
-
-    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return limit * torch.tanh(score * factor)
-
-    return capped
+    return scaled
 
 
 def row_mask(
@@ -154,7 +148,7 @@ def row_mask(
         cu_seq_lens: cumulative segment lengths, int32 [segments + 1].
         tokens: number of tokens in the row. All other arguments are explained in `attend_exactly`.
     """
-    place = torch.arange(_places(tokens), dtype=torch.int32, device=cu_seq_lens.device)
+    place = torch.arange(_places(tokens), dtype=torch.int32, device=cu_seq_lens.device).clamp(max=tokens - 1)
     segment = torch.searchsorted(cu_seq_lens[1:-1].contiguous(), place, right=True)
     first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1
     if chunk is not None:
@@ -245,20 +239,17 @@ def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Sequence[Tensor
     full if all tokens of one are visible from all tokens of the other. A block that the row's end cuts is never full.
 
     Args:
-        first: int32 [places], the first token that is visible from each token; never falls.
+        first: int32 [places], the first token that is visible from each token; never falls. The places after the row's
+            tokens repeat its last token.
         last: int32 [places], the last token that is visible from each token; never falls.
         tokens: number of tokens in the row.
     """
     blocks = -(-tokens // BLOCK)
     first, last = (places[: blocks * BLOCK].view(blocks, BLOCK) for places in (first, last))
     number = torch.arange(blocks, dtype=torch.int32, device=first.device)
-    is_whole = (number + 1) * BLOCK <= tokens
-    end_of_row = (tokens - 1) % BLOCK  # in the last block
-    first_of_last = torch.where(is_whole, first[:, -1], first[:, end_of_row])
-    last_of_last = torch.where(is_whole, last[:, -1], last[:, end_of_row])
-    begin, end = first[:, 0] // BLOCK, last_of_last // BLOCK + 1
-    begin_full, end_full = (first_of_last + BLOCK - 1) // BLOCK, (last[:, 0] + 1) // BLOCK
-    full = (end_full - begin_full).clamp(min=0) * is_whole
+    begin, end = first[:, 0] // BLOCK, last[:, -1] // BLOCK + 1
+    begin_full, end_full = (first[:, -1] + BLOCK - 1) // BLOCK, (last[:, 0] + 1) // BLOCK
+    full = (end_full - begin_full).clamp(min=0) * ((number + 1) * BLOCK <= tokens)
     skipped = torch.where(number[None] >= (begin_full - begin)[:, None], full[:, None], 0)
     indices = (begin[:, None] + number + skipped).clamp(max=blocks - 1)
     full_indices = (begin_full[:, None] + number).clamp(max=blocks - 1)

@@ -96,10 +96,10 @@ def packed_varlen(
             f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
             "so a shared prefix would depend on the documents that continue it"
         )
-    q, k, v = (_merge_rows(tensor) for tensor in _to_one_dtype(query, key, value))
+    q, k, v = _one_row(query, key, value)
     options: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     options["dropout"] = dropout
-    kernel = choose(module, q, v, in_trees=row.has_branches, **options)
+    kernel = choose(module, q, v, row.has_branches, options)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     if kernel is not None:
         attended = kernel.attend(q, k, v, row, **options)
@@ -162,25 +162,20 @@ def _uncompiled_row(module: torch.nn.Module, tokens: int) -> TracedRow:
     return TracedRow(layout.cu_seq_lens, layout.max_length)
 
 
-def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value in one dtype: the dtype of autocast if autocast is on, or else the dtype of `value`.
+def _one_row(*tensors: Tensor) -> list[Tensor]:
+    """Return query, key and value as [1, heads, rows * tokens, dim], in one dtype: the dtype of autocast if autocast is
+    on, or else the dtype of the value.
 
     The cast is needed since norms and rotary embeddings may return float32. As in torch's own attention, autocast does
     not apply to float64.
     """
-    device = query.device.type
+    query, _, value = tensors
+    device, dtype = query.device.type, value.dtype
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = value.dtype
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _merge_rows(tensor: Tensor) -> Tensor:
-    """Reshape a tensor from [rows, heads, tokens, dim] to [1, heads, rows * tokens, dim], and return the result."""
-    if tensor.shape[0] == 1:
-        return tensor
-    return tensor.transpose(0, 1).flatten(1, 2)[None]
+    if len(query) > 1:
+        tensors = tuple(tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in tensors)
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def packed_varlen_mask(

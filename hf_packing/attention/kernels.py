@@ -60,12 +60,8 @@ class Call(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     """The head dimension of queries and keys or that of values, whichever is larger."""
-    has_window: bool
-    has_softcap: bool
-    has_sinks: bool
-    has_dropout: bool
-    has_chunks: bool = False
-    in_trees: bool = False
+    asked: tuple[str, ...] = ()
+    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout" and "trees"."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
 
@@ -103,21 +99,11 @@ class VarlenKernel:
         """Return why the kernel does not take a call; an empty string if it does."""
         if self.function is None:
             return "not installed"
-        if call.in_trees:
-            return "takes no rows of trees"
         if call.dtype not in HALF_PRECISION:
-            return f"takes no {_name_of(call.dtype)}"
+            return f"takes no {call.dtype}"
         if call.head_dim > _MAX_HEAD_DIM:
             return f"takes head dimensions up to {_MAX_HEAD_DIM}"
-        asked = {
-            "scale": True,
-            "window": call.has_window,
-            "softcap": call.has_softcap,
-            "sinks": call.has_sinks,
-            "dropout": call.has_dropout,
-            "chunks": call.has_chunks,
-        }
-        missing = [meaning for meaning, is_asked in asked.items() if is_asked and not self.takes(meaning)]
+        missing = [meaning for meaning in ("scale", *call.asked) if not self.takes(meaning)]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     def attend(
@@ -163,10 +149,6 @@ class VarlenKernel:
         return output
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True, eq=False)
 class FlexKernel:
     """torch's FlexAttention, with a mask that is made from the borders of the segments."""
@@ -176,8 +158,8 @@ class FlexKernel:
     def refusal(self, call: Call) -> str:
         """Return why FlexAttention does not take a call; an empty string if it does."""
         if call.dtype not in HALF_PRECISION:  # in float32, it rounds to TF32, or is slow
-            return f"takes no {_name_of(call.dtype)}"
-        return "takes no dropout" if call.has_dropout else ""
+            return f"takes no {call.dtype}"
+        return "takes no dropout" if "dropout" in call.asked else ""
 
     attend = staticmethod(attend_with_flex)
 
@@ -261,38 +243,20 @@ def switched_off() -> AbstractContextManager[None]:
     return within(_is_off, True)
 
 
-def choose(
-    layer: nn.Module,
-    query: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    chunk: int | None = None,
-    in_trees: bool = False,
-) -> Kernel | None:
+def choose(layer: nn.Module, query: Tensor, value: Tensor, in_trees: bool, options: dict[str, Any]) -> Kernel | None:
     """Return the kernel on which an attention call of a layer runs, or None for exact attention.
 
     Args:
         layer: the module that computes attention.
-        in_trees: whether documents in the row share prefixes. All other arguments are those of `attend_exactly`.
+        in_trees: whether documents in the row share prefixes.
+        options: arguments of `attend_exactly` that a kernel may not take.
     """
     is_traced = torch.compiler.is_compiling()
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
-        name = _choose(
-            query.dtype,
-            max(query.shape[-1], value.shape[-1]),
-            window is not None,
-            softcap is not None,
-            sinks is not None,
-            dropout > 0,
-            chunk is not None,
-            in_trees,
-            hub,
-        )
+        asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
+        asked += ["trees"] if in_trees else []
+        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
         _latest[layer] = EXACT[in_trees] if kernel is None else kernel.name
@@ -307,21 +271,14 @@ def _choose(*fields: Any) -> str | None:
         refusals = {kernel.name: _struck.get(kernel.name) or kernel.refusal(call) for kernel in _kernels_for(call.hub)}
         _chosen[call] = next((name for name, reason in refusals.items() if not reason), None)
         if _chosen[call] is None and not _struck and call.dtype != torch.float64:  # which only checks use
-            where, unit = (" in rows of trees", "path") if call.in_trees else ("", "segment")
+            where, unit = (" in rows of trees", "path") if "trees" in call.asked else ("", "segment")
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             _warn(
-                f"attention{where} runs {unit} by {unit}, which is exact, but slow ({reasons}). "
-                + (_WITH_DROPOUT if call.dtype in HALF_PRECISION else _IN_FLOAT32)
+                f"attention{where} runs {unit} by {unit}, which is exact, but slow ({reasons}). Kernels need bfloat16 "
+                "or float16, as with bf16=True or fp16=True, and no attention dropout; for packed rows with it, run "
+                "`pip install flash-attn --no-build-isolation`"
             )
     return _chosen[call]
-
-
-_IN_FLOAT32 = "Load the model in bfloat16, or train with bf16=True or fp16=True"
-
-_WITH_DROPOUT = (
-    "Set the attention dropout in the model's configuration to 0, or, for packed rows, run "
-    "`pip install flash-attn --no-build-isolation`"
-)
 
 
 @cache

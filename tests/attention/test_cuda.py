@@ -22,10 +22,10 @@ LENGTHS = [130, 1, 64, 300, 17]
 def kernel_named(name, **how):
     """Return a kernel, or skip the test if it is not installed or does not take the call on this GPU."""
     kernel = next(each for each in KERNELS if each.name == name)
-    asked = {f"has_{each}": how.get(each) is not None for each in ("window", "softcap", "sinks")}
-    asked |= {"has_dropout": how.get("dropout", 0.0) > 0, "is_deterministic": False}
-    asked |= {"in_trees": how.get("in_trees", False), "dtype": torch.bfloat16}
-    if reason := kernel.refusal(Call(head_dim=max(how["dim"], how["value_dim"]), **asked)):
+    asked = tuple(
+        each for each in ("window", "softcap", "sinks", "dropout", "chunk", "trees") if how.get(each) is not None
+    )
+    if reason := kernel.refusal(Call(torch.bfloat16, max(how["dim"], how["value_dim"]), asked)):
         pytest.skip(f"{name}: {reason}")
     return kernel
 
@@ -159,7 +159,7 @@ def test_flex_attention_is_attention_along_paths(window, chunk, softcap, has_sin
     torch.manual_seed(0)
     sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
     how = {"is_causal": True, "window": window, "softcap": softcap}
-    kernel = kernel_named("FlexAttention", dim=dim, value_dim=value_dim, sinks=sinks, in_trees=True, **how)
+    kernel = kernel_named("FlexAttention", dim=dim, value_dim=value_dim, sinks=sinks, trees=True, **how)
     how["chunk"] = chunk
     assert_close(
         kernel, Layout.of(TREES, torch.device("cuda")), how, exact_and_half(TREES.tokens, dim, value_dim, sinks)
@@ -168,12 +168,11 @@ def test_flex_attention_is_attention_along_paths(window, chunk, softcap, has_sin
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
 def test_chunks_in_packed_rows(name):
-    """FlexAttention gets them in its mask, other kernels as borders."""
     torch.manual_seed(0)
-    how = {"is_causal": True, "window": None, "softcap": None}
+    how = {"is_causal": True, "chunk": 50}
     kernel = kernel_named(name, dim=64, value_dim=64, **how)
     layout, tensors = Layout.of(LENGTHS, torch.device("cuda")), exact_and_half(sum(LENGTHS), 64, 64, None)
-    assert_close(kernel, layout, how | {"chunk": 50}, tensors)
+    assert_close(kernel, layout, how, tensors)
 
 
 class Failing(VarlenKernel):

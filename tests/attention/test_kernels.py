@@ -58,9 +58,8 @@ def test_a_call_is_right_or_refused(name, signature, is_causal, asked):
     """In compiled code, too, which knows of the row only the borders and the longest length."""
     kernel = stand_in(name, signature)
     how = {each: ARGUMENTS[each] for each in asked}
-    described = {f"has_{each}": each in how for each in ("window", "softcap")}
-    if kernel.refusal(call(**described)):
-        assert asked or "takes no scale" in kernel.refusal(call())
+    if refusal := kernel.refusal(call(*asked)):
+        assert asked or refusal == "takes no scale"
         return
     row = Layout.of(LENGTHS)
     how |= {"scale": 0.3, "is_causal": is_causal}
@@ -76,24 +75,22 @@ TORCH_KERNEL = "torch varlen_attn"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "reason"),
+    ("name", "asked", "reason"),
     [
-        (TORCH_KERNEL, {"has_softcap": True}, "takes no softcap"),
-        (TORCH_KERNEL, {"has_softcap": True, "has_sinks": True}, "takes no softcap and no sinks"),
-        (TORCH_KERNEL, {"dtype": torch.float32}, "takes no float32"),
-        (TORCH_KERNEL, {"head_dim": 512}, "takes head dimensions up to 256"),
-        (TORCH_KERNEL, {"in_trees": True}, "takes no rows of trees"),
-        (TORCH_KERNEL, {"has_chunks": True}, "takes no chunks"),
-        (TORCH_KERNEL, {"has_window": True}, ""),
-        ("flash-attn 3", {"has_dropout": True}, "takes no dropout"),
-        ("kernels-community/vllm-flash-attn3", {"has_sinks": True}, "takes no sinks"),
+        (TORCH_KERNEL, call("softcap"), "takes no softcap"),
+        (TORCH_KERNEL, call("softcap", "sinks"), "takes no softcap and no sinks"),
+        (TORCH_KERNEL, call(dtype=torch.float32), "takes no torch.float32"),
+        (TORCH_KERNEL, call(head_dim=512), "takes head dimensions up to 256"),
+        (TORCH_KERNEL, call("trees"), "takes no trees"),
+        (TORCH_KERNEL, call("chunk"), "takes no chunk"),
+        (TORCH_KERNEL, call("window"), ""),
+        ("flash-attn 3", call("dropout"), "takes no dropout"),
+        ("kernels-community/vllm-flash-attn3", call("sinks"), "takes no sinks"),
     ],
 )
-def test_what_the_newest_kernels_take(name, change, reason):
-    refusal = stand_in(name, [*KNOWN[name].values()][-1]).refusal(call(**change))
-    assert refusal.startswith(reason)
-    assert bool(refusal) == bool(reason)
-    assert VarlenKernel(name, lambda: None).refusal(call(**change)) == "not installed"
+def test_what_the_newest_kernels_take(name, asked, reason):
+    assert stand_in(name, [*KNOWN[name].values()][-1]).refusal(asked) == reason
+    assert VarlenKernel(name, lambda: None).refusal(asked) == "not installed"
 
 
 def test_dropout_and_determinism_are_passed_on():
@@ -156,9 +153,9 @@ class FlexOnCpu(FlexKernel):
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
-        ({"dtype": torch.float32}, "takes no float32.*Load the model in bfloat16, or train with bf16=True"),
-        ({"dropout": 0.1}, "takes no dropout.*attention dropout in the model's configuration to 0, or, for packed"),
-        ({"dropout": 0.1, "in_trees": True}, "takes no rows of trees.*attention dropout in the model's"),
+        ({"dtype": torch.float32}, "takes no torch.float32.*Kernels need bfloat16 or float16"),
+        ({"dropout": 0.1}, "takes no dropout.*for packed rows with it, run `pip install flash-attn"),
+        ({"dropout": 0.1, "in_trees": True}, "takes no dropout and no trees.*and no attention dropout"),
     ],
 )
 def test_a_warning_says_why_there_is_no_kernel(change, advice):

@@ -90,9 +90,9 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
 
 def choose(dtype=torch.bfloat16, layer=None, **changes):
     """The name of the kernel that is chosen for a call, or None."""
-    options = {"window": None, "softcap": None, "sinks": None, "dropout": 0.0} | changes
     query, _, value = tensors(dtype=dtype)
-    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, **options)
+    in_trees = changes.pop("in_trees", False)
+    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, in_trees, {"dropout": 0.0} | changes)
     return None if kernel is None else kernel.name
 
 
