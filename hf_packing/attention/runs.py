@@ -155,11 +155,12 @@ class Runner:
         """Context manager: undo the changes of modules after the block, and those of weights before the next one."""
         if self._modules is None or not self._modules.is_current:
             self._modules = ModuleSnapshot(*self.model.modules())
+        modules = self._modules
         weights.restore()
         try:
             yield
         finally:
-            self._modules.restore()
+            modules.restore()
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward, restore the model, and return the output. Arguments that it does not take are left out."""
@@ -186,17 +187,17 @@ class Runner:
     @contextmanager
     def unpatched(self, attention: str | None = None) -> Iterator[None]:
         """Context manager: within the block, the model works as before it was patched, with an attention function of
-        this name or, if None, with its own."""
+        this name or, if None, with its own. It is restored after each run."""
         patch = getattr(self.model, PATCH, None)
         # backward passes may use other threads than the block, so the patch itself is switched off and on again
         with nullcontext() if patch is None else patch.suspended(), use_attention(attention_of(self.model)):
             if attention is not None:
                 self.model.set_attn_implementation(attention)
-            self._is_unpatched = True
+            before, self._is_in_series, self._is_unpatched = self._is_in_series, False, True
             try:
                 yield
             finally:
-                self._is_unpatched = False
+                self._is_in_series, self._is_unpatched = before, False
 
     @property
     def other_attention(self) -> str | None:

@@ -190,7 +190,7 @@ def test_what_is_wrong_is_shown():
         MeasuredHead(HEADS[1], "one", "exact", "varlen", right=0.0, stock_right=0.4),
     ]
     text = page([], "", heads)
-    assert rows_of(text)["Heads", "one"] == ["WRONG", "exact, right only", "", ""]
+    assert rows_of(text)["Heads", "one"] == ["WRONG", "exact", "", ""]
     assert "0 of 1 for sequence classification, 1 of 1 for token classification" in text
     assert "| one | token classification | 4e-01 |" in text
     text = page([], "", [], [MeasuredPictures("one", "WRONG", 0.3, 0.1)])

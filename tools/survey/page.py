@@ -154,8 +154,7 @@ def _other_heads(results: Sequence[MeasuredHead]) -> list[str]:
         "rows of 2 to 22 tokens, padded on the right and on the left. Exact means that the outputs and gradients of",
         f"every row differ by at most {EXACT_ROWS:g} from those of the row alone. Of the models that can run alone,",
         f"these are exact: {', '.join(counts)}.",
-        '"Right only": the head reads the first place of a row, so padding on the left is refused. "By length": the',
-        "backbone takes no packed rows, and runs on the rows of equal length together.",
+        '"By length": the backbone takes no packed rows, and runs on the rows of equal length together.',
         "",
         f"Before patching, padding on the left changes the outputs of {on_the_left} of these {len(exact)} models by",
         f"more than {STOCK_IS_WRONG:g}, and padding on the right those of {len(wrong)}, which a table lists.",
@@ -265,8 +264,7 @@ def _cell_of_head(each: MeasuredHead | None) -> str:
         return ""
     if each.status != "exact":
         return "" if each.status == "not built" else each.status
-    notes = [*(["right only"] if isnan(each.left) else []), *(["by length"] if each.by_length else [])]
-    return ", ".join(["exact", *notes])
+    return "exact, by length" if each.by_length else "exact"
 
 
 def _exceptions(taken: Sequence[Measured]) -> str:
