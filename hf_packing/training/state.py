@@ -14,7 +14,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary
-from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
@@ -59,7 +59,7 @@ class Attached:
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
         """The trainer's collator before attach, and the one that makes the batches."""
-        self.batching = batching
+        self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
         self.prove: ProveInTraining = prove
         self.max_tokens = batching.most_tokens
