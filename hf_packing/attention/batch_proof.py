@@ -25,7 +25,7 @@ from hf_packing.attention.route import READ_ARGUMENTS, route_of
 from hf_packing.attention.runs import Embedded, Runner, gradients_of, logits_of
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
 _CALLS_ALONE = 3
@@ -95,11 +95,6 @@ class BatchCase(Case):
     def outputs(self, tokens: Tensor) -> list[Tensor]:
         ids: Tensor = self._inputs["input_ids"]
         logits = logits_of(self.model, self.runner({**self._inputs, "input_ids": tokens.view_as(ids)}))
-        if logits.shape[:2].numel() != len(tokens):
-            raise ModelNotSupportedError(
-                f"model: expected an output for each of {len(tokens)} tokens, but {type(self.model).__name__} returns "
-                f"{list(logits.shape)}"
-            )
         return self.by_segment(logits.flatten(0, 1))
 
     @property

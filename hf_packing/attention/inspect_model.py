@@ -15,9 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
-_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
-
 GATHERED = "ds_id"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
 the parameter's module is called."""
@@ -66,14 +63,6 @@ def _check_peft_method(peft_model: Any) -> None:
             )
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of FSDP, activation checkpointing and torch.compile. A module without
-    wrappers is returned unchanged."""
-    while (inner := next((getattr(module, name) for name in _WRAPPED if name in module._modules), None)) is not None:
-        module = inner
-    return module
-
-
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations of a model and of its modules, including nested configurations, without duplicates."""
     waiting = [
@@ -113,7 +102,7 @@ class Signature:
 
     def __init__(self, module: nn.Module) -> None:
         self._where = type(module).__name__
-        parameters = _forward_parameters(module)
+        parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
@@ -131,15 +120,6 @@ class Signature:
                 f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
             )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
-
-
-def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters in the signature of a module's forward. If the forward takes *args and overrides a forward
-    without *args, return the parameters of the overridden forward instead."""
-    inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
-    own = list(inspect.signature(module.forward).parameters.values())
-    others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
-    return next((each for each in (own, *others) if not any(p.kind is p.VAR_POSITIONAL for p in each)), own)
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:
@@ -194,11 +174,12 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     integer setting of the model."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in sorted(_LENGTHS, key=lambda lengths: max(lengths) in sizes):
-        if sum(lengths) not in sizes:
-            return list(lengths)
-    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
+    found = [lengths for lengths in _LENGTHS if sum(lengths) not in sizes]
+    if not found:
+        raise PackingError(
+            "model: expected a row length of 41, 43, 47 or 53 that is no size or setting of it, got none"
+        )
+    return list(min(found, key=lambda lengths: max(lengths) in sizes))
 
 
 WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
@@ -217,15 +198,6 @@ def weights_location(model: nn.Module) -> WeightsLocation:
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
                 return "on the meta device"
     return "in memory"
-
-
-def refuse_meta_device() -> None:
-    """Raise PackingError within `torch.device("meta")`, where our own tensors would have no values."""
-    if torch.get_default_device().type == "meta":
-        raise PackingError(
-            "device: expected a default device with memory, got 'meta'; only build the model within "
-            "torch.device('meta'), and call this function afterwards"
-        )
 
 
 def has_local_weights(model: nn.Module) -> bool:

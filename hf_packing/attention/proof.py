@@ -72,11 +72,6 @@ class Proof:
         if not torch.stack([comparable(each).any() for each in packed.outputs]).all():
             return f"{type(case.model).__name__} returns no finite logits for a document"
         unit = spread(torch.cat(packed.outputs))
-        if not all(each.is_seen for each in self.changes):
-            return (
-                "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
-                "of the following tokens"
-            )
         if self.max_leak > 0:
             explains = case.tolerance().explains
             # the outputs of an expert depend on the number of tokens that go to it, and quantized layers share scales
@@ -97,7 +92,14 @@ class Proof:
                 f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
             )
         found = [self._difference(each, unit) for each in case.known]
-        return "" if "" in found else next(iter(found), "")
+        if found and "" not in found:
+            return found[0]
+        if not all(each.is_seen for each in self.changes):
+            return (
+                "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
+                "of the following tokens"
+            )
+        return ""
 
     def _difference(self, alone: Alone, unit: float) -> str:
         """Return how documents differ from the same documents alone; empty if rounding explains it."""

@@ -56,15 +56,15 @@ def prove_trees(model: PreTrainedModel) -> tuple[dict[str, Proof], str]:
             f"{type(model).__name__}: trees were not proven while the weights were in memory; call "
             "patch_model(model, trees=True) before the model is sharded"
         )
+    evaluation = TreeCase(Runner(model), lengths=TREES, make_batch=_row_of_trees, ends=_ENDS)
+    evaluation.examine()
+    _refuse_unstable_prefixes(evaluation)
+    training = evaluation.in_training()
+    training.replacements = []
+    examine_in_training(training, evaluation)
     patch: Patch = getattr(model, PATCH)
+    patch.facts.takes_trees = True
     try:
-        evaluation = TreeCase(Runner(model), lengths=TREES, make_batch=_row_of_trees, ends=_ENDS)
-        evaluation.examine()
-        _refuse_unstable_prefixes(evaluation)
-        training = evaluation.in_training()
-        training.replacements = []
-        examine_in_training(training, evaluation)
-        patch.facts.takes_trees = True
         proofs = {"evaluation": require(evaluation)}
         if training.known:
             proofs["training"] = require(training)

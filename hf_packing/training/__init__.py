@@ -17,9 +17,8 @@
 | losses.py | counts and weights of the labels of an optimizer step |
 | model_loss.py, trainer_loss.py | let a model or a trainer compute its own loss, weighted by its share of the step |
 | loss_units.py | says what the loss of whole rows is a mean of |
-| uneven_gather.py | gathers metrics from ranks with different numbers of rows |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
-| tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
+| tree_batch.py | reads the labels of a batch: what predicts them and, in trees, which documents train on them |
 | train_on_trees.py | checks that a model and a trainer take rows of trees |
 | logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
 | score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |

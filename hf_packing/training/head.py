@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
-from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
+from hf_packing.training.tree_batch import NextTokens
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -59,14 +59,14 @@ def observed_logits(model: nn.Module, shape: torch.Size, weighting: Weighting | 
 
     Args:
         model: a model, with or without wrappers.
-        shape: numbers of rows and tokens of the batch.
+        shape: numbers of rows and tokens of the batch; of several rows, logits are computed as usual.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
     """
     inner = inner_model(model)
     head = Head(inner, shape, weighting)
     head.reason, can_observe = _reason_for_whole_rows(head.layer, model, inner)
     with (
-        head.installed() if can_observe else nullcontext(),
+        head.installed() if can_observe and shape[0] == 1 else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
         yield head

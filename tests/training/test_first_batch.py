@@ -114,7 +114,10 @@ def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     assert printed == str(proven).splitlines()
     assert [line.split(" batch")[0] for line in printed] == [f"{PROVEN}training", f"{PROVEN}evaluation"]
     assert f": {proven.proofs['training'].documents} documents of up to " in printed[0]
-    assert "in float32; no document changes the logits or gradients of another (largest change 0); alone" in printed[0]
+    assert (
+        "in training mode and float32; no document changes the logits or gradients of another (largest change 0); alone"
+        in printed[0]
+    )
     assert str(summary).endswith("\n".join(printed))
 
 
