@@ -78,11 +78,11 @@ class BatchCase(Case):
         tokens = ids.flatten()
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         replaced = _segments_to_replace(trees)
-        self.replacements = [replaced] if replaced else []
+        self.replacements = [replaced]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in set(replaced)}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
-        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens)
+        chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
         self.sample = [*chosen, *[None] * (_CALLS_ALONE - len(chosen))]
 
     @contextmanager

@@ -102,7 +102,7 @@ class Signature:
 
     def __init__(self, module: nn.Module) -> None:
         self._where = type(module).__name__
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = _forward_parameters(module)
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
@@ -120,6 +120,15 @@ class Signature:
                 f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
             )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters in the signature of a module's forward. If the forward takes *args and overrides a forward
+    without *args, return the parameters of the overridden forward instead."""
+    inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
+    own = list(inspect.signature(module.forward).parameters.values())
+    others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
+    return next((each for each in (own, *others) if not any(p.kind is p.VAR_POSITIONAL for p in each)), own)
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:

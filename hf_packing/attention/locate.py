@@ -28,7 +28,7 @@ def locate_leak(case: Case) -> str:
     of the module that contains it. All ranks make the same calls.
     """
     model, tokens, document = case.model, case.trees.tokens, case.sample[0]
-    replaced = next(iter(case.replacements), [])
+    (replaced,) = case.replacements
     with case.undisturbed(), case.runner.eagerly():
         with _recorded(model, tokens) as packed:
             case.run()

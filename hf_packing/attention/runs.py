@@ -95,7 +95,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, called: nn.Module | None = None) -> None:
         self.model = inner_model(model)
-        self.called = called or model
+        self.called = model if called is None else called
         self.device = input_device(self.model)
         self.signature = Signature(self.model if self.called is model else self.called)
         self.is_compiled = is_compiled(model)

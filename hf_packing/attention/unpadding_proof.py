@@ -54,7 +54,8 @@ class PaddedCase(RowCase):
         return self._outputs_of(self.by_segment(tokens), **options)
 
     def outputs_alone(self, places: Tensor) -> Tensor:
-        return self._outputs_of([self.tokens[places]])[0]
+        takes_cache = "use_cache" in self.runner.signature.names  # some models pass their own
+        return self._outputs_of([self.tokens[places]], **({"use_cache": False} if takes_cache else {}))[0]
 
     def _outputs_of(self, rows: list[Tensor], **options: Any) -> list[Tensor]:
         """Run the model on a padded batch, and return all outputs of each row."""

@@ -34,7 +34,7 @@ from hf_packing.attention import function, kernels, patch, prove_on_batch
 from hf_packing.attention.exact import TracedRow, attend_exactly
 from hf_packing.attention.function import packed_varlen
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
-from hf_packing.attention.layout import Layout, use_layout
+from hf_packing.attention.layout import Layout, current_layout, within
 from hf_packing.attention.route import route_of
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 from tools.tiny_model import tiny_model
@@ -407,7 +407,7 @@ def test_the_report_names_the_kernel(request):
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
     monkeypatch.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
-    with use_layout(Layout.of([5, 3, 4])):
+    with within(current_layout, Layout.of([5, 3, 4])):
         packed_varlen(torch.nn.Identity(), *tensors(), None)
     model = patched("Llama", trees=True)
     model(**inputs_of(CHAT))
