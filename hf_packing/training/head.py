@@ -135,7 +135,7 @@ class Head:
     """The output layer of a model in one forward: it takes the place of the layer's forward, and runs it later."""
 
     def __init__(self, inner: PreTrainedModel, shape: torch.Size, weighting: Weighting | None) -> None:
-        self.inner, self.shape, self.weighting = inner, shape, weighting
+        self.shape, self.weighting = shape, weighting
         self.layer: Any = inner.get_output_embeddings()
         self.size = max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
         """The largest number of tokens whose logits are computed at a time."""
@@ -465,11 +465,9 @@ def _warn_once(model: str, reason: str) -> None:
 
 def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
     """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
-    name = next((name for name, module in model.named_modules() if module is layer), None)
-    if not name:
+    around = [module for module in model.modules() if layer in module.modules()]
+    if not around:
         return "the model's get_output_embeddings returns no output layer", False
-    parts = name.split(".")
-    around = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))]
     if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
         return "the output layer is compiled", False
     hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]

@@ -60,9 +60,7 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     exact = log_probs.to(exact_type(log_probs.device))
     if is_tree_batch(batch):
         of_documents, tokens = (torch.from_numpy(each).to(exact.device) for each in documents_and_tokens(batch))
-        among_labels = tokens.new_zeros(labels.shape[1])
-        among_labels[following.tokens] = torch.arange(len(following.tokens), device=exact.device)
-        exact = exact[among_labels[tokens]]
+        exact = exact[torch.searchsorted(following.tokens.to(exact.device), tokens)]
     else:
         of_documents = batch[SEQ_IDX][0, following.tokens].long().to(exact.device)
     sums = exact.new_zeros(int(documents_in(batch))).index_add(0, of_documents, exact)
