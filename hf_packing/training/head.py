@@ -167,8 +167,7 @@ class Head:
         kind = hidden.device.type
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         like = self._forward(hidden[:, :1])[0, 0].detach()
-        source = next((each for each in (hidden, *self.layer.parameters()) if each.requires_grad), hidden)
-        return Logits.later(self, hidden, self._places(like), (), like, source)
+        return Logits.later(self, hidden, self._places(like), (), like, hidden, *self.layer.parameters())
 
     def _places(self, like: Tensor) -> Tensor:
         """Return what `Logits.places` describes, for the logits of all tokens."""
@@ -233,17 +232,24 @@ class Logits(Tensor):
 
     @classmethod
     def later(
-        cls, head: Head, hidden: Tensor, places: Tensor, steps: tuple[_Step, ...], like: Tensor, source: Tensor
+        cls,
+        head: Head,
+        hidden: Tensor,
+        places: Tensor,
+        steps: tuple[_Step, ...],
+        like: Tensor,
+        source: Tensor,
+        *weights: Tensor,
     ) -> "Logits":
         """Return logits that are computed later.
 
         Args:
             like: a tensor with the dtype and on the device of the logits.
-            source: what requires a gradient if these logits do: the logits from which these are made, or the input of
-                the output layer.
+            source: the logits from which these are made, or the input of the output layer.
+            weights: the weights from which they are made, which DDP looks for in the graph of a model's outputs.
         """
         apply: Callable[..., Logits] = _StandIn.apply
-        logits = apply(like.new_full((1,), torch.nan), places.shape, source)
+        logits = apply(like.new_full((1,), torch.nan), places.shape, source, *weights)
         logits.head, logits.hidden, logits.places, logits.steps = head, hidden, places, steps
         logits.is_copy = head.has_graph and not torch.is_grad_enabled()
         return logits
@@ -321,7 +327,8 @@ class Logits(Tensor):
         """Return the logits after a function of single tokens with these other arguments; None for any other one."""
         others, vocabulary = tree_leaves((args, kwargs)), self.shape[-1]
         if name in _OF_SINGLE_LOGITS and all(_is_of_every_token(each, vocabulary) for each in others):
-            return self._with(function, self.places, is_step=True)
+            weights = [each for each in others if isinstance(each, Tensor)]
+            return self._with(function, self.places, *weights, is_step=True)
         if name not in _VIEWS or any(isinstance(each, (Tensor, torch.dtype)) for each in others):
             return None
         places = function(self.places)
@@ -330,7 +337,9 @@ class Logits(Tensor):
             return self._with(function, places, is_step=is_part, is_view=True)
         return None
 
-    def _with(self, function: _Step, places: Tensor, is_step: bool = False, is_view: bool = False) -> "Logits":
+    def _with(
+        self, function: _Step, places: Tensor, *weights: Tensor, is_step: bool = False, is_view: bool = False
+    ) -> "Logits":
         """Return the logits after a function: a view of these, or the logits after one more step, or both."""
         if self.known is not None:
             return Logits.of_values(self.head, function(self.known), places)
@@ -339,7 +348,7 @@ class Logits(Tensor):
         if like is before and not is_view:  # nothing to do, as for float() of float32
             return self
         steps = (*self.steps, function) if is_step else self.steps
-        logits = Logits.later(self.head, self.hidden, places, steps, like, self._stand_in())
+        logits = Logits.later(self.head, self.hidden, places, steps, like, self._stand_in(), *weights)
         if is_view:
             logits.base, logits.taken = self, function
         return logits
@@ -390,8 +399,8 @@ class _StandIn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, nan: Tensor, shape: torch.Size, source: Tensor) -> Tensor:
-        ctx.zeros = _zeros_like(source)
+    def forward(ctx: Any, nan: Tensor, shape: torch.Size, source: Tensor, *weights: Tensor) -> Tensor:
+        ctx.zeros, ctx.weights = _zeros_like(source), len(weights)
         # no view, since FSDP2 warns of views
         values = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
         return Tensor._make_subclass(Logits, values)
@@ -400,7 +409,7 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if any(gradient.stride()) and gradient.any():
             raise _refusal("one that has returned their gradient")
-        return None, None, ctx.zeros()
+        return None, None, ctx.zeros(), *[None] * ctx.weights
 
 
 class _Reaching(torch.autograd.Function):
