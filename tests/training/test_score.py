@@ -111,15 +111,16 @@ def test_a_document_may_be_one_token_longer_than_the_positions():
     assert found.num_tokens.tolist() == [64, 0, 1]
 
 
-def test_perplexity_and_the_order_of_documents(model_and_stock):
-    (model, stock), rows = model_and_stock, documents()
+def test_the_order_of_documents(model_and_stock):
+    model, rows = model_and_stock[0], documents()
     scores = hfp.score(model, rows, progress=False)
-    expected = [np.exp(-each[0] / each[1]) if each[1] else np.nan for each in alone(stock, rows)]
-    assert np.allclose(scores.perplexity, expected, equal_nan=True)
     assert scores.hidden is None
     order = np.random.default_rng(1).permutation(len(rows))
     moved = hfp.score(model, [rows[number] for number in order], max_tokens=60, progress=False)
     assert np.allclose(moved.log_likelihood, scores.log_likelihood[order], rtol=1e-12)
+    has_tokens = scores.num_tokens > 0
+    assert np.allclose((np.log(scores.perplexity) * scores.num_tokens)[has_tokens], -scores.log_likelihood[has_tokens])
+    assert np.isnan(scores.perplexity[~has_tokens]).all()
 
 
 POOLED = {"mean": lambda each: each.mean(0), "first": lambda each: each[0], "last": lambda each: each[-1]}
@@ -275,24 +276,20 @@ def test_laws_of_rows(documents, fewest, max_tokens):
             assert tokens[places].tolist() == list(documents[number])
 
 
-def test_what_is_shared_runs_once(rng):
-    """The question of four options, and a document that has no relatives."""
+def test_what_is_shared_runs_once(rng, model_and_stock):
+    """The question of four options, beside a document without relatives; and documents that differ in the last token,
+    which share all that runs in any case."""
     model = patched_tiny("gpt2", "causal", torch.float64, trees=True)
     seen = Seen(model)
     question = rng.integers(8, 100, 40).tolist()
     options = [question + rng.integers(8, 100, 6).tolist() for _ in range(4)]
     hfp.score(model, [*options, [5, 6, 7]], max_tokens=60, share_prefixes=True, progress=False)
-    assert (seen.tokens, seen.trees) == ([40 + 4 * 5, 2], [True, False])
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_documents_that_differ_in_the_last_token_run_once(share, model_and_stock):
-    model = patched_tiny("gpt2", "causal", torch.float64, trees=True)
-    seen = Seen(model)
-    rows = [[*range(9, 29), last] for last in (30, 31, 32, 31)]
-    scores = hfp.score(model, rows, share_prefixes=share, progress=False)
-    check(scores, alone(model_and_stock[1], rows), 1e-12)
-    assert (seen.tokens, seen.trees) == ([20], [False])
+    ends = [[*range(9, 29), last] for last in (30, 31, 32, 31)]
+    for share in (False, True):
+        scores = hfp.score(model, ends, share_prefixes=share, progress=False)
+        check(scores, alone(model_and_stock[1], ends), 1e-12)
+    assert seen.tokens == [40 + 4 * 5, 2, 20, 20]
+    assert seen.trees == [True, False, False, False]
 
 
 def test_a_causal_model_without_a_head(rng):
