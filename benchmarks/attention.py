@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from internals import Layout, packed_varlen, use_layout
+from internals import Layout, current_layout, packed_varlen, within
 from measure import figure, in_turn, machine, ratio, recorded
 from torch import Tensor
 from transformers import LlamaConfig
@@ -63,7 +63,7 @@ def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
             return plain_loop(q, k, v, row)
         if name == "sdpa with mask":
             return sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None)[0]
-        with use_layout(row):
+        with within(current_layout, row):
             return packed_varlen(module, q, k, v, None)[0]
 
     def both() -> Tensor:

@@ -40,7 +40,8 @@ HOME_OF = {
     "items_in": "training.losses",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
     "Layout": "attention.layout",
-    "use_layout": "attention.layout",
+    "current_layout": "attention.layout",
+    "within": "attention.layout",
     "packed_varlen": "attention.function",
     "row_mask": "attention.flex",
     "prove_on_batch": "attention",

@@ -132,7 +132,7 @@ def test_embed(tmp_path, capsys):
     flags = [*pairs(tmp_path), "--output_dir", str(tmp_path / "out")]
     whole = embed.main(flags)
     said = capsys.readouterr().out
-    assert "padding on the right or left is taken out" in said
+    assert "its tokens run as one packed row" in said
     assert "0 of 108 texts have 32 tokens or are truncated to it" in said
     assert f"{whole['cosine_accuracy@1']:.1%} of 6 anchors are closest to their own text among all of them" in said
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")

@@ -160,7 +160,7 @@ def test_names_of_caches():
 
 
 def test_kernels_from_the_hub(monkeypatch):
-    """attention.kernels.use_hub_kernel: without it, a model loaded with a hub kernel would run on another one."""
+    """attention.kernels.hub_kernel: without it, a model loaded with a hub kernel would run on another one."""
     assert is_kernel("kernels-community/flash-attn2")
     assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "packed_varlen", None)))
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", "kernels-community/flash-attn2")

@@ -213,7 +213,6 @@ def call(**changes: Any) -> Call:
         has_softcap=False,
         has_sinks=False,
         has_dropout=False,
-        is_deterministic=False,
     )
     return plain._replace(**changes)
 
@@ -249,7 +248,7 @@ def _rows(name: str, versions: dict[str, str]) -> Iterator[str]:
 
 def _cells(kernel: VarlenKernel) -> list[str]:
     cells = ["no" if kernel.refusal(call(**case)) else "yes" for case in CASES.values()]
-    return [*cells, "are repeated" if kernel.is_torch and "grouped" not in kernel.arguments else "yes"]
+    return [*cells, "are repeated" if kernel.is_torch and not kernel.takes("grouped") else "yes"]
 
 
 def _runs_with_torch_alone(signatures: dict[str, Signatures], version: str) -> list[str]:

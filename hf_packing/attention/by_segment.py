@@ -3,9 +3,8 @@
 The module's inputs are cut into segments, the module is called on every segment, and the outputs are joined.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import GATHERED, is_fsdp, unwrapped
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
 from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
@@ -33,10 +32,6 @@ from hf_packing.errors import PackingError
 _GATHERED_AT_ONCE = "_z3_leaf"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
 including the parameters of inner modules, at once."""
-
-_results_lock = threading.RLock()
-"""Lock that a thread holds while inner modules of a model return stored outputs instead of running. Other threads that
-run the same model must not get these outputs."""
 
 
 class ReplacedForward:
@@ -94,7 +89,7 @@ class ReplacedForward:
             return
         raise PackingError(
             f"{self.name}: expected the same module as when the model was patched, got another "
-            f"{type(unwrapped(model.get_submodule(self.name))).__name__}; call unpatch_model before you replace a "
+            f"{type(model.get_submodule(self.name)).__name__}; call unpatch_model before you replace a "
             "module, and patch_model afterwards"
         )
 
@@ -197,15 +192,14 @@ class SegmentedForward(ReplacedForward):
                 f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
-        with _results_lock if plan.packed_modules() else nullcontext():
-            if not plan.inputs.found_in(inputs):
-                return self.forward(*args, **kwargs)
-            if row.is_one_path_per_row:
-                return self.run_restored(args, kwargs)
-            if plan.is_recording:
-                plan.outputs.found_in(self.forward(*args, **kwargs))
-            plan.inputs.check_row(inputs, row.tokens)
-            return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
+        if not plan.inputs.found_in(inputs):
+            return self.forward(*args, **kwargs)
+        if row.is_one_path_per_row:
+            return self.run_restored(args, kwargs)
+        if plan.is_recording:
+            plan.outputs.found_in(self.forward(*args, **kwargs))
+        plan.inputs.check_row(inputs, row.tokens)
+        return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
 
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill = Tensor.new_zeros
@@ -323,21 +317,16 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
         return
     for plan in plans:
         outer = [module for name, module in model.named_modules() if not name or is_inside(plan.name, name)]
-        at_once = any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer)
+        if any(getattr(module, _GATHERED_AT_ONCE, False) for module in outer):
+            continue
         for name, inner in model.get_submodule(plan.name).named_modules():
-            if not name or any(is_inside(name, each) for each in plan.packed_modules()):
-                continue
-            where = f"{type(inner).__name__} ({plan.name}.{name})"
-            if is_fsdp(inner):
+            is_by_segment = name and not any(is_inside(name, each) for each in plan.packed_modules())
+            is_sharded = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
+            if is_by_segment and (is_fsdp(inner) or is_sharded):
                 raise PackingError(
-                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
-                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
-                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
-                )
-            if not at_once and any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False)):
-                raise PackingError(
-                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
-                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
-                    "make a different number of calls, and wait for each other forever. Call "
+                    f"model: expected all weights of {plan.kind} to be gathered at once, but those of "
+                    f"{type(inner).__name__} ({plan.name}.{name}) are gathered at every call. {plan.kind} runs segment "
+                    "by segment, so processes would make a different number of calls, and wait for each other forever. "
+                    f"Let FSDP wrap {plan.kind} itself, or a module that contains it; with DeepSpeed, call "
                     f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )

@@ -40,6 +40,7 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.columns import MAX_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import TreeSegments
 
@@ -271,8 +272,9 @@ def random_documents(
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
-    """Return model inputs for documents packed in one row."""
-    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
+    """Return model inputs for documents packed in one row, whose borders a patched model reads, as of any collator."""
+    batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
+    return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
 
 
 def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:

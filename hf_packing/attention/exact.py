@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,22 @@ from torch import Tensor
 from hf_packing.attention.layout import Layout
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
+
+
+class TracedRow(NamedTuple):
+    """What compiled code knows of a packed row, in place of its Layout."""
+
+    cu_seq_lens: Tensor
+    max_length: int
+    """Number of tokens in the longest segment, or more."""
+
+    @property
+    def has_branches(self) -> bool:
+        return False
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        return {}
 
 
 def attend_exactly(
@@ -75,25 +91,22 @@ def attend_exactly(
 
 def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[tuple[int, Places]]:
     """Yield the runs of a row, which are next to each other both in the row and in a document: the segments, and their
-    parts in different chunks. The tokens of a run attend to its prefix and to each other.
+    parts in different chunks. The tokens of a run attend to its prefix, the tokens above it, and to each other.
 
     Args:
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
 
     Yields:
-        The number of tokens in the run, and its prefix, int64 [tokens]: the tokens above the run that it attends to.
+        The number of tokens in the run, and the places of its keys in the row, int64 [prefix + tokens].
     """
-    for length, depth, parent in zip(trees.lengths, trees.depths.tolist(), trees.parents, strict=True):
-        above, bottom = trees.path_of(parent) if depth else _NOTHING, depth + length
-        cuts = [] if chunk is None else range((depth // chunk + 1) * chunk, bottom, chunk)
-        for first, last in pairwise([depth, *cuts, bottom]):
+    for segment, depth in enumerate(trees.depths.tolist()):
+        path = trees.path_of(segment) if depth else np.arange(trees.begins[segment], trees.begins[segment + 1])
+        cuts = [] if chunk is None else range((depth // chunk + 1) * chunk, len(path), chunk)
+        for first, last in pairwise([depth, *cuts, len(path)]):
             seen = 0 if window is None else max(first - window + 1, 0)
             seen = seen if chunk is None else max(seen, first // chunk * chunk)
-            yield last - first, above[seen:]
-
-
-_NOTHING = np.zeros(0, np.int64)
+            yield last - first, path[seen:last]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +116,12 @@ class _Plan:
     lengths: list[int]
     """The number of tokens in each run."""
     keys: list[int]
-    """The number of keys of each run: its prefix, then its own tokens."""
+    """The number of keys of each run."""
     places: Tensor | None
     """int64 [keys of all runs]: where they are in the row; None if no run has a prefix."""
     calls: list[tuple[list[int], Tensor | None]]
-    """The runs in each call, which have equal lengths and equally long prefixes, and their mask, bool [queries, keys].
-    The mask is None if tokens attend to all tokens of the run, or to all before them."""
+    """The runs in each call, which have equal numbers of tokens and of keys, and their mask, bool [queries, keys]. The
+    mask is None if tokens attend to all tokens of the run, or to all before them."""
 
     def split_keys(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the keys or values of each run, [1, heads, keys, dim]."""
@@ -121,35 +134,27 @@ def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | 
     """Return the calls for a row, which the layers of a model share."""
     asked = ("exact attention", is_causal, window, chunk, device)
     if asked not in layout.cache:
-        lengths, prefixes = zip(*runs_of(layout.trees, window, chunk), strict=True)
+        runs = list(runs_of(layout.trees, window, chunk))
+        lengths, keys = [length for length, _ in runs], [len(places) for _, places in runs]
         calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
-            calls[length, len(prefix)].append(number)
+        for number, shape in enumerate(zip(lengths, keys, strict=True)):
+            calls[shape].append(number)
         places = None
-        if any(map(len, prefixes)):
-            own = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-            both = (each for parts in zip(prefixes, own, strict=True) for each in parts)
-            places = torch.from_numpy(np.concatenate(list(both))).to(device)
-        layout.cache[asked] = _Plan(
-            list(lengths),
-            [length + len(prefix) for length, prefix in zip(lengths, prefixes, strict=True)],
-            places,
-            [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()],
-        )
+        if layout.has_branches:
+            places = torch.from_numpy(np.concatenate([places for _, places in runs])).to(device)
+        masks = [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()]
+        layout.cache[asked] = _Plan(lengths, keys, places, masks)
     plan: _Plan = layout.cache[asked]
     return plan
 
 
-def _mask(length: int, prefix: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which keys each token of a run attends to; None if the rule is that of torch's attention."""
-    is_limited = window is not None and window < prefix + length
-    return visible(length, prefix, is_causal, window, device) if prefix or is_limited else None
-
-
-def visible(length: int, prefix: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Return a boolean mask [length, prefix + length], which is True where a token of a run attends to the key."""
-    keys = torch.arange(prefix + length, device=device)
-    back, window = keys[prefix:, None] - keys, window or len(keys)
+def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Return which of its keys each token of a run attends to, bool [length, keys]; None if the rule is that of torch's
+    attention."""
+    if length == keys and (window is None or window >= keys):
+        return None
+    at, window = torch.arange(keys, device=device), window or keys
+    back = at[keys - length :, None] - at
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
 
@@ -182,7 +187,7 @@ def attend_with_scores(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and is_causal:
-        mask = visible(query.shape[2], 0, True, None, query.device)
+        mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
@@ -208,9 +213,9 @@ _OPTIONS = ("scale", "is_causal", "window", "chunk", "softcap")
 """The arguments of `attend_exactly` that are numbers, as the operators take them."""
 
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_lens, Tensor? sinks, float scale, bool is_causal, "
-    "SymInt? window, SymInt? chunk, float? softcap"
+    "Tensor[] inputs, Tensor cu_seq_lens, float scale, bool is_causal, SymInt? window, SymInt? chunk, float? softcap"
 )
+"""The arguments of both operators. The inputs are query, key, value and, if there are any, sinks."""
 
 
 def attend_exactly_compiled(
@@ -238,35 +243,23 @@ def attend_exactly_compiled(
             f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
             "dropout in the model's configuration to 0, or do not compile the model"
         )
-    output: Tensor = _attend(query, key, value, cu_seq_lens, sinks, *(options.get(name) for name in _OPTIONS))
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    output: Tensor = _attend(inputs, cu_seq_lens, *(options.get(name) for name in _OPTIONS))
     return output
 
 
 @torch.library.custom_op("hf_packing::attend_exactly", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, sinks: Tensor | None, *options: Any
-) -> Tensor:
-    return _attend_between(cu_seq_lens, options, query, key, value, sinks).contiguous()
+def _attend(inputs: list[Tensor], cu_seq_lens: Tensor, *options: Any) -> Tensor:
+    return _attend_between(cu_seq_lens, options, *inputs).contiguous()
 
 
 @torch.library.custom_op(
     "hf_packing::attend_exactly_backward", mutates_args=(), schema=f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]"
 )
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    sinks: Tensor | None,
-    *options: Any,
-) -> list[Tensor]:
-    """Return the gradients with respect to query, key, value and, if there are any, sinks.
-
-    Attention is computed again, with autograd, which `vjp` switches on within an operator.
-    """
-    attend, inputs = partial(_attend_between, cu_seq_lens, options), [query, key, value]
-    gradients_of = torch.func.vjp(attend, *inputs, *([] if sinks is None else [sinks]))[1]
+def _backward(gradient: Tensor, inputs: list[Tensor], cu_seq_lens: Tensor, *options: Any) -> list[Tensor]:
+    """Return the gradients with respect to the inputs. Attention is computed again, with autograd, which `vjp` switches
+    on within an operator."""
+    gradients_of = torch.func.vjp(partial(_attend_between, cu_seq_lens, options), *inputs)[1]
     return [each.contiguous() for each in gradients_of(gradient)]
 
 
@@ -285,25 +278,23 @@ def _layout_between(borders: tuple[int, ...]) -> Layout:
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+def _(inputs: list[Tensor], *_: Any) -> Tensor:
+    return inputs[0].new_empty(*inputs[0].shape[:-1], inputs[2].shape[-1])
 
 
 @_backward.register_fake
-def _(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, __: Tensor, sinks: Tensor | None, *___: Any
-) -> list[Tensor]:
-    return [each.new_empty(each.shape) for each in (query, key, value, sinks) if each is not None]
+def _(_: Tensor, inputs: list[Tensor], *__: Any) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in inputs]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[: -len(_OPTIONS)])
-    ctx.options = inputs[-len(_OPTIONS) :]
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[0], inputs[1])
+    ctx.options = inputs[2:]
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    of_query, of_key, of_value, *of_sinks = _backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return of_query, of_key, of_value, None, *(of_sinks or [None]), *[None] * len(_OPTIONS)
+    *inputs, cu_seq_lens = ctx.saved_tensors
+    return _backward(gradient, inputs, cu_seq_lens, *ctx.options), *[None] * (1 + len(_OPTIONS))
 
 
 _attend.register_autograd(_gradients, setup_context=_save)

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.function import observe
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
-from hf_packing.attention.kernels import switched_off
+from hf_packing.attention.kernels import kernel_of, switched_off
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
@@ -171,10 +170,10 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
     """
     model, case = cases[0].model, cases[0]
     route: Route | None = None
-    with observe() as layers, _called_with(method, case) as forward:
+    with _called_with(method, case) as forward:
         forward()
-    if method.attention and not layers:
-        raise ModelNotSupportedError(_NEVER_CALLED)
+        if method.attention and not kernel_of(model):
+            raise ModelNotSupportedError(_NEVER_CALLED)
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
         with _called_with(method, case) as forward:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hf_packing.attention.exact import TracedRow
+from hf_packing.attention.layout import Layout
 from hf_packing.planning.lengths import IntArray
 from hf_packing.trees.segments import TreeSegments
 
@@ -46,30 +48,34 @@ def attend_with_flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: BlockMask,
+    row: Layout | TracedRow,
     *,
     scale: float,
+    is_causal: bool,
+    window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,  # noqa: ARG001, refused
 ) -> Tensor:
-    """Compute the result of `attend_exactly` with one call of FlexAttention.
+    """Compute the result of `attend_exactly`, whose arguments these are, with one call of FlexAttention.
 
     On CUDA, FlexAttention is compiled at the first call, and again for the first row of another size. On a CPU, it is
     not compiled, which is slow and serves tests.
-
-    Args:
-        mask: the mask of the row. All other arguments are explained in `attend_exactly`.
-
-    Returns:
-        Attention output, [1, heads, tokens, value_dim].
     """
+    cache, asked = row.cache, ("mask of FlexAttention", is_causal, window, chunk)
+    if asked not in cache and isinstance(row, Layout) and row.has_branches:
+        cache[asked] = tree_mask(row.trees, window, chunk, query.device)
+    elif asked not in cache:
+        borders = row.cu_seq_lens.to(query.device, torch.int32)
+        cache[asked] = row_mask(borders, query.shape[2], is_causal, window, chunk)
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
     head_dim = 1 << (head_dim - 1).bit_length()
     q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "score_mod": _scaled(scale, softcap, query),
-        "block_mask": mask,
+        "block_mask": cache[asked],
         "scale": 1.0,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": _NOT_FOR_FEW_TOKENS,

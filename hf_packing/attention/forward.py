@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -33,14 +34,12 @@ from hf_packing.attention.layout import (
     CACHES,
     Layout,
     current_layout,
-    filled_cache,
-    fold_into_rows,
     has_trees,
-    lay_end_to_end,
     layout_of_collator,
     read_layout,
     refuse_earlier_tokens,
     within,
+    without_first_labels,
 )
 from hf_packing.attention.padded import (
     PaddedRows,
@@ -48,6 +47,7 @@ from hf_packing.attention.padded import (
     current_rows,
     inputs_of_backbone,
     media_of,
+    packed_rows,
     read_padded_rows,
     run_by_length,
     with_pad_tokens,
@@ -99,14 +99,12 @@ class Patch:
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
-    """True once it is known that the model is not trained to copy its input."""
-    layers: list[nn.Module] | None = None
-    """The modules in the model's lists when `may_checkpoint` was found; None before."""
-    may_checkpoint: list[nn.Module] = field(default_factory=list)
-    """The modules that have an activation-checkpointing function, or may get one."""
+    """True once the first batch in training has shown that the model is not trained to copy its input."""
 
     def __post_init__(self) -> None:
-        self.lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
+        modules = [*self.model.modules()]
+        self.lists = [each for each in modules if isinstance(each, nn.ModuleList)]
+        self.may_checkpoint = [each for each in modules if hasattr(each, "gradient_checkpointing")]
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -127,17 +125,13 @@ class Patch:
 
     def keep_layouts(self) -> None:
         """Wrap the model's activation-checkpointing functions, so that the backward pass, which runs layers again, has
-        what they ran under. All modules are searched only after layers were replaced, as FSDP does."""
-        layers = [layer for each in self.lists for layer in each]
-        if layers != self.layers:
-            self.layers = layers
-            names = (*_CHECKPOINTING, "gradient_checkpointing")
-            self.may_checkpoint = [each for each in self.model.modules() if any(hasattr(each, name) for name in names)]
-        for module in self.may_checkpoint:
+        what they ran under. FSDP replaces layers in the model's lists by wrappers that have such a function."""
+        for module in chain(self.may_checkpoint, *self.lists):
+            wrapped = module._modules.get("_fsdp_wrapped_module") or module
             for name in _CHECKPOINTING:
-                checkpoint = vars(module).get(name)
+                checkpoint = vars(wrapped).get(name)
                 if checkpoint is not None and not isinstance(checkpoint, KeepLayout):
-                    setattr(module, name, KeepLayout(checkpoint, self))
+                    setattr(wrapped, name, KeepLayout(checkpoint, self))
 
 
 @dataclass(eq=False)
@@ -151,18 +145,17 @@ class KeepLayout:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         route = self.patch.route
-        gets_borders = route.method.borders and not route.by_segment  # then compiled layers need no layout
-        if not (gets_borders and torch.compiler.is_compiling()):
-            function = self._as_now(function)
-        return self.checkpoint(function, *args, **kwargs)
+        if torch.compiler.is_compiling() and route.method.borders and not route.by_segment:
+            return self.checkpoint(function, *args, **kwargs)  # layers get the borders as arguments
+        return self.checkpoint(self._as_now(function), *args, **kwargs)
 
     def _as_now(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs `function` under what holds now."""
         context, attention = copy_context(), attention_now(self.patch.attention_before)
-        is_on = self.patch.replaced[0].installed
+        off = [] if self.patch.replaced[0].installed else self.patch.replaced
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if is_on else switched_off(self.patch.replaced), use_attention(attention):
+            with switched_off(off), use_attention(attention):
                 return context.copy().run(function, *args, **kwargs)
 
         return run
@@ -220,27 +213,34 @@ class PatchedForward(ReplacedForward):
         with _lock:
             if not self.installed:
                 return self.forward(*args, **kwargs)
-            inputs, places = self._classify(args, kwargs)
-            if isinstance(places, Layout):
-                return self.run_packed(inputs, places)
-            if isinstance(places, PaddedRows):
-                return self._run_padded(inputs, places)
-            with self.patch.suspended():
-                return self.forward(**inputs)
+            inputs, layout, rows = self._classify(args, kwargs)
+            if layout is None:
+                with self.patch.suspended():
+                    return self.forward(**inputs)
+            if rows is None:
+                return self.run_packed(inputs, layout)
+            if layout.is_unpadded:
+                return self._run_padded(inputs, rows)
+            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
-        """Run the forward on packed rows or trees, and return the output."""
-        inputs, laid = self._prepare(inputs, layout)
-        attends_by_layout = self.patch.route.method.attention is not None
+        """Run the forward on a packed row or a row of trees, and return the output."""
+        inputs, attends_by_layout = self._prepare(inputs, layout), self.patch.route.method.attention is not None
         with (
             self._running(),
-            within(current_layout, laid),
+            within(current_layout, layout),
             within(current_rows, None),
             _borders_known(attends_by_layout),
         ):
-            output = self._run_uncompiled(inputs) if laid.has_branches else self.forward(**inputs)
-        return self._finish(output, layout) if layout.padding or laid is not layout else output
+            output = self._run_uncompiled(inputs) if layout.has_branches else self.forward(**inputs)
+        if layout.padding and getattr(output, "aux_loss", None) is not None:
+            raise PackingError(
+                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
+                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
+                "shape"
+            )
+        return output
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
@@ -297,44 +297,38 @@ class PatchedForward(ReplacedForward):
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | PaddedRows | None]:
+    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
         """Check the patch and the arguments of a call, and read where its tokens are.
 
         Returns:
-            The arguments by name; and the layout of packed rows or trees, the rows of a padded batch, or None for a
-            call that runs as without the patch.
+            The arguments by name; the layout of the documents, or None for a call that runs as without the patch; and
+            the places of the tokens in a padded batch or in several packed rows, or None for a single packed row.
         """
         inputs, patch = self.signature.by_name(args, kwargs), self.patch
         training = self.module.training
         if training:
             patch.keep_layouts()
         if needs_cache(inputs, training):
-            return inputs, None
+            return inputs, None, None
         self._check_patch(inputs)
         takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
         has_media = patch.sees_media and bool(media_of(inputs))
-        given = {name for name, value in inputs.items() if value is not None}
         rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
         if rows is None:
-            layout = self._read_layout(inputs)
+            layout, rows = self._read_layout(inputs), packed_rows(inputs)
+        elif takes_packed_rows and not has_media and not rows.has_padding and patch.facts.unpadding is None:
+            layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
-            if has_media and training and not {"attention_mask", "position_ids"} & given:
-                raise PackingError(
-                    "attention_mask: expected an attention_mask or position_ids beside pictures or sound in training "
-                    "mode, since it is not known whether each row is one document; pass a mask of ones if it is"
-                )
             layout = rows.layout
-            is_full = takes_packed_rows and not has_media and not rows.has_padding
-            if is_full and patch.facts.unpadding is None:
-                layout, rows = Layout.of(rows.lengths, rows.device, len(rows.lengths)), None  # as from a tokenizer
-        check_loader(self.model, layout, inputs.get("labels"))
-        if rows is not None:
+        check_loader(layout)
+        if rows is not None and layout.is_unpadded:
             _check_rows(self.model, rows, inputs, patch.facts)
-        if training and patch.facts.sees_labels and not patch.knows_labels:
-            both = [inputs.get("input_ids"), inputs.get("labels")]
-            ids, labels = both if rows is None else rows.lay_end_to_end(both)
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
+        if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
+            ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
-        return inputs, layout if rows is None else rows
+            patch.knows_labels = True
+        return inputs, layout, rows
 
     def _read_layout(self, inputs: dict[str, Any]) -> Layout:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
@@ -353,39 +347,24 @@ class PatchedForward(ReplacedForward):
         return layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
-        """Return the keyword arguments for the model's own forward, and the layout of the rows as the model gets them:
-        laid end to end."""
-        facts, method = self.patch.facts, self.patch.route.method
+    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+        """Return the keyword arguments for the model's own forward on a single row."""
+        facts = self.patch.facts
         facts.check_tokens(inputs.get("input_ids"))
-        if layout.rows > 1:
-            inputs, layout = lay_end_to_end(inputs, layout, facts.sees_labels), replace(layout, rows=1)
-        inputs = method.build(self.signature, inputs, layout)
+        if not facts.sees_labels and has_vocabulary(self.model):
+            inputs = without_first_labels(inputs, layout)
+        inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
             inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
-        return inputs, layout
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _finish(self, output: Any, layout: Layout) -> Any:
-        """Return the model's output, in the shape of the rows."""
-        if layout.padding and getattr(output, "aux_loss", None) is not None:
-            raise PackingError(
-                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
-                "compute the loss of its routers for the padding; pass output_router_logits=False, or batches of any "
-                "shape"
-            )
-        return fold_into_rows(output, layout) if layout.rows > 1 else output
+        return inputs
 
     def _check_patch(self, inputs: Mapping[str, Any]) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
         call asks for attention weights."""
-        if (asked := inputs.get("output_attentions")) is None:
-            refuse_weights(config for config, _ in self.patch.attention_before)
-        elif asked:
-            raise PackingError(f"output_attentions: expected False on a patched model, got True; {_NO_WEIGHTS}")
+        refuse_weights((config for config, _ in self.patch.attention_before), inputs.get("output_attentions"))
         for config, attention in self.patch.attention_during:
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
@@ -436,18 +415,26 @@ def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
     one explicitly in evaluation mode, and has no borders between packed documents."""
     if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, PARENTS)):
         return False
-    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not filled_cache(inputs):
-        return False
-    return any(inputs.get(name) is not None for name in CACHES) or (bool(inputs.get("use_cache")) and not training)
+    caches = [inputs[name] for name in CACHES if inputs.get(name) is not None]
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+        return any(map(_may_have_tokens, caches))
+    return bool(caches) or (bool(inputs.get("use_cache")) and not training)
+
+
+def _may_have_tokens(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
+        return True
 
 
 def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: Facts) -> None:
-    """Raise an error if it is not proven that the model takes the padding of a batch where it is.
+    """Raise an error if it is not proven that the model takes a padded batch.
 
     Raises:
-        ModelNotSupportedError: it was not proven that the model ignores padding in these places; or the weights of a
-            model whose backbone runs by length are sharded.
-        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding.
+        ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
+        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding, or
+            numbers that may be places in a row whose padding is moved.
     """
     name, unpadding = type(model).__name__, facts.unpadding
     if unpadding is None:
@@ -456,9 +443,9 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
             "patch_model(model, padded=True) before training, or unpatch_model"
         )
     decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
-    if decoder or (model.config.is_encoder_decoder and has_vocabulary(model)):
+    if decoder:
         raise PackingError(
-            f"{decoder or 'model'}: expected a padded batch of one text for each row, but {name} takes two texts, an "
+            f"{decoder}: expected a padded batch of one text for each row, but {name} takes two texts, an "
             "encoder's and a decoder's; call unpatch_model"
         )
     if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
@@ -466,9 +453,6 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: 
             f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
             "inputs_embeds"
         )
-    if reason := dict(unpadding.refused).get(rows.side):
-        where = {"right": "after", "left": "before", "both": "on both sides of"}[rows.side]
-        raise ModelNotSupportedError(f"{name}: padding {where} the tokens is not supported, since {reason}")
     for argument, value in inputs.items() if unpadding.to not in (None, rows.side) else ():
         is_of_rows = isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] != rows.shape[1:]
         if is_of_rows and value.ndim and argument != "labels":
@@ -489,18 +473,13 @@ def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=sorted([*signature.parameters.values(), lengths], key=lambda each: each.kind))
 
 
-_NO_WEIGHTS = (
-    "a patched model returns no attention weights. To get them, pass output_attentions=True in a block "
-    "`with unpatch_model(model):`"
-)
-
-
-def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
-    """Raise PackingError if a configuration asks for attention weights."""
-    if asking := next((config for config in configs if config.output_attentions), None):
+def refuse_weights(configs: Iterable[PreTrainedConfig], asked: bool | None = None) -> None:
+    """Raise PackingError if a call asks for attention weights or, if it does not say, a configuration does."""
+    if asked or (asked is None and any(config.output_attentions for config in configs)):
         raise PackingError(
-            f"output_attentions: expected False in the {type(asking).__name__} of a patched model, got True; "
-            f"{_NO_WEIGHTS}"
+            "output_attentions: expected False on a patched model and in its configuration, got True, but a patched "
+            "model returns no attention weights. To get them, pass output_attentions=True in a block "
+            "`with unpatch_model(model):`"
         )
 
 

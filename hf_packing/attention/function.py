@@ -5,9 +5,6 @@ The function computes attention within the documents of a row, on a kernel where
 the row replaces the mask, so the mask function returns None, or describes a window or chunks.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +13,15 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
-from hf_packing.attention.kernels import TracedRow, choose
-from hf_packing.attention.layout import CACHES, Layout, current_layout, within
+from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
+from hf_packing.attention.kernels import choose
+from hf_packing.attention.layout import CACHES, Layout, current_layout
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
 
 _HARMLESS = frozenset(
-    ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch", "output_attentions"]
+    ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch"]
     + ["output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "seq_idx"]
     + ["shift_labels", "use_cache", *CACHES]
 )
@@ -39,17 +36,6 @@ class LocalMask:
     """Size of the window: a token attends only to tokens at a distance of less than this number."""
     chunk: int | None = None
     """Number of tokens in each chunk of a document. A token attends only to tokens in the same chunk."""
-
-
-_calling_layers: ContextVar[list[torch.nn.Module] | None] = ContextVar("_calling_layers", default=None)
-
-
-@contextmanager
-def observe() -> Iterator[list[torch.nn.Module]]:
-    """Context manager: yield a list, to which each call of `packed_varlen` within the block adds its layer."""
-    layers: list[torch.nn.Module] = []
-    with within(_calling_layers, layers):
-        yield layers
 
 
 def packed_varlen(
@@ -95,8 +81,6 @@ def packed_varlen(
     row: Layout | TracedRow
     if not torch.compiler.is_compiling():
         row = _current_row(module, rows * tokens)
-        if (layers := _calling_layers.get()) is not None:
-            layers.append(module)
     elif cu_seq_lens_q is None or max_length_q is None:  # the graph breaks here
         row = _uncompiled_row(module, rows * tokens)
     else:
@@ -113,10 +97,10 @@ def packed_varlen(
             "so a shared prefix would depend on the documents that continue it"
         )
     q, k, v = (_merge_rows(tensor) for tensor in _to_one_dtype(query, key, value))
-    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
+    options: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+    options["dropout"] = dropout
     kernel = choose(module, q, v, in_trees=row.has_branches, **options)
-    options |= {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-    options |= {"is_causal": is_causal, "chunk": chunk}
+    options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     if kernel is not None:
         attended = kernel.attend(q, k, v, row, **options)
     elif isinstance(row, TracedRow):
@@ -143,8 +127,6 @@ def _check_arguments(
             f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
             "cross-attention"
         )
-    if others.get("output_attentions"):
-        raise PackingError(f"output_attentions: {NAME} returns no attention weights, but {where} requests them")
     for name, value in others.items():
         if value is not None and value is not False and name not in _HARMLESS:
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")

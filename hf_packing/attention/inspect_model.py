@@ -15,9 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
-_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
-
 GATHERED = "ds_id"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
 the parameter's module is called."""
@@ -64,14 +61,6 @@ def _check_peft_method(peft_model: Any) -> None:
                 "a packed row, the adapter would be active only after the last occurrence of the invocation tokens, "
                 "and not in earlier documents"
             )
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of FSDP, activation checkpointing and torch.compile. A module without
-    wrappers is returned unchanged."""
-    while (inner := next((getattr(module, name) for name in _WRAPPED if name in module._modules), None)) is not None:
-        module = inner
-    return module
 
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
@@ -194,11 +183,12 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     integer setting of the model."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in sorted(_LENGTHS, key=lambda lengths: max(lengths) in sizes):
-        if sum(lengths) not in sizes:
-            return list(lengths)
-    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
+    found = [lengths for lengths in _LENGTHS if sum(lengths) not in sizes]
+    if not found:
+        raise PackingError(
+            "model: expected a row length of 41, 43, 47 or 53 that is no size or setting of it, got none"
+        )
+    return list(min(found, key=lambda lengths: max(lengths) in sizes))
 
 
 WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
@@ -217,15 +207,6 @@ def weights_location(model: nn.Module) -> WeightsLocation:
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
                 return "on the meta device"
     return "in memory"
-
-
-def refuse_meta_device() -> None:
-    """Raise PackingError within `torch.device("meta")`, where our own tensors would have no values."""
-    if torch.get_default_device().type == "meta":
-        raise PackingError(
-            "device: expected a default device with memory, got 'meta'; only build the model within "
-            "torch.device('meta'), and call this function afterwards"
-        )
 
 
 def has_local_weights(model: nn.Module) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.flex import attend_with_flex, pad_head_dim, row_mask, tree_mask
+from hf_packing.attention.exact import TracedRow
+from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.layout import Layout, within
 
 DEVICES = {"cuda"}
@@ -41,10 +41,8 @@ _NAMES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
     "value": ("v", "value"),
-    "cu_seq_lens_q": ("cu_seqlens_q", "cu_seq_q"),
-    "cu_seq_lens_k": ("cu_seqlens_k", "cu_seq_k"),
-    "max_length_q": ("max_seqlen_q", "max_q"),
-    "max_length_k": ("max_seqlen_k", "max_k"),
+    "cu_seq_lens": ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k"),
+    "max_length": ("max_seqlen_q", "max_seqlen_k", "max_q", "max_k"),
     "scale": ("softmax_scale", "scale"),
     "is_causal": ("causal",),
     "window": ("window_size",),
@@ -66,27 +64,10 @@ class Call(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     has_dropout: bool
-    is_deterministic: bool
-    """Whether torch.use_deterministic_algorithms is on."""
+    has_chunks: bool = False
     in_trees: bool = False
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
-
-
-class TracedRow(NamedTuple):
-    """What compiled code knows of a packed row, in place of its Layout."""
-
-    cu_seq_lens: Tensor
-    max_length: int
-    """Number of tokens in the longest segment, or more."""
-
-    @property
-    def has_branches(self) -> bool:
-        return False
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +77,8 @@ class VarlenKernel:
     Args:
         name: the name in reports and warnings.
         load: function that returns the kernel's function, or None if it is not installed.
-        is_torch: whether the function is one of torch. It then follows torch.use_deterministic_algorithms by itself,
-            and needs `enable_gqa`, or repeated keys, for queries that have more heads than keys.
+        is_torch: whether the function is one of torch, which needs `enable_gqa`, or repeated keys, for queries that
+            have more heads than keys.
     """
 
     name: str
@@ -110,10 +91,13 @@ class VarlenKernel:
 
     @cached_property
     def arguments(self) -> dict[str, str]:
-        """The function's own names of the arguments in `_NAMES` that it takes."""
+        """The function's own names of arguments that it takes, with their meanings in `_NAMES`."""
         assert self.function is not None
         own = inspect.signature(self.function).parameters
-        return {meaning: name for meaning, names in _NAMES.items() for name in names if name in own}
+        return {name: meaning for meaning, names in _NAMES.items() for name in names if name in own}
+
+    def takes(self, meaning: str) -> bool:
+        return meaning in self.arguments.values()
 
     def refusal(self, call: Call) -> str:
         """Return why the kernel does not take a call; an empty string if it does."""
@@ -131,9 +115,9 @@ class VarlenKernel:
             "softcap": call.has_softcap,
             "sinks": call.has_sinks,
             "dropout": call.has_dropout,
-            "deterministic": call.is_deterministic and not self.is_torch,
+            "chunks": call.has_chunks,
         }
-        missing = [meaning for meaning, is_asked in asked.items() if is_asked and meaning not in self.arguments]
+        missing = [meaning for meaning, is_asked in asked.items() if is_asked and not self.takes(meaning)]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     def attend(
@@ -146,29 +130,23 @@ class VarlenKernel:
         scale: float,
         is_causal: bool,
         window: int | None = None,
-        chunk: int | None = None,
         softcap: float | None = None,
-        sinks: None = None,  # noqa: ARG002, refused
         dropout: float = 0.0,
+        **refused: None,  # noqa: ARG002
     ) -> Tensor:
         """Compute the result of `attend_exactly`, whose arguments these are, on the query's device."""
-        borders, longest = row.cu_seq_lens.to(query.device, torch.int32), row.max_length
-        if chunk is not None:
-            borders, longest = cut_into_chunks(borders, chunk, query.shape[2]), chunk
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
-        if q.shape[1] != k.shape[1] and self.is_torch and "grouped" not in self.arguments:
+        if q.shape[1] != k.shape[1] and self.is_torch and not self.takes("grouped"):
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         back = -1 if window is None else window - 1
         given: dict[str, Any] = {
             "query": q,
             "key": k,
             "value": v,
-            "cu_seq_lens_q": borders,
-            "cu_seq_lens_k": borders,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            "cu_seq_lens": row.cu_seq_lens.to(query.device, torch.int32),
+            "max_length": row.max_length,
             "scale": scale,
             "is_causal": is_causal,
             "window": (back, 0 if is_causal else back),
@@ -177,7 +155,7 @@ class VarlenKernel:
             "dropout": dropout or None,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
-        own = {name: given[meaning] for meaning, name in self.arguments.items() if given[meaning] is not None}
+        own = {name: given[meaning] for name, meaning in self.arguments.items() if given[meaning] is not None}
         assert self.function is not None
         attended = self.function(**own)
         attended = attended[0] if isinstance(attended, tuple) else attended  # some also return log-sum-exps
@@ -187,24 +165,6 @@ class VarlenKernel:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def cut_into_chunks(borders: Tensor, chunk: int, tokens: int) -> Tensor:
-    """Cut all segments into chunks of at most `chunk` tokens. The number of borders depends on shapes alone, so that
-    compiled code can run this function.
-
-    Args:
-        borders: borders of the segments, int32 [segments + 1].
-        chunk: number of tokens in a chunk.
-        tokens: number of tokens in all segments together.
-
-    Returns:
-        The borders of the chunks, int32 [segments + tokens // chunk + 1], with empty chunks at the end.
-    """
-    index = torch.arange(tokens, dtype=torch.int32, device=borders.device)
-    starts = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=tokens)
-    cuts = torch.where((index - starts) % chunk == 0, index, tokens).sort().values
-    return F.pad(cuts, (0, borders.shape[0]), value=tokens)[: borders.shape[0] + tokens // chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,28 +179,7 @@ class FlexKernel:
             return f"takes no {_name_of(call.dtype)}"
         return "takes no dropout" if call.has_dropout else ""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        row: Layout | TracedRow,
-        *,
-        is_causal: bool,
-        window: int | None = None,
-        chunk: int | None = None,
-        dropout: float = 0.0,  # noqa: ARG002, refused unless 0
-        **options: Any,
-    ) -> Tensor:
-        """Compute the result of `attend_exactly`, whose arguments these are, with a mask that layers share."""
-        cache, asked = row.cache, ("mask of FlexAttention", is_causal, window, chunk)
-        if asked not in cache:
-            if isinstance(row, Layout) and row.has_branches:
-                cache[asked] = tree_mask(row.trees, window, chunk, query.device)
-            else:
-                borders = row.cu_seq_lens.to(query.device, torch.int32)
-                cache[asked] = row_mask(borders, query.shape[2], is_causal, window, chunk)
-        return attend_with_flex(query, key, value, cache[asked], **options)
+    attend = staticmethod(attend_with_flex)
 
 
 Kernel = VarlenKernel | FlexKernel
@@ -260,23 +199,19 @@ KERNELS: list[Kernel] = [
     VarlenKernel("torch varlen_attn", partial(_find, "torch.nn.attention.varlen", "varlen_attn"), is_torch=True),
     FlexKernel(),
 ]
-"""The table of kernels. The kernel of a layer from the Hugging Face hub comes before them, see `use_hub_kernel`."""
+"""The table of kernels. The kernel of a layer from the Hugging Face hub comes before them."""
 
 HUB_KERNEL = "_hub_kernel"
-"""The attribute of an attention layer that names its kernel from the hub. Compiled code can read an attribute."""
-
-_of_the_hub: dict[str, Kernel] = {}
-"""The kernels from the hub with which models were loaded, by name."""
+"""The attribute of an attention layer that names its kernel from the hub, if the model was loaded with one. Compiled
+code can read an attribute."""
 
 
-def use_hub_kernel(layer: nn.Module, name: str) -> None:
-    """Let the calls of a layer run on a kernel from the Hugging Face hub, if it takes them.
-
-    `patch_model` calls this with the attention function that the user has chosen for the model, if it is a kernel from
-    the hub. transformers has then loaded this kernel together with the model. No other kernel is ever downloaded.
+@cache
+def hub_kernel(name: str) -> VarlenKernel:
+    """Return a kernel from the Hugging Face hub, with which transformers has loaded a model. No other kernel is ever
+    downloaded.
 
     Args:
-        layer: a module that computes attention.
         name: the repository, as in `attn_implementation="kernels-community/flash-attn2"`.
     """
 
@@ -287,13 +222,12 @@ def use_hub_kernel(layer: nn.Module, name: str) -> None:
             return None
         return function  # type: ignore[no-any-return]
 
-    _of_the_hub.setdefault(name, VarlenKernel(name, load))
-    setattr(layer, HUB_KERNEL, name)
+    return VarlenKernel(name, load)
 
 
 def _kernels_for(hub: str | None) -> list[Kernel]:
     """Return the kernels of a layer, the first choice first."""
-    return KERNELS if hub is None else [_of_the_hub[hub], *KERNELS]
+    return KERNELS if hub is None else [hub_kernel(hub), *KERNELS]
 
 
 EXACT = {False: "exact attention, segment by segment", True: "exact attention, path by path"}
@@ -336,6 +270,7 @@ def choose(
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
+    chunk: int | None = None,
     in_trees: bool = False,
 ) -> Kernel | None:
     """Return the kernel on which an attention call of a layer runs, or None for exact attention.
@@ -354,7 +289,7 @@ def choose(
             softcap is not None,
             sinks is not None,
             dropout > 0,
-            torch.are_deterministic_algorithms_enabled(),
+            chunk is not None,
             in_trees,
             hub,
         )

@@ -11,19 +11,16 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import has_vocabulary
 from hf_packing.attention.layout import Layout, read_borders
-from hf_packing.attention.route import PATCH, sees_labels
+from hf_packing.attention.route import sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
-from hf_packing.rows.token_columns import is_token_type
+from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 
 _FEWEST = 3
 """The number of trained labels that are enough to tell whether labels repeat the input. Masked language models are
@@ -54,9 +51,7 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     is_first = np.isin(np.arange(len(ids)), borders)
     trained = labels != IGNORED_LABEL
     ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
-    if (labels != ids)[trained].any() or ends_within.any():
-        getattr(model, PATCH).knows_labels = True
-    elif trained.sum() >= _FEWEST:
+    if trained.sum() >= _FEWEST and not (labels != ids)[trained].any() and not ends_within.any():
         name = type(model).__name__
         raise PackingError(
             f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
@@ -82,56 +77,27 @@ _checked: "WeakSet[Any]" = WeakSet()
 """The data loaders that were checked."""
 
 
-def check_loader(model: PreTrainedModel, layout: Layout, labels: Any) -> None:
+def check_loader(layout: Layout) -> None:
     """Check the data loader that is being read, if the rows of its dataset are packed.
 
     Args:
-        model: the patched model that gets the batch.
         layout: where the documents of the batch are. If there are more documents than rows were read, the borders of
             packed rows are known, however the caller has found them, and the collator is not asked.
-        labels: the labels of the batch, or None.
 
     Raises:
-        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; the collator
-            makes one document of a row; or labels cross the borders.
+        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; or the
+            collator makes one document of a row.
     """
     loader = active_loader()
     if loader is None or loader in _checked:
         return
     rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    keeps_borders = rows_read is not None and len(layout.lengths) > rows_read
     for dataset in stored_datasets(getattr(loader, "dataset", None)):
         names = _visible(dataset)
-        has_packs = is_packed(dataset)
-        table = getattr(dataset, "data", None)  # None for a stream
-        if table is not None and SEQ_LENGTHS in set(names) & set(table.column_names):  # not in that of lazy rows
-            column = table.column(SEQ_LENGTHS)
-            if is_token_type(column.type):
-                lengths = pc.list_flatten(column)
-                refuse_packed_again(dataset, pc.sum(lengths).as_py() or 0, len(lengths))
-                has_packs |= len(lengths) > len(column)
-        if not names or not has_packs:
-            continue
-        if not keeps_borders:
+        if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
             refuse_lost_borders(dataset, names)
             _ask(loader.collate_fn, names)
-        if has_vocabulary(model) and not sees_labels(model):
-            _refuse_labels_across_borders(layout, labels)
     _checked.add(loader)
-
-
-def _refuse_labels_across_borders(layout: Layout, labels: Any) -> None:
-    """Raise PackingError if a model would learn to predict the first token of a document from the document before."""
-    begin = layout.cu_seq_lens[: len(layout.lengths)].long()
-    begin = begin[begin % layout.tokens > 0]
-    if not isinstance(labels, Tensor) or labels.shape != (layout.rows, layout.tokens):
-        return
-    if bool((labels.flatten()[begin.to(labels.device)] != IGNORED_LABEL).any()):
-        raise PackingError(
-            "labels: expected -100 at the first token of every document in a row, got a label that the model would "
-            "learn to predict from the document before. PackingCollator and SFTConfig(padding_free=True) leave such "
-            "labels out; DataCollatorForLanguageModeling of transformers makes labels of its own"
-        )
 
 
 def _visible(dataset: Any) -> list[str]:

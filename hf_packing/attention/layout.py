@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.token_axes import Place, length_of, map_leaves
+from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -268,26 +268,15 @@ def has_trees(inputs: Mapping[str, Any]) -> bool:
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
 
 
-def filled_cache(inputs: Mapping[str, Any]) -> str:
-    """Return the name of the argument with a cache that may contain tokens, or an empty string if there is none."""
-    for name in CACHES:
-        try:
-            if inputs.get(name) is not None and inputs[name].get_seq_length() > 0:
-                return name
-        except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
-            return name
-    return ""
-
-
 def refuse_earlier_tokens(inputs: Mapping[str, Any]) -> None:
-    """Raise PackingError if all documents of a row would attend to tokens in a cache or to states of an encoder."""
-    names = [name for name in ("encoder_hidden_states", filled_cache(inputs)) if inputs.get(name) is not None]
-    if names:
-        raise PackingError(
-            f"{names[0]}: expected no earlier tokens on a patched model, got {type(inputs[names[0]]).__name__}, to "
-            "which all documents in a row would attend. To generate text, use model.generate, or pass a cache without "
-            "borders between documents"
-        )
+    """Raise PackingError if all documents of a row would attend to the tokens of a cache or to states of an encoder."""
+    for name in ("encoder_hidden_states", "use_cache", *CACHES):
+        if (value := inputs.get(name)) is not None and value is not False:
+            raise PackingError(
+                f"{name}: expected no cache and no states of an encoder on a patched model, got "
+                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use model.generate, "
+                "or pass the cache without position_ids and other borders between documents"
+            )
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
@@ -302,6 +291,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
 
 def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
     """Read the segments of packed rows, or of a row of trees, from a model's inputs, which waits for the device.
+    Several rows are counted as one long row.
 
     The borders of packed rows are read from cu_seq_lens_q, position_ids, seq_idx or seq_lengths, and those of trees
     from segment_lengths and parents.
@@ -328,18 +318,15 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
                 "SFTConfig(padding_free=True) add position_ids to every batch; pass them to all models that get the "
                 "batch, such as a teacher. If every row is one document, pass an attention_mask of ones"
             )
-        return Layout.of([length] * rows, tokens.device, rows)
+        return Layout.of([length] * rows, tokens.device)
     layout, bound = layout_of(borders.to(tokens.device), rows, length), inputs.get(MAX_LENGTHS[0])
     padding = layout.lengths[-1] if _ends_in_padding(inputs) else 0
     return replace(layout, bound=bound if isinstance(bound, int) else 0, padding=padding)
 
 
 def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
-    for name in (SEGMENT_LENGTHS, PARENTS):
-        if not isinstance(inputs.get(name), Tensor):
-            raise PackingError(
-                f"{name}: expected a tensor of integers beside a row of trees, got {type(inputs.get(name)).__name__}"
-            )
+    if inputs.get(SEGMENT_LENGTHS) is None or inputs.get(PARENTS) is None:
+        raise PackingError(f"{SEGMENT_LENGTHS}: expected both {SEGMENT_LENGTHS} and {PARENTS} beside a row of trees")
     if inputs.get(LABELS) is not None and not _takes_labels.get():
         raise PackingError(
             "labels: expected None with a row of trees, since no model computes the loss of trees by itself; call "
@@ -350,7 +337,7 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
             f"{borders[0]}: expected None with a row of trees, whose borders are given by {SEGMENT_LENGTHS} and "
             f"{PARENTS}"
         )
-    trees = TreeSegments.from_arrays(inputs[SEGMENT_LENGTHS].cpu(), inputs[PARENTS].cpu())
+    trees = TreeSegments.from_arrays(*(torch.as_tensor(inputs[name]).cpu() for name in (SEGMENT_LENGTHS, PARENTS)))
     if tokens.shape != (1, trees.tokens):
         raise PackingError(
             f"{SEGMENT_LENGTHS}: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
@@ -370,13 +357,15 @@ def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
         return None
-    if tokens.shape != (1, sum(longest.lengths)) or borders.device != tokens.device:
+    if tokens.shape != (1, sum(longest.lengths)) or len(borders) <= len(longest.lengths):
+        return None
+    if borders.device != tokens.device:
         return None
     return Layout(borders, roots(longest.lengths), bound=int(longest), padding=longest.padding)
 
 
 def layout_of(borders: Tensor, rows: int, tokens: int) -> Layout:
-    """Check the segment borders of a batch, and return its layout.
+    """Check the segment borders of a batch, and return its layout, in which several rows are one long row.
 
     Args:
         borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row. The last
@@ -394,7 +383,7 @@ def layout_of(borders: Tensor, rows: int, tokens: int) -> Layout:
             f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, with a border at "
             f"the end of every row of {tokens} tokens, got {known}"
         )
-    return Layout(borders.to(torch.int32), roots(lengths), rows)
+    return Layout(borders.to(torch.int32), roots(lengths))
 
 
 def _lengths_between(borders: Sequence[int]) -> list[int]:
@@ -439,11 +428,8 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
         found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
-    if positions is not None and positions.ndim == 2:
-        borders = borders_from_positions(positions.expand(rows, -1))
-        if _ends_in_padding(inputs):  # where positions begin again
-            borders = borders[(borders <= found[SEQ_IDX][-2]) | (borders == borders[-1])]
-        found[POSITION_IDS] = borders
+    if positions is not None and positions.ndim == 2 and not _ends_in_padding(inputs):  # where positions begin again
+        found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
@@ -465,41 +451,12 @@ def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
     return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
-def lay_end_to_end(inputs: Mapping[str, Any], layout: Layout, sees_labels: bool) -> dict[str, Any]:
-    """Return the arguments for several packed rows, with every tensor of shape [rows, tokens, ...] reshaped to
-    [1, rows * tokens, ...].
-
-    Args:
-        inputs: keyword arguments of a model's forward.
-        layout: the layout of the rows.
-        sees_labels: whether the model sees the input token at each label's position. Otherwise, the first label of each
-            row is left out, so that no row predicts the first token of the next one.
-
-    Raises:
-        PackingError: the model would return the logits of some tokens only.
-    """
-    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-        raise PackingError(
-            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
-            f"single row; got {keep}"
-        )
-    laid, shape = dict(inputs), (layout.rows, layout.tokens)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.shape[:2] in (shape, (1, layout.tokens)):
-            value = value.expand(*shape, *value.shape[2:])
-            if name == LABELS and not sees_labels:
-                value = value.clone()
-                value[:, 0] = IGNORED_LABEL
-            laid[name] = value.reshape(1, -1, *value.shape[2:])
-    return laid
-
-
-def fold_into_rows(value: Any, layout: Layout) -> Any:
-    """Return a model's outputs, with every tensor of shape [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
-
-    def fold(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.rows * layout.tokens):
-            return leaf.reshape(layout.rows, layout.tokens, *leaf.shape[2:])
-        return leaf
-
-    return map_leaves(value, fold)
+def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
+    predict from the document before. PackingCollator makes no such labels."""
+    labels = inputs.get(LABELS)
+    is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
+    if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
+        return inputs
+    first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
+    return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}

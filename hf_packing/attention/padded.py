@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -21,7 +22,6 @@ from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
-    borders_from_positions,
     on_device,
     refuse_earlier_tokens,
     tokens_of,
@@ -49,21 +49,16 @@ class Unpadding:
         to: the side to which the padding of the batch is moved first, for a head that reads the first or the last place
             of a row; None if it stays where it is.
         by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
-        refused: where padding may not be, with the reason.
     """
 
     backbone: str
     rows_after: str | None = None
     to: Side | None = None
     by_length: bool = False
-    refused: tuple[tuple[Side, str], ...] = ()
 
     def describe(self) -> str:
         """Return a description in one line."""
-        how = "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
-        refused = {side for side, _ in self.refused}
-        sides = " or ".join(side for side in SIDES[:2] if side not in refused)
-        return f"{how}; padding on the {sides} is taken out"
+        return "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,21 +118,25 @@ class PaddedRows:
         """The index in the flattened batch of each token that `lay_end_to_end` takes, int64 [tokens]."""
         return self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
 
-    def lay_end_to_end(self, value: Any) -> Any:
-        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
-        [1, tokens without padding, ...]. Position ids of shape [axes, rows, tokens] are changed in the same way."""
-        shape, taken = self.shape, self._taken
+    def take(self, value: Any, places: Tensor) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
+        of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens]."""
 
-        def lay(path: Path, leaf: Any) -> Any:
+        def take(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf.flatten(1)[:, taken][:, None]
-            if leaf.shape == (1, shape[1]):  # the same for all rows
-                leaf = leaf.expand(shape)
-            return leaf.flatten(0, 1)[taken][None] if leaf.shape[:2] == shape else leaf
+            if has_axes_first(path, leaf, self.shape):
+                return leaf.flatten(1)[:, places]
+            if leaf.shape == (1, self.shape[1]):  # the same for all rows
+                leaf = leaf.expand(self.shape)
+            return leaf.flatten(0, 1)[places] if leaf.shape[:2] == self.shape else leaf
 
-        return map_leaves(value, lay)
+        return map_leaves(value, take)
+
+    def lay_end_to_end(self, value: Any) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
+        [1, tokens without padding, ...]."""
+        return self.take(value, self._taken[None])
 
     def put_back(self, value: Any) -> Any:
         """Return the outputs of the row in the shapes that they have for the padded batch, with zeros in padding.
@@ -153,10 +152,13 @@ class PaddedRows:
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self._spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
+                if (documents, longest, self.side) == (*self.shape, "right"):
+                    return leaf
                 real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
                 return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
             if len(leaf) == documents and path[:1] != ("router_logits",):
-                return self.with_empty_rows(leaf)
+                places = on_device(np.flatnonzero(self.lengths), leaf.device)
+                return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
             return self._spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
         return map_leaves(value, put)
@@ -165,15 +167,9 @@ class PaddedRows:
         """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
         if self.shared is not None:
             values = values[on_device(self.shared.given, values.device)]
-        spread = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
-        return spread.view(*self.shape, *values.shape[1:])
-
-    def with_empty_rows(self, values: Tensor) -> Tensor:
-        """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
-        if len(values) == len(self.lengths):
-            return values
-        places = on_device(np.flatnonzero(self.lengths), values.device)
-        return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
+        if self.has_padding:
+            values = values.new_zeros(self.real.size, *values.shape[1:]).index_copy(0, self._places, values)
+        return values.view(*self.shape, *values.shape[1:])
 
     def with_padding_on(self, side: Side) -> "PaddedRows":
         """Return the places of the tokens after all padding was moved to one side."""
@@ -183,24 +179,10 @@ class PaddedRows:
 
     def move(self, value: Any, moved: "PaddedRows") -> Any:
         """Return nested tensors of shape [rows, tokens, ...] in which tokens have moved to their places in `moved`."""
-        shape, (rows, tokens) = self.shape, self.shape
+        rows, tokens = self.shape
         steps = self.real.argmax(1) - moved.real.argmax(1)
-        columns = on_device((np.arange(tokens) + steps[:, None]) % tokens, self.device)
-        places = torch.arange(rows, device=self.device)[:, None], columns
-
-        def move(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
-                return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf[:, places[0], places[1]]
-            if leaf.shape == (1, tokens):  # the same for all rows
-                leaf = leaf.expand(shape)
-            if leaf.shape[:2] == shape:
-                return leaf[places]
-            has_choices = leaf.ndim > 2 and leaf.flatten(0, 1).shape[:2] == shape
-            return leaf.flatten(0, 1)[places].view_as(leaf) if has_choices else leaf
-
-        return map_leaves(value, move)
+        columns = (np.arange(tokens) + steps[:, None]) % tokens
+        return self.take(value, on_device(np.arange(rows)[:, None] * tokens + columns, self.device))
 
     def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
         """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
@@ -260,20 +242,34 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
         )
     if not real.any():
         raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    width, lengths = real.shape[1], real.sum(1)
-    start, end = real.argmax(1), width - real[:, ::-1].argmax(1)
-    if (torn := (lengths > 0) & (end - start != lengths)).any():
-        number = int(torn.argmax())
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    if (torn := begins.sum(1) > 1).any():
         raise PackingError(
-            f"attention_mask: expected no padding between the tokens of a row, but row {number} has {lengths[number]} "
-            f"tokens between {start[number]} and {end[number]}; move its padding to one side"
+            f"attention_mask: expected no padding between the tokens of a row, got some in row {torn.argmax()}; move "
+            "its padding to one side"
         )
-    start, end = start[lengths > 0], end[lengths > 0]
-    side: Side = "right" if not start.any() else "left" if (end == width).all() else "both"
-    rows = PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
+    filled = real[real.any(1)]
+    side: Side = "right" if filled[:, 0].all() else "left" if filled[:, -1].all() else "both"
     if position_ids is not None:
-        _check_positions(position_ids, rows)
-    return rows
+        _check_positions(position_ids, real)
+    return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
+
+
+def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+    """Return the places of the tokens in several packed rows, which run as a single one; None for a single row.
+
+    Raises:
+        PackingError: the model would return the logits of some tokens only.
+    """
+    tokens = tokens_of(inputs)
+    if len(tokens) == 1:
+        return None
+    if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
+        raise PackingError(
+            "logits_to_keep: expected None or 0 for several packed rows, since a patched model runs the rows as a "
+            f"single row; got {keep}"
+        )
+    return PaddedRows(np.ones(tokens.shape, np.bool_), tokens.device)
 
 
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
@@ -297,15 +293,13 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
     return real
 
 
-def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
+def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    axes = position_ids.ndim == 3
-    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.shape))
-    if axes and len(position_ids) < 4:  # of pictures, whose places share positions; the first axis is that of time
-        starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
-    else:
-        starts = borders_from_positions(laid)
-    if not set(starts.tolist()) <= set(rows.layout.cu_seq_lens.tolist()):
+    # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
+    axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
+    step = np.diff(positions.expand(real.shape).cpu().numpy())
+    rises = step >= 0 if position_ids.ndim == 3 and axes < 4 else step == 1
+    if not rises[real[:, 1:] & real[:, :-1]].all():
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
             "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
@@ -374,11 +368,8 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
         )
     refuse_media(type(backbone).__name__, inputs, rows)
     left_out = {"attention_mask", "use_cache", *CACHES}
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        if rows.has_positions:
-            inputs = {**inputs, "position_ids": positions.expand(rows.shape)}
-        else:
-            left_out.add("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
+        left_out.add("position_ids")
     inputs = {name: value for name, value in inputs.items() if name not in left_out}
     refuse_earlier_tokens(inputs)
     return inputs
@@ -393,39 +384,31 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    shape, lengths = rows.shape, np.array(rows.lengths)
-    whole: dict[Path, Tensor] = {}
-    output: Any = None
-    for length in np.unique(lengths[lengths > 0]):
-        chosen = np.flatnonzero(lengths == length)
-        numbers = on_device(chosen, rows.device)
-        places = on_device(rows.real[chosen].nonzero()[1].reshape(-1, length), rows.device)
-        at = numbers[:, None], places
+    lengths, outputs = np.array(rows.lengths), []
+    for length in np.unique(lengths[lengths > 0]).tolist():
+        group = replace(rows, real=rows.real & (lengths == length)[:, None])
+        places = on_device(np.flatnonzero(group.real).reshape(-1, length), rows.device)
 
-        def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
-            if not isinstance(leaf, Tensor):
+        def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            if has_axes_first(path, leaf, shape):
-                return leaf[:, at[0], at[1]]
-            return leaf[at] if leaf.shape[:2] == shape else leaf
-
-        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
-        for path, leaf in leaves(output):
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.ndim > 2 and len(leaf) == len(numbers):  # with an axis of tokens, which Funnel has pooled
-                columns = places if leaf.shape[1] == length else torch.arange(leaf.shape[1], device=leaf.device)
-                known = whole.get(path, leaf.new_zeros(*shape, *leaf.shape[2:]))
-                whole[path] = known.index_put((numbers[:, None], columns), leaf)
-            elif leaf.ndim and len(leaf) == len(numbers):
-                known = whole.get(path, leaf.new_zeros(shape[0], *leaf.shape[1:]))
-                whole[path] = known.index_copy(0, numbers, leaf)
-            elif leaf.is_floating_point():
+            if leaf.ndim < 2 or len(leaf) != shape[0]:
                 raise ModelNotSupportedError(
                     f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
                     "run on the rows of each length separately"
                 )
-    return map_leaves(output, lambda path, leaf: whole.get(path, leaf))
+            if leaf.ndim > 2 and leaf.shape[1] != shape[1]:  # tokens that were pooled, as in Funnel
+                return F.pad(leaf, (*[0, 0] * (leaf.ndim - 2), 0, rows.shape[1] - leaf.shape[1]))
+            return leaf
+
+        output = _without_caches(forward(**rows.take(dict(inputs), places)))
+        outputs.append(dict(leaves(group.put_back(map_leaves(output, widen)))))
+
+    def join(path: Path, leaf: Any) -> Any:
+        parts = [each[path] for each in outputs]  # each of which has zeros in the rows of the others
+        return sum(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(output, join)
 
 
 def _without_caches(output: Any) -> Any:

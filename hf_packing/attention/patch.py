@@ -19,10 +19,9 @@ from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
     inner_model,
-    refuse_meta_device,
     weights_location,
 )
-from hf_packing.attention.kernels import HUB_KERNEL, use_hub_kernel
+from hf_packing.attention.kernels import HUB_KERNEL
 from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import has_thresholds, random_where_zero
@@ -97,7 +96,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
             reason, and the model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
             its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
-            "model", and the weights are not in memory; or the default device is meta.
+            "model", and the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -109,7 +108,6 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
         torch.Size([1, 5, 99])
     """
     check_choice("prove", prove, Prove)
-    refuse_meta_device()
     inner = inner_model(model)
     with unpatched_on_error(inner):
         if not is_patched(inner):
@@ -176,7 +174,7 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
     for module in model.modules():
         vars(module).pop(HUB_KERNEL, None)
         if id(getattr(module, "config", None)) in kernels:
-            use_hub_kernel(module, kernels[id(module.config)])
+            setattr(module, HUB_KERNEL, kernels[id(module.config)])
 
 
 ProveInTraining = Literal["first batch", "model", "small"]

@@ -17,7 +17,6 @@ from hf_packing.attention.inspect_model import (
     has_local_weights,
     has_vocabulary,
     inner_model,
-    refuse_meta_device,
     weights_location,
 )
 from hf_packing.attention.proof import Proof, prove
@@ -127,7 +126,6 @@ def check_isolation(
         >>> report.isolated, report.route.name
         (True, 'varlen')
     """
-    refuse_meta_device()
     if weights_location(model) == "on the meta device":
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "

@@ -4,7 +4,7 @@ A route consists of an attention function, a format for the model's inputs, and 
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,11 +72,10 @@ class Method:
                 its segments are not documents.
 
         Raises:
-            PackingError: the method does not support the caller's position_ids or cache.
+            PackingError: the method does not support the caller's position_ids.
         """
         inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
         is_tree = row.has_branches
-        _refuse_caches(inputs)
         inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
@@ -97,16 +96,6 @@ class Method:
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
-def _refuse_caches(inputs: dict[str, Any]) -> None:
-    for name, value in inputs.items():
-        if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
-            raise PackingError(
-                f"{name}: expected no cache on this patched model, got "
-                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
-                "model.generate, or pass the cache without position_ids and other borders between documents"
-            )
-
-
 def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
     """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
     the model for the first batch alone, and once more for the second one."""
@@ -116,35 +105,23 @@ def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
             torch._dynamo.maybe_mark_dynamic(value, changing)
 
 
-METHODS = (
-    Method(NAME),
-    Method(NAME, borders=False),
-    Method(NAME, borders=False, positions=False),
-    Method(None, borders=False, mask_of_ones=True),
-    Method(None, borders=False, mask_of_ones=True, positions=False),
-)
-"""The methods, from the fastest to the most general. A model that keeps its own attention function gets a mask of ones,
-since without a mask the model would detect packed rows by their positions. Such detection may work on short test
-documents and fail on long documents. An example is a model that attends only to the best 2048 tokens, and therefore to
-all tokens of a short document."""
-
-
 def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
-    """Return the methods that can be tried on this model, from the fastest to the slowest. `module` is the model itself
-    or its backbone, which gets the packed rows."""
-    takes_borders = Signature(module).takes("cu_seq_lens_q")
-    takes_positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
-    found: list[Method] = []
-    for method in METHODS:
-        if method.attention and not model._can_set_attn_implementation():
-            continue
-        borders, positions = method.borders and takes_borders, method.positions and takes_positions
-        own = replace(method, borders=borders, positions=positions)
-        if own.mask_of_ones and not takes_positions:
-            # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
-            found.append(replace(own, mask_of_ones=False))
-        found.append(own)
-    return list(dict.fromkeys(found))
+    """Return the methods that can be tried on this model, from the fastest to the most general.
+
+    A model that keeps its own attention function gets a mask of ones, since without a mask the model would detect
+    packed rows by their positions. Such detection may work on short test documents and fail on long documents. An
+    example is a model that attends only to the best 2048 tokens, and therefore to all tokens of a short document. A
+    model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones.
+
+    Args:
+        model: the model.
+        module: the model itself or its backbone, which gets the packed rows.
+    """
+    borders = Signature(module).takes("cu_seq_lens_q")
+    positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
+    varlen = [Method(NAME, positions, borders), Method(NAME, positions, False), Method(NAME, False, False)]
+    own = [Method(None, positions, False, mask_of_ones=positions), Method(None, False, False, mask_of_ones=True)]
+    return list(dict.fromkeys([*varlen, *own] if model._can_set_attn_implementation() else own))
 
 
 @dataclass

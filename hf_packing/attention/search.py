@@ -43,7 +43,9 @@ be recorded. Not every model supports all options."""
 
 @dataclass
 class _Call:
-    """One call of a module, recorded during the model's forward."""
+    """One call of a module, recorded during the model's forward, and what it has shown of the module. By default, the
+    module can run on the whole packed row, since it is segment-local, or since its input or its output has no token
+    axis."""
 
     name: str
     inputs: tuple[Any, Any]
@@ -53,17 +55,9 @@ class _Call:
     inner: list["_Call"] = field(default_factory=list)
     """Calls of inner modules that happened during this call, in order."""
     output: Any = None
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """What a call has shown of a module. By default, the module can run on the whole packed row, since it is
-    segment-local, or since its input or its output has no token axis."""
-
+    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
     forward: SegmentedForward | None = None
     """The forward that runs the module segment by segment, if it has to."""
-    output: Any = None
-    """The joined outputs of the module for the segments of the row."""
     error: str = ""
     """The reason why the module cannot be called on single segments. It is then left unchanged, but a module that
     contains it may still run segment by segment."""
@@ -95,7 +89,7 @@ class Search:
         self.unsliceable: dict[str, str] = {}
         """Maps the name of each module that could not be called on single segments to the error message."""
         self._kinds = {} if thorough else kinds_of_modules(model)
-        self._first_of_kind: dict[int, tuple[_Call, _Finding]] = {}
+        self._first_of_kind: dict[int, _Call] = {}
         self._classified: set[str] = set()
         self._running = ""  # name of the module that is checked, or whose finding is assumed
         self._open_calls: list[_Call] = []
@@ -147,12 +141,10 @@ class Search:
 
     def _is_like_first_of_kind(self, name: str, inputs: Any) -> bool:
         """Return whether the finding for the first call of a module of the same kind can be assumed for this call."""
-        if (first := self._first_of_kind.get(self._kinds.get(name, -1))) is None:
+        first = self._first_of_kind.get(self._kinds.get(name, -1))
+        if first is None or (first.forward is not None) != (name in self.found):
             return False
-        call, finding = first
-        return (finding.forward is not None) == (name in self.found) and _are_alike(
-            call.inputs, inputs, self.row.tokens
-        )
+        return _settings_in(first.inputs) == _settings_in(inputs)
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
@@ -164,29 +156,28 @@ class Search:
                 self._open_calls[-1].inner.append(call)
             if not self._running:  # otherwise, the finding for the first call of this kind is assumed
                 self._running = name
-                finding = self._classify(call, module)
-                self._apply(finding, call)
+                whole = output
+                self._classify(call, module)
+                self._apply(call, whole)
                 self._classified.add(name)
-                if finding.forward is not None:
-                    call.output = finding.output
             self._running = ""
             return call.output
 
         return classify_and_apply
 
-    def _classify(self, call: _Call, module: nn.Module) -> _Finding:
-        """Decide from one call of a module whether the module has to run segment by segment, and return the finding.
+    def _classify(self, call: _Call, module: nn.Module) -> None:
+        """Decide from one call of a module whether the module has to run segment by segment, and note it in the call.
 
         The module is left unchanged.
         """
         inputs, row = call.inputs_copy, self.row
         has_layers = any(isinstance(inner, nn.ModuleList) for inner in module.modules())  # which are checked themselves
         if has_layers and 2 * len(list(module.modules())) > len(self._kinds) > 0:
-            return _Finding()  # the proof itself tests nothing else than a stack of all layers
+            return  # the proof itself tests nothing else than a stack of all layers
         plan = ModulePlan.record(call.name, module, row.tokens)
         outputs = plan.outputs.found_in(call.output)
         if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
-            return _Finding()
+            return
         forward = SegmentedForward(module, plan)
         try:
             depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
@@ -197,35 +188,36 @@ class Search:
                 output = run_one_by_one(forward, inputs, row)
             refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            return _Finding(error=f"{type(error).__name__}: {error}")
+            call.error = f"{type(error).__name__}: {error}"
+            return
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
             or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
         ):
-            return _Finding(forward, output)
-        return _Finding()
+            call.forward, call.output = forward, output
 
-    def _apply(self, finding: _Finding, call: _Call) -> None:
-        """Note the finding for a module, and for all modules that are built alike. If they have to run segment by
-        segment, they do so from now on. Inner modules that did get their original forwards back.
+    def _apply(self, call: _Call, whole: Any) -> None:
+        """Note what a call has shown of a module, whose output was `whole`, for all modules that are built alike. If
+        they have to run segment by segment, they do so from now on. Inner modules that did get their original forwards
+        back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
         kind, alike = self._kinds.get(call.name, -1), [call.name]
         if self._kinds and kind not in self._first_of_kind:
-            self._first_of_kind[kind] = call, finding
+            self._first_of_kind[kind] = call
             alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
-        if finding.error:
-            self.unsliceable |= dict.fromkeys(alike, finding.error)
-        if (forward := finding.forward) is None:
+        if call.error:
+            self.unsliceable |= dict.fromkeys(alike, call.error)
+        if (forward := call.forward) is None:
             return
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
         plan = forward.plan
-        self._find_projections(call, plan)
-        if plan.packed_modules() and not self._agrees(forward, call, finding.output):
+        self._find_projections(call, plan, whole)
+        if plan.packed_modules() and not self._agrees(forward, call):
             plan.ahead, plan.after = {}, None
         plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
@@ -233,16 +225,16 @@ class Search:
             self.found[name] = forward if name == call.name else SegmentedForward(module, replace(plan, name=name))
             self.found[name].install()
 
-    def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module that runs segment by segment still returns `expected` if the projections in its plan
+    def _agrees(self, forward: SegmentedForward, call: _Call) -> bool:
+        """Return whether a module that runs segment by segment still returns the same if the projections in its plan
         run once, on the whole row."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
-            return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
+            return not outputs_differ(call.output, output, forward.plan.outputs, self.row.slices)
         except Exception:  # the module cannot use segments of the projections' outputs
             return False
 
-    def _find_projections(self, call: _Call, plan: ModulePlan) -> None:
+    def _find_projections(self, call: _Call, plan: ModulePlan, whole: Any) -> None:
         """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
         on the module's input or on the output of another such projection; and the one that computes its output."""
         known: dict[int, Path | str] = {
@@ -257,7 +249,7 @@ class Search:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
-                paths = [path for path, leaf, _ in plan.outputs.found_in(call.output) if leaf is inner.output]
+                paths = [path for path, leaf, _ in plan.outputs.found_in(whole) if leaf is inner.output]
                 plan.after = (name, paths[0]) if paths else None
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
@@ -313,16 +305,10 @@ def _describe(value: Any) -> Any:
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
 
-def _are_alike(one: Any, other: Any, tokens: int) -> bool:
-    """Return whether two modules get the same positional and keyword arguments, apart from the values of hidden states.
-    A floating-point tensor with two axes of the size `tokens` is a mask."""
-    left, right = dict(leaves(one)), dict(leaves(other))
-    return left.keys() == right.keys() and all(_is_like(left[path], right[path], tokens) for path in left)
-
-
-def _is_like(one: Any, other: Any, tokens: int) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (one == other or not isinstance(one, (bool, int, float, str)))
-    is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
-    is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return is_alike and (one is other or is_hidden or torch.equal(one, other))
+def _settings_in(inputs: Any) -> dict[Path, Any]:
+    """Return the settings among the arguments of a module, and the shapes of its tensors, in a dictionary by path."""
+    return {
+        path: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves(inputs)
+        if isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
+    }

@@ -1,5 +1,6 @@
 """Restore the state of a model and of random generators after a run of the model, and switch off randomness."""
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -166,10 +167,6 @@ class WeightSnapshot(TorchFunctionMode):
             self._copies += [(tensor, tensor.detach().clone()) for tensor in written]
         return function(*args, **(kwargs or {}))
 
-    def changed(self) -> list[Tensor]:
-        """Return the model's parameters and buffers whose values have changed."""
-        return [tensor for tensor, before in self._copies if not torch.equal(tensor, before)]
-
     def restore(self) -> None:
         with torch.no_grad():
             for tensor, before in self._copies:
@@ -221,16 +218,10 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the random states of torch, NumPy and Python.
-
-    The results of two calls differ if a random number was drawn between the calls.
-
-    If `device` is a CUDA device, the random state of this device is included.
-    """
+    """Return the random states of torch, NumPy and Python, with that of a CUDA device. The results of two calls differ
+    if a random number was drawn between the calls."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    _, keys, place, *_ = np.random.get_state(legacy=True)
-    numpy = np.asarray(keys).tobytes(), int(place)
-    return (*(bytes(state.numpy()) for state in states), random.getstate(), numpy)
+    return (*(bytes(state.numpy()) for state in states), random.getstate(), pickle.dumps(np.random.get_state()))
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")

@@ -29,9 +29,8 @@ LARGEST_FINITE = 1e30
 """Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
 infinity."""
 
-_LINE_TOLERANCE = 0.01
-"""An attention bias counts as linear if its distance from a straight line is at most this share of its largest value.
-Biases in half precision are not exact."""
+_STEP_TOLERANCE = 0.01
+"""Differences of attention biases count as equal up to this share. Biases in half precision are not exact."""
 
 
 def length_of(place: Place) -> int:
@@ -152,39 +151,26 @@ def _dotted(path: Path) -> str:
 def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
     """Return whether a tensor's values change in equal steps from token to token, as positions and ALiBi biases do.
 
-    Integers have to rise by 1 from token to token. Floating-point values have to lie on a straight line that starts at
-    0. A floating-point tensor with two token axes is a mask, and has to change in equal steps along its diagonal.
+    Integers have to rise by 1 from token to token. Floating-point values have to differ by the same number, which is
+    not 0, between the first and the second half of the tokens. A floating-point tensor with two token axes is a mask,
+    whose values in the top left and the bottom right quarter are compared, where it hides nothing.
     """
-    if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
+    if leaf.dtype == torch.bool or not axes or len(axes) > 2 or leaf.shape[axes[0]] < 2:
         return False
-    if len(axes) == 2 and leaf.is_floating_point():
-        return _grows_along_diagonal(leaf.detach().movedim(axes, (-2, -1)).double())
-    if len(axes) > 1:
-        return False
-    tokens = leaf.shape[axes[0]]
-    by_token = leaf.detach().movedim(axes[0], -1).reshape(-1, tokens)
+    leaf, tokens = leaf.detach(), leaf.shape[axes[0]]
     if not leaf.is_floating_point():
-        return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
-    last = by_token[:, -1:].double()
-    line = torch.arange(tokens, device=leaf.device) * last / (tokens - 1)
-    return bool(last.any()) and bool(((by_token - line).abs() <= _LINE_TOLERANCE * last.abs()).all())
-
-
-def _grows_along_diagonal(mask: Tensor) -> bool:
-    """Return whether a mask [..., tokens, tokens] has a bias that grows with the position, as some ALiBi masks have.
-
-    In such a mask, the top left and the bottom right quarter hide the same entries. The visible entries of the two
-    quarters differ by a constant that is not 0.
-    """
-    size = mask.shape[-1] // 2
-    first, last = mask[..., :size, :size], mask[..., -size:, -size:]
+        by_token = leaf.movedim(axes[0], -1).reshape(-1, tokens)
+        return len(axes) == 1 and bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
+    first = last = leaf.double()
+    for axis in axes:
+        first, last = first.narrow(axis, 0, tokens // 2), last.narrow(axis, (tokens + 1) // 2, tokens // 2)
     visible = first.abs() < LARGEST_FINITE
     if not torch.equal(visible, last.abs() < LARGEST_FINITE):
         return False
     added = torch.where(visible, last - first, 0).abs()
-    most = added.amax((-2, -1), keepdim=True)
+    most = added.amax(axes, keepdim=True)
     uneven = torch.where(visible, added - most, 0).abs()
-    return bool(most.any()) and bool((uneven <= _LINE_TOLERANCE * most).all())
+    return bool(most.any()) and bool((uneven <= _STEP_TOLERANCE * most).all())
 
 
 def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill = Tensor.new_zeros) -> Any:
@@ -269,17 +255,12 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
     """Join a module's outputs for the segments of a row, and return the output for the whole row.
 
     In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without token axes, such as a final state, is taken from the last segment. A single floating-point number
-    must be the same for all segments.
+    A leaf without token axes, such as a final state, is taken from the last segment.
 
     Args:
         value: output of one call of the module. The result is nested in the same way.
         axes: token axes of the module's outputs.
         parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
-
-    Raises:
-        PackingError: such a number differs, so that the number for the whole row is unknown; or a tensor has more than
-            two token axes.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
@@ -289,14 +270,7 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
         if not isinstance(last, Tensor):
             return sum(each) if along else last
         if not along:
-            if last.is_floating_point() and not last.ndim and any(not torch.equal(last, other) for other in each[:-1]):
-                raise PackingError(
-                    f"{axes.where}: the module returns a number computed from all tokens of a row, such as the loss of "
-                    "a router; the number for a row cannot be computed from the numbers for the row's segments"
-                )
             return last
-        if len(along) > 2:
-            raise PackingError(f"{axes.where}: the module returns a tensor with {len(along)} token axes, not 1 or 2")
         return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
 
     return map_leaves(value, join_leaf)

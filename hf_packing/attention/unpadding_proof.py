@@ -54,7 +54,8 @@ class PaddedCase(RowCase):
         return self._outputs_of(self.by_segment(tokens), **options)
 
     def outputs_alone(self, places: Tensor) -> Tensor:
-        return self._outputs_of([self.tokens[places]])[0]
+        takes_cache = "use_cache" in self.runner.signature.names  # some models pass their own
+        return self._outputs_of([self.tokens[places]], **({"use_cache": False} if takes_cache else {}))[0]
 
     def _outputs_of(self, rows: list[Tensor], **options: Any) -> list[Tensor]:
         """Run the model on a padded batch, and return all outputs of each row."""
@@ -127,31 +128,26 @@ def _find_and_prove(model: PreTrainedModel, by_length: bool) -> None:
     evaluation = examined_padded_rows(Runner(model))
     training = evaluation.in_training()
     examine_in_training(training, evaluation)
-    found: list[Unpadding] = []
     ways = [(name, False) for name in _backbones(model) if not by_length]
     ways += [(name, True) for name in _backbones(model)]
+    reasons = []
     try:
         for unpadding in chain.from_iterable(_candidates(model, *way, evaluation) for way in ways):
             install_unpadding(model, unpadding)
-            reasons = [(side, _refused([evaluation, training], side)) for side in SIDES]
-            found.append(replace(unpadding, refused=tuple((side, reason) for side, reason in reasons if reason)))
-            if not found[-1].refused:
-                break
+            if not (reason := _problem([evaluation, training])):
+                return
+            reasons.append(reason)
     except BaseException:
         install_unpadding(model, None)
         raise
-    best = min(found, key=lambda each: len(each.refused))
-    is_taken = len(best.refused) < len(SIDES)
-    install_unpadding(model, best if is_taken else None)
-    if not is_taken:
-        reason = found[0].refused[0][1]
-        raise ModelNotSupportedError(f"{type(model).__name__}: padded batches are not supported: {reason}")
+    install_unpadding(model, None)
+    raise ModelNotSupportedError(f"{type(model).__name__}: padded batches are not supported: {reasons[0]}")
 
 
-def _refused(cases: list[PaddedCase], side: Side) -> str:
-    """Return the reason why the patched model does not support padding on a side, or an empty string."""
+def _problem(cases: list[PaddedCase]) -> str:
+    """Return the reason why the patched model does not support padding on some side, or an empty string."""
     try:
-        for case in cases:
+        for side, case in product(SIDES, cases):
             if case.known:
                 case.side = side
                 case.replacements = [[each] for each in range(len(case.paths))] if side == "right" else []

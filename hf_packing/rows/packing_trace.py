@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from hf_packing.columns import SEGMENT_COLUMNS
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hf_packing.columns import SEGMENT_COLUMNS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 
 _TRACE = re.compile(r"Packed by hf_packing: (?:(\d+) tokens in (\d+) segments|several documents in a row)\.")
@@ -59,16 +62,25 @@ def refuse_lost_borders(dataset: Any, names: Iterable[str], stored: Iterable[str
         )
 
 
-def refuse_packed_again(dataset: Any, tokens: int, segments: int) -> None:
-    """Raise PackingError if a dataset has all tokens that were packed, but in another number of segments.
-
-    So it is after SFTTrainer with packing=True, which takes packed rows for documents.
+def has_packs(dataset: Any, names: Iterable[str]) -> bool:
+    """Return whether rows of a dataset have several documents: it has the trace of packing, or its rows say so.
 
     Args:
         dataset: any dataset.
-        tokens: the number of tokens in its rows.
-        segments: the number of segments in its rows.
+        names: names of the columns of its rows.
+
+    Raises:
+        PackingError: the rows have all tokens that were packed, but in another number of segments, as after SFTTrainer
+            with packing=True, which takes packed rows for documents.
     """
+    table = getattr(dataset, "data", None)  # None for a stream
+    if table is None or SEQ_LENGTHS not in set(names) & set(table.column_names):  # not in that of lazy rows
+        return is_packed(dataset)
+    column = table.column(SEQ_LENGTHS)
+    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
+        return is_packed(dataset)
+    lengths = pc.list_flatten(column)
+    tokens, segments = pc.sum(lengths).as_py() or 0, len(lengths)
     packed = [(int(tokens), int(segments)) for tokens, segments in _traces(dataset) if tokens]
     of_packing = tuple(map(sum, zip(*packed, strict=True))) if packed else (0, 0)
     if of_packing[0] == tokens and of_packing[1] != segments:
@@ -77,6 +89,7 @@ def refuse_packed_again(dataset: Any, tokens: int, segments: int) -> None:
             f"{segments} segments, as if packed rows were packed again. Pass packing=False and padding_free=True to "
             f"SFTConfig; or, {_FORGET}"
         )
+    return is_packed(dataset) or segments > len(column)
 
 
 def _traces(dataset: Any) -> list[tuple[str, str]]:

@@ -2,32 +2,30 @@
 
 | file | content |
 |---|---|
-| attach.py | `attach`, which plans batches and patches the model |
-| packed_trainer.py | `PackedTrainer`, the trainer's class after attach |
+| attach.py | `attach`: checks a trainer, plans its batches, patches its models, and changes its class |
+| state.py | `trainer.attached`: what `attach` has decided, and a check for changes |
+| trainer.py | the methods of a trainer after `attach` |
+| sources.py, whole_rows.py | what is read: packed rows, documents, trees, streams; rows that stay whole |
+| streams | logical streams, in lockstep on all ranks, with one state |
+| unpad.py | finds the models of a trainer; `attach` without a batching patches them, and does nothing else |
 | loop.py | `prepare_dataloader` and `evaluation_loss` for your own training loop |
-| batch_loss.py | `compute_loss`, the loss of a batch in your own training loop |
-| unpad_models.py | `attach` without a batching: patches the models of a trainer that makes its own padded batches |
-| whole_row_trainer.py | `attach` for heads, pairs and pictures, whose rows stay whole; `WholeRowTrainer` |
-| planned_rows.py, whole_rows.py | the state of such a trainer; reads, measures and loads whole rows |
-| loss_units.py | says what a loss is a mean of |
-| uneven_gather.py | gathers metrics from ranks with different numbers of rows |
-| masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
-| score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |
-| planned_batches.py | the state and the loaders of a trainer after `attach` |
-| streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
-| passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
+| resume.py | checks that a resumed run makes the steps of its checkpoint |
+| ranks.py | checks that all ranks plan from the same data and settings |
+| step_counts.py | counts tokens and documents for the logs, and what is predicted |
+| batch_loss.py | `compute_loss`, the loss of a batch in your own training loop |
 | losses.py | counts and weights of the labels of an optimizer step |
-| model_loss.py | lets a model compute its own loss, and finds out how it does that |
-| trainer_loss.py | lets a trainer compute its own loss, as a part of the loss of the optimizer step |
+| model_loss.py, trainer_loss.py | let a model or a trainer compute its own loss, weighted by its share of the step |
+| loss_units.py | says what the loss of whole rows is a mean of |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
-| tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
+| tree_batch.py | reads the labels of a batch: what predicts them and, in trees, which documents train on them |
+| train_on_trees.py | checks that a model and a trainer take rows of trees |
 | logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
-| token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
-| checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
-| max_length.py | refuses or counts what trainers of TRL cut or drop |
-| router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
-| ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
+| score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |
+| masking.py | documents that are masked anew in every epoch |
+| passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
+| first_batch.py | proves isolation on the first batch |
+| checks.py, max_length.py | refuse unsupported trainers and arguments; refuse or count what TRL cuts or drops |
 """
 
 from hf_packing.checks import refuse_older

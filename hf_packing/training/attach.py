@@ -17,7 +17,7 @@ from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes, check_batching
 from hf_packing.sampling.sampler import EpochSummary
-from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
+from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
@@ -145,23 +145,23 @@ def attach(
             return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
     shared = {"share_prefixes": share_prefixes or None}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
+    check_batching(batching)
+    if match_documents_per_step is not None:
+        batching = with_documents_per_step(batching, match_documents_per_step)
     plain = _without_attach(trainer)
     if keeps_rows_whole(plain):
-        what = f"{type(plain).__name__} with {type(inner_model(plain.model)).__name__}"
-        _refuse_given(of_packed_rows, f"for {what}, which computes its own loss of padded batches")
-        plan: Any = partial(_plan_whole_rows, plain, batching, match_documents_per_step, prove, loss_unit)
+        _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
+        plan: Any = partial(_plan_whole_rows, plain, batching, prove, loss_unit)
     else:
         given = {"loss_unit": loss_unit}
         _refuse_given(given, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-        shapes = tokens, max_segments
-        plan = partial(_plan_packs, plain, batching, match_documents_per_step, prove, loss or "token", shapes)
+        plan = partial(_plan_packs, plain, batching, prove, loss or "token", (tokens, max_segments))
     state, kind = on_all_ranks(plan)
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
-    trainer.attached, trainer.data_collator, trainer.__class__ = state, plain.data_collator, kind
-    if isinstance(state, AttachedPacks):
-        trainer.data_collator = state.collator
+    trainer.attached, trainer.__class__ = state, kind
+    trainer.data_collator = state.collator if isinstance(state, AttachedPacks) else plain.data_collator
     trainer.remove_callback(BatchesOfCheckpoint)
     if not is_stream(trainer.train_dataset):
         trainer.add_callback(BatchesOfCheckpoint)
@@ -221,21 +221,19 @@ def _has_pictures(dataset: Any) -> bool:
 def _plan_packs(
     trainer: Any,
     batching: Batching,
-    documents_per_step: int | None,
     prove: ProveInTraining,
     loss: Loss,
     shapes: Shapes,
     planned_from: PlannedFrom,
 ) -> tuple[AttachedPacks, type[Trainer]]:
     """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
-    check_batching(batching)
     check_trainer(trainer, check_loss(loss))
     refuse_cut_documents(trainer, "train_dataset", trainer.train_dataset)
     if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
         shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
         batching = batching.within(shapes)
-    state = AttachedPacks(trainer, _complete(trainer, batching, documents_per_step), prove, loss, shapes)
+    state = AttachedPacks(trainer, batching, prove, loss, shapes)
     state.open_training(trainer, planned_from)
     for name, dataset in _evaluation_datasets(trainer).items():
         state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
@@ -247,14 +245,13 @@ def _plan_packs(
 def _plan_whole_rows(
     trainer: Trainer,
     batching: Any,
-    documents_per_step: int | None,
     prove: ProveInTraining,
     loss_unit: str | None,
     planned_from: PlannedFrom,
 ) -> tuple[AttachedRows, type[Trainer]]:
     """Check the trainer, its dataset and the arguments, and plan the first epoch. The trainer does not change."""
     _check_keeps_rows(trainer, batching, loss_unit)
-    state = AttachedRows(trainer, _complete(trainer, batching, documents_per_step), prove, loss_unit)
+    state = AttachedRows(trainer, batching, prove, loss_unit)
     state.open_training(trainer, planned_from)
     return state, subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
 
@@ -286,13 +283,6 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
             f"since attach cannot count what {kind} cuts or drops then"
         )
-
-
-def _complete(trainer: Trainer, batching: Batching, documents_per_step: int | None) -> Batching:
-    """Return a batching with match_documents_per_step and linear_cost filled in."""
-    if documents_per_step is not None:
-        batching = with_documents_per_step(batching, documents_per_step)
-    return with_linear_cost(batching, inner_model(trainer.model).config)
 
 
 def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def compute_loss(
         >>> bool(torch.isclose(whole, 3 * third))
         True
     """
-    _check_keys(batch)
+    check_keys(batch)
     check_patched(model)
     step = WholeStep.of(model, batch, check_loss(loss or "token"))
     items = _items_of_step(batch, loss, num_items_in_batch)
@@ -74,7 +74,8 @@ def compute_loss(
     return result
 
 
-def _check_keys(batch: Any) -> None:
+def check_keys(batch: Any) -> None:
+    """Raise PackingError unless a batch has labels, and the borders of its documents."""
     found = batch if isinstance(batch, Mapping) else {}
     borders = {*TREE_KEYS} - {TREE_LABELS} if is_tree_batch(found) else {CU_SEQ_LENS[0]}
     for name in (TARGETS if TARGETS in found else labels_key(found), *borders):

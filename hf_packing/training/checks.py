@@ -6,6 +6,7 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
+from hf_packing.attention import inner_model, refuse_copied_labels
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import COMPLETION_MASK, LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.columns import COMPLETION_MASK, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
 from hf_packing.training.trainer_loss import sft_trainer_of
@@ -71,8 +68,6 @@ _BY_DOCUMENT_MEANS: _Expected = {
 _WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
-
-_ROWS_READ = 16
 
 
 def check_trainer(trainer: Any, loss: Loss | None) -> None:
@@ -156,31 +151,23 @@ def check_accelerator(accelerator: Accelerator) -> None:
             )
 
 
-def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
+def check_labels_are_hidden(rows: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
-    A masked language model is such a model. Only a few rows, spread over the dataset, are read.
+    A masked language model is such a model.
 
     Args:
-        dataset: a map-style dataset of packed rows or documents.
-        sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
+        rows: a few packed rows or documents of a dataset.
         model: a patched model.
 
     Raises:
-        PackingError: in the rows that were read, every label is the input token at the same position.
+        PackingError: in the rows, every label is the input token at the same position.
     """
-    inner = inner_model(model)
-    rows = np.flatnonzero(sizes.tokens)
-    if not sees_labels(inner) or not len(rows):
-        return
-    numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
-    read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
-    labeled = [
-        {name: row[name] for name in row if name not in LOSS_MASKS}
-        for row in read.__getitems__([(number, False) for number in numbers])
-    ]
-    batch = PackingCollator(keep_first_labels=True)(labeled)
-    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])
+    names = (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
+    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in rows]
+    if read := [row for row in read if len(row[INPUT_IDS])]:
+        batch = PackingCollator(keep_first_labels=True)(read)
+        refuse_copied_labels(inner_model(model), batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
 
 
 def applies_masks(trainer: Trainer) -> bool:

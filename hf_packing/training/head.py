@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
-from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
+from hf_packing.training.tree_batch import NextTokens
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -59,14 +59,14 @@ def observed_logits(model: nn.Module, shape: torch.Size, weighting: Weighting | 
 
     Args:
         model: a model, with or without wrappers.
-        shape: numbers of rows and tokens of the batch.
+        shape: numbers of rows and tokens of the batch; of several rows, logits are computed as usual.
         weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
     """
     inner = inner_model(model)
     head = Head(inner, shape, weighting)
     head.reason, can_observe = _reason_for_whole_rows(head.layer, model, inner)
     with (
-        head.installed() if can_observe else nullcontext(),
+        head.installed() if can_observe and shape[0] == 1 else nullcontext(),
         labels_of_trees() if weighting is not None else nullcontext(),
     ):
         yield head
@@ -135,7 +135,7 @@ class Head:
     """The output layer of a model in one forward: it takes the place of the layer's forward, and runs it later."""
 
     def __init__(self, inner: PreTrainedModel, shape: torch.Size, weighting: Weighting | None) -> None:
-        self.inner, self.shape, self.weighting = inner, shape, weighting
+        self.shape, self.weighting = shape, weighting
         self.layer: Any = inner.get_output_embeddings()
         self.size = max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
         """The largest number of tokens whose logits are computed at a time."""
@@ -307,7 +307,7 @@ class Logits(Tensor):
         # a custom autograd function runs without a graph, and expects plain tensors; that of DDP only clones
         is_custom = first is not None and first.head.has_graph and not torch.is_grad_enabled()
         if first is not None and (name == "clone" or not is_custom):
-            later = first._after(name, partial(_called, function, args[1:], kwargs), args[1:], kwargs)
+            later = first._after(name, lambda logits: function(logits, *args[1:], **kwargs), args[1:], kwargs)
             if later is not None:
                 return later
 
@@ -325,7 +325,7 @@ class Logits(Tensor):
         if name not in _VIEWS or any(isinstance(each, (Tensor, torch.dtype)) for each in others):
             return None
         places = function(self.places)
-        is_part = name == "__getitem__" and _is_part_of_vocabulary(args[0])
+        is_part = name == "__getitem__" and isinstance(args[0], tuple) and args[0][:-1] == (Ellipsis,)  # of vocabulary
         if places.stride()[-1:] == (0,) and (places.shape[-1] == vocabulary or is_part):
             return self._with(function, places, is_step=is_part, is_view=True)
         return None
@@ -353,19 +353,15 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
     head, reduction, weights = logits.head, options["reduction"], None
     losses_of: Callable[..., Tensor] = partial(F.cross_entropy, **{**options, "reduction": "none"})
     if head.weighting is not None:
-        if reduction == "none" or options["label_smoothing"]:
-            raise PackingError(
-                "loss: expected a cross-entropy with reduction='sum' or 'mean' and without label smoothing for "
-                f"loss='sequence' and for documents that share prefixes, got reduction={reduction!r} and "
-                f"label_smoothing={options['label_smoothing']}; it cannot be weighted. Use loss='token' and no shared "
-                "prefixes"
-            )
         (rows, tokens, labels), of_tokens, items = head.weighting
         weights = of_tokens[0, tokens]
-        if len(logits) < of_tokens.shape[1] - 1 or not torch.equal(logits.tokens("cpu"), torch.arange(len(logits))):
+        places = logits.tokens("cpu")
+        is_whole = len(places) >= of_tokens.shape[1] - 1 and torch.equal(places, torch.arange(len(places)))
+        if reduction == "none" or options["label_smoothing"] or not is_whole:
             raise PackingError(
-                "loss: expected a cross-entropy of the logits of all tokens of a batch, got one of logits of other "
-                "tokens, whose documents cannot be told apart"
+                "loss: expected a cross-entropy of the logits of all tokens of a batch, with reduction='sum' or 'mean' "
+                "and without label smoothing, for loss='sequence' and for documents that share prefixes; another one "
+                "cannot be weighted. Use loss='token' and no shared prefixes"
             )
     elif reduction == "none":
         rows = torch.arange(len(target), device=target.device)
@@ -444,14 +440,6 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
     return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
 
 
-def _is_part_of_vocabulary(index: Any) -> bool:
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
-
-
-def _called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Any:
-    return function(logits, *args, **kwargs)
-
-
 _OF_SINGLE_LOGITS = frozenset(
     ("float", "double", "half", "bfloat16", "to", "clone", "contiguous", "neg", "__neg__", "tanh")
     + ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide")
@@ -477,11 +465,9 @@ def _warn_once(model: str, reason: str) -> None:
 
 def _reason_for_whole_rows(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
     """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
-    name = next((name for name, module in model.named_modules() if module is layer), None)
-    if not name:
+    around = [module for module in model.modules() if layer in module.modules()]
+    if not around:
         return "the model's get_output_embeddings returns no output layer", False
-    parts = name.split(".")
-    around = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))]
     if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
         return "the output layer is compiled", False
     hooks = [(*module._backward_hooks.values(), *module._backward_pre_hooks.values()) for module in around]

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from hf_packing.attention import check_patched, inner_model, patch_model
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
-from hf_packing.errors import PackingError
+from hf_packing.training.batch_loss import check_keys
 from hf_packing.training.head import called_on_outputs, join_chunks, observed_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.tree_batch import documents_and_tokens, labels_key
+from hf_packing.training.tree_batch import NextTokens, documents_and_tokens, labels_key
 
 
 def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -50,7 +49,8 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         >>> loss = -(logps[0] - logps[1]).sigmoid().log()
         >>> loss.backward()
     """
-    labels = _labels_of(batch)
+    check_keys(batch)
+    labels = batch[TARGETS if TARGETS in batch else labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):
@@ -60,9 +60,7 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     exact = log_probs.to(exact_type(log_probs.device))
     if is_tree_batch(batch):
         of_documents, tokens = (torch.from_numpy(each).to(exact.device) for each in documents_and_tokens(batch))
-        among_labels = tokens.new_zeros(labels.shape[1])
-        among_labels[following.tokens] = torch.arange(len(following.tokens), device=exact.device)
-        exact = exact[among_labels[tokens]]
+        exact = exact[torch.searchsorted(following.tokens.to(exact.device), tokens)]
     else:
         of_documents = batch[SEQ_IDX][0, following.tokens].long().to(exact.device)
     sums = exact.new_zeros(int(documents_in(batch))).index_add(0, of_documents, exact)
@@ -106,12 +104,3 @@ def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the log-probability of each label, float32 or float64 [labels]; 0 for a label of -100."""
     exact = logits if logits.dtype == torch.float64 else logits.float()
     return -F.cross_entropy(exact, labels, reduction="none")
-
-
-def _labels_of(batch: Any) -> Tensor:
-    found = isinstance(batch, Mapping) and (TARGETS in batch or labels_key(batch) in batch)
-    if not found or not (is_tree_batch(batch) or SEQ_IDX in batch):
-        keys = f"the keys: {', '.join(batch) or 'none'}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise PackingError(f"batch: expected a batch from prepare_dataloader or PackingCollator, got {keys}")
-    labels: Tensor = batch[TARGETS if TARGETS in batch else labels_key(batch)]
-    return labels

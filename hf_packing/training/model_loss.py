@@ -35,8 +35,7 @@ from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
-from hf_packing.training.next_tokens import NextTokens
-from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
+from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, NextTokens, labels_key
 
 _NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
 
@@ -200,12 +199,19 @@ def _ask(model: PreTrainedModel) -> OwnLoss | None:
         return model(**{**batch, LABELS: labels}, **divisor)
 
     with restored(*model.modules()), in_mode(model, training=False), restored_random_state(device), torch.enable_grad():
-        # all weights may be frozen
-        model.get_input_embeddings().register_forward_hook(lambda _, __, found: found.detach().requires_grad_().clone())
+        model.get_input_embeddings().register_forward_hook(_with_gradients)
         outputs, others = run(1), run(2)
-    if outputs.logits.shape[-1] <= int(batch[INPUT_IDS].max()):  # logits of other things than tokens
+    # logits of other things than tokens; padding of the vocabulary may be cut off
+    if 2 * outputs.logits.shape[-1] <= int(batch[INPUT_IDS].max()):
         return None
     (gradient,) = torch.autograd.grad(outputs.loss, outputs.logits)
     predictor = int(gradient[0].abs().amax(-1).argmax())
     is_divided = bool((others.loss - outputs.loss).abs() > _MUCH * outputs.loss.abs())
     return OwnLoss(predictor < _LABELED, is_divided) if predictor in (_LABELED - 1, _LABELED) else None
+
+
+def _with_gradients(_: nn.Module, __: Any, embeddings: Any) -> Any:
+    """Make embeddings leaves of the graph, since all weights may be frozen."""
+    if not isinstance(embeddings, Tensor):
+        return embeddings
+    return embeddings.detach().requires_grad_().clone()  # a forward may change them in place

@@ -132,12 +132,13 @@ def score(
         check_choice("hidden", hidden, Pooling)
     fewest = check_fewest_shared(share_prefixes)
     documents = _read(documents)
+    inner = inner_model(model)
     with patched(model), in_mode(model, training=False):
-        has_likelihoods = _has_likelihoods(model)
+        has_likelihoods = predicts_tokens(inner) and predicts_next(model) and not sees_labels(inner)
         if hidden is None and not has_likelihoods:
             raise PackingError(
-                f"model: expected a causal language model, got {type(inner_model(model)).__name__}, which has no "
-                "likelihoods of documents; pass hidden='mean' for embeddings"
+                f"model: expected a causal language model, got {type(inner).__name__}, which has no likelihoods of "
+                "documents; pass hidden='mean' for embeddings"
             )
         if fewest is not None:
             patch_model(model, trees=True)
@@ -249,12 +250,6 @@ def _read(documents: Any) -> list[_Document]:
             )
         found.append(_Document(tokens, 1 + np.flatnonzero(labels[1:] != IGNORED_LABEL)))
     return found
-
-
-def _has_likelihoods(model: nn.Module) -> bool:
-    """Return whether a model predicts tokens that it does not see."""
-    inner = inner_model(model)
-    return predicts_tokens(inner) and predicts_next(model) and not sees_labels(inner)
 
 
 def _score_row(

@@ -7,6 +7,7 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import inner_model
+from hf_packing.attention import inner_model, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
 from hf_packing.rows.changes import LabelCounts
@@ -25,7 +26,7 @@ from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import check_map_style, sizes_of
+from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
@@ -38,10 +39,12 @@ from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import (
     StreamSummary,
     TrainingStream,
-    check_labels_of_stream,
     is_stream,
     training_stream,
 )
+
+_ROWS_READ = 16
+"""The number of rows whose labels are compared with the input tokens."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,10 @@ class PackedRows:
 
     def check_labels(self, model: nn.Module) -> None:
         """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if not self.shares_prefixes and self._reading.masking is None:
-            check_labels_are_hidden(self.dataset, self.sampler.sizes, model)
+        if sees_labels(inner_model(model)) and not self.shares_prefixes and self._reading.masking is None:
+            rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
+            numbers = rows_to_sample(len(self.dataset), _ROWS_READ)
+            check_labels_are_hidden(rows.__getitems__([(number, False) for number in numbers]), model)
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Count the labels that are left for training, where they are known before.
@@ -167,8 +172,8 @@ class StreamedRows:
 
     def check_labels(self, model: nn.Module) -> None:
         """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if not self.shares_prefixes:
-            check_labels_of_stream(self.dataset, model)
+        if sees_labels(inner_model(model)) and not self.shares_prefixes:
+            check_labels_are_hidden(islice(self.dataset, _ROWS_READ), model)
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""

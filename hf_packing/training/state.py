@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -15,7 +14,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary
-from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_masks, masks_tokens
 from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
 from hf_packing.training.loss_units import find_loss_unit
@@ -59,26 +58,16 @@ class Attached:
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
         """The trainer's collator before attach, and the one that makes the batches."""
-        self.batching = batching
+        self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
         self.prove: ProveInTraining = prove
+        self.max_tokens = batching.most_tokens
+        """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
+        self.isolation: object = self
+        """An object whose text says in the summary what is proven."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self._expected: dict[str, Any] = {}
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
-        return self.batching.most_tokens
-
-    @property
-    def isolation(self) -> object:
-        """An object whose text says in the summary what is proven."""
-        raise NotImplementedError
-
-    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
-        """Measure the training dataset, and plan its batches."""
-        raise NotImplementedError
 
     def settle(self, trainer: Trainer) -> None:
         """Patch the trainer's models, and check that they and the trainer's loss take the batches."""
@@ -101,8 +90,7 @@ class Attached:
             before = self._expected[name]
             if now is not before and now != before:
                 raise PackingError(
-                    f"{name}: expected the value that it had when attach was called, {_shown(before)}, got "
-                    f"{_shown(now)}; call attach again after such a change"
+                    f"{name}: expected the value that it had when attach was called; call attach again after a change"
                 )
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
@@ -123,10 +111,6 @@ class Attached:
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
         return loader
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
 
 
 def _decided_by(trainer: Trainer) -> dict[str, Any]:
@@ -152,12 +136,14 @@ class AttachedPacks(Attached):
     ) -> None:
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
+        self.max_tokens = batching.most_tokens if shapes[0] is None else shapes[0]
         self.collator = collator_for(trainer.model, *shapes)
         if masks_tokens(trainer.data_collator):
             check_masks(trainer.data_collator, trainer.model, self.collator)
         self._reading = Reading.of_trainer(trainer)
         self.trainer_loss = loss_of_trainer(trainer)
         self.first_batch_proof = FirstBatchProof()
+        self.isolation = isolation_in_summary(prove, self.first_batch_proof)
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
@@ -166,15 +152,8 @@ class AttachedPacks(Attached):
         """The sources of the evaluation datasets that the trainer has at attach."""
         self._compares = False
 
-    @property
-    def max_tokens(self) -> int | None:
-        return super().max_tokens if self.shapes[0] is None else self.shapes[0]
-
-    @property
-    def isolation(self) -> object:
-        return isolation_in_summary(self.prove, self.first_batch_proof)
-
     def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
+        """Measure the training dataset, and plan its batches."""
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
         planned_from.note_settings(tokens=self.shapes[0], max_segments=self.shapes[1])
@@ -247,11 +226,6 @@ class AttachedPacks(Attached):
         self.source.count_labels(self.collator)
         return super().summary(trainer)
 
-    def prove_on_first_batch(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Prove isolation on the first batch in each mode, if the caller of attach has asked for it."""
-        if self.prove == "first batch":
-            self.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
-
 
 class AttachedRows(Attached):
     """The state of a trainer whose rows stay whole, with its own collator, loss and evaluation."""
@@ -265,14 +239,11 @@ class AttachedRows(Attached):
         """How each model of the trainer runs padded batches."""
         self._loss_unit = loss_unit
 
-    @property
-    def isolation(self) -> object:
-        return self
-
     def __str__(self) -> str:
         return f"the loss is a mean of {self.loss}\n{self.models}"
 
     def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
+        """Measure the training dataset, and plan its batches."""
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers

@@ -5,12 +5,15 @@ The trainer's class becomes a subclass of its own class and of PackedTrainer, St
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
@@ -26,7 +29,6 @@ from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
 from hf_packing.training.step_counts import Predictions, StepCounts, items_counted
 from hf_packing.training.tree_batch import labels_key
-from hf_packing.training.uneven_gather import gathering_uneven_tensors
 from hf_packing.training.whole_rows import COUNTS
 
 
@@ -89,11 +91,8 @@ class PackedTrainer(AttachedTrainer):
             return super().predict(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        if isinstance(eval_dataset, str):
-            return self.attached.loader_in_order(
-                self, f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]
-            )
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
@@ -109,7 +108,9 @@ class PackedTrainer(AttachedTrainer):
     ) -> Any:
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        state.prove_on_first_batch(model, {**inputs, ITEMS: num_items_in_batch} if trains else inputs)
+        if state.prove == "first batch":
+            batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
+            state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         loss = state.loss if trains or model.training else "token"
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
@@ -177,7 +178,7 @@ class WholeRowTrainer(AttachedTrainer):
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
-        with gathering_uneven_tensors(self.accelerator):
+        with _gathering_uneven_tensors(self.accelerator):
             found = super().compute_loss(model, inputs, return_outputs, **others)
         if num_items_in_batch is None or (counts is None and not model.training):  # not a step of training
             return found
@@ -192,3 +193,30 @@ class WholeRowTrainer(AttachedTrainer):
         share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         return (loss, *outputs) if return_outputs else loss
+
+
+@contextmanager
+def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
+    """Context manager: within the block, `accelerator.gather` and `gather_for_metrics` take tensors of any length.
+
+    Trainers of TRL gather metrics of the rows of a batch. Under a token budget, ranks have different numbers of rows.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    gather = accelerator.gather
+
+    def gather_uneven(values: Any) -> Any:
+        if not isinstance(values, Tensor) or not values.ndim:
+            return gather(values)
+        lengths = gather(torch.tensor([len(values)], device=values.device)).tolist()
+        most = max(lengths)
+        filled = F.pad(values, [0, 0] * (values.ndim - 1) + [0, most - len(values)])
+        parts = gather(filled.contiguous()).split(most) if most else [values]
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=False)])
+
+    accelerator.gather = gather_uneven
+    try:
+        yield
+    finally:
+        del accelerator.gather

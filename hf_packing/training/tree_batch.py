@@ -1,7 +1,11 @@
-"""Read a batch of trees: which documents train on which tokens, with what weight, and what predicts each token."""
+"""Read the labels of a batch: what predicts them and, in trees, which documents train on them, with what weight.
+
+In a row of trees, the next token of a document may be anywhere in the row, and one token may predict several next
+tokens, one for each branch.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
+from hf_packing.columns import ENDS, IGNORED_LABEL, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import Places, TreeSegments
 
@@ -63,3 +67,38 @@ def tree_weights(batch: Mapping[str, Any], *, by_document: bool) -> npt.NDArray[
 def _array(values: Tensor) -> npt.NDArray[np.int64]:
     array: npt.NDArray[np.int64] = values.cpu().numpy()
     return array
+
+
+class NextTokens(NamedTuple):
+    """The labels of a batch, each with the token that predicts it."""
+
+    predictors: Tensor
+    """The token that predicts each label, int64 [labels]; in a tree, the same one may predict several labels."""
+    tokens: Tensor
+    """The token that each label belongs to, int64 [labels], ascending."""
+    labels: Tensor
+    """int64 [labels]. A batch without labels has a single one of -100, so that its loss of 0 has a gradient."""
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any], labels: Tensor, predicts_next: bool = True) -> "NextTokens":
+        """Return the labels of a packed batch or a batch of trees.
+
+        Args:
+            batch: the batch.
+            labels: its labels, int64 [1, tokens].
+            predicts_next: False if the logits of a token predict its own label.
+
+        Example:
+            >>> import torch
+            >>> trees = {"segment_lengths": torch.tensor([2, 1, 1]), "parents": torch.tensor([-1, 0, 0])}
+            >>> NextTokens.of_batch(trees, torch.tensor([[-100, 5, 6, 7]])).predictors.tolist()
+            [0, 1, 1]
+        """
+        if is_tree_batch(batch):
+            before = torch.from_numpy(trees_of(batch).predecessors).to(labels.device)
+        else:
+            before = torch.arange(labels.shape[1], device=labels.device) - int(predicts_next)
+        tokens = ((labels[0] != IGNORED_LABEL) & (before >= 0)).nonzero()[:, 0]
+        if not len(tokens):
+            return cls(tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORED_LABEL))
+        return cls(before[tokens], tokens, labels[0, tokens])

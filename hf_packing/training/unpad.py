@@ -40,7 +40,7 @@ class UnpaddedModels:
         >>> model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=99, **sizes))
         >>> arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
         >>> hfp.attach(transformers.Trainer(model, arguments), None).models["model"].partition("; ")[2]
-        'padding on the right or left is taken out; isolation proven'
+        'isolation proven'
     """
 
     models: dict[str, str]

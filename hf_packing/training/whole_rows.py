@@ -120,8 +120,8 @@ def open_whole_rows(
         accumulation: number of micro-batches of each rank in an optimizer step.
 
     Raises:
-        PackingError: the collator makes batches whose tokens cannot be counted; or a row is too long, and `overflow` is
-            not "drop".
+        PackingError: the collator makes batches whose tokens cannot be counted; a row is too long and not dropped; or
+            `overflow` asks to cut rows.
     """
     if batching.overflow not in ("error", "drop"):
         raise PackingError(
@@ -130,14 +130,6 @@ def open_whole_rows(
         )
     sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
     planned_from.note_data(name, dataset, sizes)
-    too_long = np.flatnonzero(sizes.tokens > batching.max_tokens)
-    if len(too_long) and batching.overflow == "error":
-        row = int(too_long[0])
-        raise PackingError(
-            f"max_tokens: row {row} of {name} has {sizes.tokens[row]} tokens in the collator's batch, but a "
-            f"micro-batch may have at most {batching.max_tokens} (rows that are too long: {len(too_long)} in all); "
-            "raise max_tokens, let the tokenizer or the collator truncate, or use overflow='drop'"
-        )
     rank, world_size = data_rank(accelerator)
     return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate, accelerator)
 
@@ -187,7 +179,7 @@ class _CollateRows:
 
     def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
         rows = list(rows)
-        batch = checked_batch(self.collate([row for row, _ in rows]))
+        batch = self.collate([row for row, _ in rows])
         tokens, squares = _tokens_and_squares(batch)
         if tokens > self.most_tokens:
             raise PackingError(
@@ -207,32 +199,25 @@ def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     return [dataset[number] for number in numbers]
 
 
-def checked_batch(batch: Any) -> Mapping[str, Any]:
-    """Return a batch that a collator made, if its tokens can be counted.
-
-    Raises:
-        PackingError: the batch is not a mapping, or has neither input_ids nor attention_mask.
-    """
-    if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _COUNTED):
-        got = f"columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise PackingError(
-            f"data_collator: expected batches with input_ids and attention_mask, whose tokens attach can count, got "
-            f"{got}. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
-        )
-    return batch
-
-
-_COUNTED = (ATTENTION_MASK, INPUT_IDS)
-
-
-def _tokens_and_squares(batch: Mapping[str, Any]) -> tuple[int, int]:
+def _tokens_and_squares(batch: Any) -> tuple[int, int]:
     """Return the number of tokens of a padded batch, and the sum of the squared lengths of its sequences.
 
     The batch has attention_mask, integers [..., tokens]; or input_ids of this shape, if there is no padding.
+
+    Raises:
+        PackingError: the batch has neither.
     """
-    mask = batch.get(ATTENTION_MASK)
-    real = mask if isinstance(mask, Tensor) else torch.ones_like(batch[INPUT_IDS])
-    lengths = real.sum(-1)
+    mapping = batch if isinstance(batch, Mapping) else {}
+    mask, ids = mapping.get(ATTENTION_MASK), mapping.get(INPUT_IDS)
+    if mask is None and isinstance(ids, Tensor):
+        mask = torch.ones_like(ids)
+    if not isinstance(mask, Tensor):
+        raise PackingError(
+            f"data_collator: expected batches with input_ids and attention_mask, whose tokens attach can count, got "
+            f"{', '.join(map(str, mapping)) or type(batch).__name__}. attach(trainer, None) keeps the trainer's "
+            "batches, and takes out their padding"
+        )
+    lengths = mask.sum(-1)
     return int(lengths.sum()), int(lengths.square().sum())
 
 
@@ -282,27 +267,27 @@ def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None =
         PackingError: the collator makes batches whose tokens cannot be counted.
     """
 
-    def alone(number: int) -> Mapping[str, Any]:
-        return checked_batch(collate_rows(collate, read_rows(dataset, [number])))
+    def alone(number: int) -> Any:
+        return collate_rows(collate, read_rows(dataset, [number]))
 
     def sampled(number: int) -> bytes:
         once, twice = (_digest(alone(number)) for _ in range(2))
         return once if once == twice else bytes(8)  # the collator is random
 
-    sample = b"".join(map(sampled, rows_to_sample(len(dataset)).tolist()))
+    numbers = rows_to_sample(len(dataset)).tolist()
     if pixels_per_patch is None and (in_column := _sizes_in_column(dataset)) is not None:
         by_length = np.argsort(in_column.tokens, kind="stable")
-        asked = {*rows_to_sample(len(dataset)).tolist(), *by_length[:8].tolist(), *by_length[-8:].tolist()}
+        asked = {*numbers, *by_length[:8].tolist(), *by_length[-8:].tolist()}
         expected = {row: (in_column.tokens[row], in_column.squared_lengths[row]) for row in asked}
         if all(_tokens_and_squares(alone(row)) == size for row, size in expected.items()):
-            return replace(in_column, sample=sample)
+            return replace(in_column, sample=b"".join(map(sampled, numbers)))
     measured = []
     for number in tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows"):
         batch = alone(number)
         patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
         measured.append((*_tokens_and_squares(batch), patches))
     tokens, squares, of_pictures = np.array(measured, dtype=np.int64).reshape(-1, 3).T
-    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=sample)
+    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=b"".join(map(sampled, numbers)))
     return replace(sizes, patches=of_pictures) if of_pictures.any() else sizes
 
 

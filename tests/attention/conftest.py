@@ -26,9 +26,10 @@ def on_gpu(monkeypatch):
     """A machine without kernels or choices, which takes its CPU for the GPU."""
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(kernels, "KERNELS", [])
-    for name in ("_chosen", "_struck", "_of_the_hub"):
+    for name in ("_chosen", "_struck"):
         monkeypatch.setattr(kernels, name, {})
     kernels._warn.cache_clear()
+    kernels.hub_kernel.cache_clear()
 
 
 @pytest.fixture

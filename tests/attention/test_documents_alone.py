@@ -142,11 +142,6 @@ def kind_of(name):
 @pytest.mark.parametrize(("name", "form"), fast_only(CASES, *FAST))
 def test_documents_are_as_alone(name, form):
     stock, model = stock_and_patched(name, form)
-    refused = getattr(route_of(model).facts.unpadding, "refused", {})
-    if form in refused:
-        with pytest.raises(hfp.ModelNotSupportedError, match="padding .* the tokens is not supported"):
-            model(**FORMS[form]().inputs)
-        return
     model.train(form != "no padding")  # in training mode, something has to tell of documents
     check(stock, model, FORMS[form](), kind_of(name), close_of(name, form))
     if form == "packed":

@@ -109,13 +109,13 @@ def seen_by(trees, segment, depth, window, chunk):
 def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
     trees, begin = TreeSegments(*forest), 0
     segment_of = [segment for segment, length in enumerate(trees.lengths) for _ in range(length)]
-    for length, prefix in runs_of(trees, window, chunk):
-        keys = [*prefix, *range(begin, begin + length)]
+    for length, keys in runs_of(trees, window, chunk):
+        prefix = len(keys) - length
         for token in range(begin, begin + length):
-            last = len(prefix) + token - begin
-            seen = keys[max(last - window + 1, 0) if window else 0 : last + 1]
+            last = prefix + token - begin
+            seen = keys[max(last - window + 1, 0) if window else 0 : last + 1].tolist()
             assert seen == seen_by(trees, segment_of[token], int(trees.position_ids[token]), window, chunk)
-        assert window is None or len(prefix) < window, "no key is gathered in vain"
+        assert window is None or prefix < window, "no key is gathered in vain"
         begin += length
     assert begin == trees.tokens
 

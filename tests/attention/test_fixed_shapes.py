@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
 from tiny_models import build
 from training_by_hand import DOCUMENTS
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch
-from hf_packing.attention.kernels import cut_into_chunks
-from hf_packing.attention.layout import Layout
 from hf_packing.errors import PackingError
 
 TOKENS = sum(map(len, DOCUMENTS))
@@ -86,16 +82,3 @@ def test_the_proof_on_a_batch(name):
     proof = prove_on_batch(model, hfp.PackingCollator(tokens=TOKENS + 17, max_segments=9)(ROWS))
     assert proof.problem == ""
     assert (proof.tokens, proof.documents) == (TOKENS + 17, len(ROWS) + 1)
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 5), st.integers(1, 25))
-def test_chunks(lengths, empty, chunk):
-    tokens = sum(lengths)
-    row = Layout.of(lengths)
-    borders = torch.cat([row.cu_seq_lens, row.cu_seq_lens[-1:].repeat(empty)])
-    cut = cut_into_chunks(borders, chunk, tokens)
-    expected = sorted({place for start, end in row.slices for place in range(start, end, chunk)})
-    assert cut.dtype == torch.int32
-    assert len(cut) == len(borders) + tokens // chunk
-    assert cut.tolist() == expected + [tokens] * (len(cut) - len(expected))
-    assert cut[-1] == tokens

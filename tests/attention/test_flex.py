@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel_stand_ins import assert_equal_with_gradients
 from torch._dynamo.utils import counters
 
-from hf_packing.attention import flex, kernels
+from hf_packing.attention import flex
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.flex import BLOCK, row_mask, tree_mask
 from hf_packing.attention.kernels import FlexKernel
@@ -181,7 +181,7 @@ def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
 @pytest.mark.parametrize(("row", "make"), [(WIDE, tree_mask), (Row((5, 7)), row_mask)])
 def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
     layout, made = Layout.of(row.trees), []
-    monkeypatch.setattr(kernels, make.__name__, lambda *how: made.append(how) or make(*how))
+    monkeypatch.setattr(flex, make.__name__, lambda *how: made.append(how) or make(*how))
     tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         for window in (None, None, 3, None):

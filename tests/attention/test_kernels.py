@@ -31,10 +31,10 @@ from tiny_models import build
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels, patch, prove_on_batch
-from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.exact import TracedRow, attend_exactly
 from hf_packing.attention.function import packed_varlen
-from hf_packing.attention.kernels import FlexKernel, TracedRow, VarlenKernel, fallbacks, kernel_of, use_hub_kernel
-from hf_packing.attention.layout import Layout, use_layout
+from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
+from hf_packing.attention.layout import Layout, current_layout, within
 from hf_packing.attention.route import route_of
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 from tools.tiny_model import tiny_model
@@ -48,17 +48,17 @@ def test_all_signatures_are_called():
 
 LENGTHS = [5, 3, 4]
 
-ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 7}
+ARGUMENTS = {"window": 3, "softcap": 2.0}
 
 
 @pytest.mark.parametrize(("name", "signature"), VARLEN)
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",), ("chunk",)])
+@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap")])
 def test_a_call_is_right_or_refused(name, signature, is_causal, asked):
     """In compiled code, too, which knows of the row only the borders and the longest length."""
     kernel = stand_in(name, signature)
     how = {each: ARGUMENTS[each] for each in asked}
-    described = {f"has_{each}": each in how for each in ("window", "softcap", "sinks")}
+    described = {f"has_{each}": each in how for each in ("window", "softcap")}
     if kernel.refusal(call(**described)):
         assert asked or "takes no scale" in kernel.refusal(call())
         return
@@ -83,8 +83,8 @@ TORCH_KERNEL = "torch varlen_attn"
         (TORCH_KERNEL, {"dtype": torch.float32}, "takes no float32"),
         (TORCH_KERNEL, {"head_dim": 512}, "takes head dimensions up to 256"),
         (TORCH_KERNEL, {"in_trees": True}, "takes no rows of trees"),
-        (TORCH_KERNEL, {"is_deterministic": True}, ""),
-        ("flash-attn 2", {"is_deterministic": True}, ""),
+        (TORCH_KERNEL, {"has_chunks": True}, "takes no chunks"),
+        (TORCH_KERNEL, {"has_window": True}, ""),
         ("flash-attn 3", {"has_dropout": True}, "takes no dropout"),
         ("kernels-community/vllm-flash-attn3", {"has_sinks": True}, "takes no sinks"),
     ],
@@ -96,7 +96,7 @@ def test_what_the_newest_kernels_take(name, change, reason):
     assert VarlenKernel(name, lambda: None).refusal(call(**change)) == "not installed"
 
 
-def test_deterministic_kernels_and_dropout():
+def test_dropout_and_determinism_are_passed_on():
     seen = []
     kernel = stand_in("flash-attn 2", NEWEST, lambda given: seen.append(given) or given["q"])
     torch.use_deterministic_algorithms(True)
@@ -365,15 +365,14 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
     kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
     assert choose(layer=layer) == "torch varlen_attn"
     assert asked == []
-    for _ in range(2):
-        use_hub_kernel(layer, HUB)
+    setattr(layer, kernels.HUB_KERNEL, HUB)
     assert choose(layer=layer) == HUB
     assert asked == [HUB]
     assert choose() == choose(layer=other) == "torch varlen_attn"
     with pytest.warns(UserWarning, match="attention runs segment by segment"):  # nor is it tried for another model
         assert choose(layer=other, dropout=0.1) is None
     monkeypatch.setattr(kernels, "lazy_import_flash_attention", lambda _: int("not trusted"))  # a ValueError
-    use_hub_kernel(other, "someone/else")
+    setattr(other, kernels.HUB_KERNEL, "someone/else")
     assert choose(layer=other) == "torch varlen_attn"
 
 
@@ -408,7 +407,7 @@ def test_the_report_names_the_kernel(request):
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
     monkeypatch.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
-    with use_layout(Layout.of([5, 3, 4])):
+    with within(current_layout, Layout.of([5, 3, 4])):
         packed_varlen(torch.nn.Identity(), *tensors(), None)
     model = patched("Llama", trees=True)
     model(**inputs_of(CHAT))

@@ -1,27 +1,21 @@
 """The packed row: which segments share calls, and how its borders are read from the inputs of a model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hf_packing as hfp
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import (
-    CACHES,
     MAX_PADDING,
     Layout,
     borders_from_positions,
     current_layout,
     group_lengths,
-    lay_end_to_end,
     read_layout,
-    refuse_earlier_tokens,
     within,
 )
+from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
@@ -60,26 +54,11 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    layout = read_layout(inputs)
-    inputs, row = lay_end_to_end(inputs, layout, sees_labels=False), replace(layout, rows=1)
-    return Method().build(Signature(Anything()), inputs, row)
-
-
-def full_cache():
-    cache = transformers.DynamicCache()
-    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-    return cache
+    rows, layout = packed_rows(inputs), read_layout(inputs)
+    return Method().build(Signature(Anything()), inputs if rows is None else rows.lay_end_to_end(inputs), layout)
 
 
 class TestBorders:
-    @pytest.mark.parametrize("name", CACHES)
-    def test_a_cache_with_tokens_is_refused(self, name):
-        inputs = {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": POSITIONS}
-        refuse_earlier_tokens({**inputs, name: transformers.DynamicCache()})
-        for cache in (full_cache(), [torch.zeros(1, 4)]):
-            with pytest.raises(hfp.PackingError, match=f"{name}: expected no earlier tokens on a patched model, got"):
-                refuse_earlier_tokens({**inputs, name: cache})
-
     def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
         assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
 

@@ -53,9 +53,6 @@ def test_gradients_are_compared_in_inference_mode():
 def test_the_meta_device_is_named():
     with torch.device("meta"):
         model = build("Llama")
-        for function in (hfp.patch_model, hfp.check_isolation):
-            with pytest.raises(hfp.PackingError, match="device: expected a default device with memory, got 'meta'"):
-                function(model)
     with pytest.raises(hfp.PackingError, match="model: expected weights in memory, .* call check_isolation after"):
         hfp.check_isolation(model)
 

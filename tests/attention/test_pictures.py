@@ -173,11 +173,9 @@ def test_packed_rows_with_pictures_are_refused():
     borders |= {"seq_idx": (restarting.cumsum(1) > 6).int()}
     for name, value in borders.items():
         for mask in ({}, {"attention_mask": ones}):
-            with pytest.raises(hfp.PackingError, match=f"{name}: expected no borders .* beside pixel_values"):
+            with pytest.raises(hfp.PackingError, match=f"{name}: expected no borders .* beside pictures"):
                 model(**batch, **mask, **{name: value})
     for positions in (restarting, restarting.expand(3, 1, -1), restarting.expand(4, 1, -1)):
         for mask in ({}, {"attention_mask": ones}):
             with pytest.raises(hfp.PackingError, match="position_ids: expected positions that rise by 1 .* pictures"):
                 model(**batch, **mask, position_ids=positions)
-    with pytest.raises(hfp.PackingError, match="attention_mask: expected an attention_mask or position_ids beside"):
-        model.train()(**batch)

@@ -188,7 +188,7 @@ def test_two_processes_of_fsdp_with_other_numbers_of_documents(of_fsdp, architec
 
 @pytest.mark.slow
 def test_fsdp_inside_a_module_that_runs_by_segment_is_refused(of_fsdp):
-    words = "expected FSDP to wrap no module inside JambaMambaMixer, but FSDP wraps"
+    words = "expected all weights of JambaMambaMixer to be gathered at once, but those of"
     assert all(words in of_rank["refused"] for of_rank in of_fsdp["jamba", "inside"])
 
 
@@ -220,5 +220,5 @@ def test_zero_3_of_what_stays_packed_inside(on_two_ranks):
         model.get_submodule(step.name).in_proj.weight.ds_id = 0
     refuse_uneven_gathers(model, steps)
     model.get_submodule(steps[0].name).conv1d.weight.ds_id = 0
-    with pytest.raises(hfp.PackingError, match="DeepSpeed gathers the weights of Conv1d"):
+    with pytest.raises(hfp.PackingError, match="those of Conv1d .* are gathered at every call"):
         refuse_uneven_gathers(model, steps)

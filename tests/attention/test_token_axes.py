@@ -178,27 +178,6 @@ def test_what_was_cut_is_joined_again(lengths_of_calls):
     assert found["positions"].tolist() == [[2 + place for length in lengths for place in range(length)]]
 
 
-def test_three_token_axes_are_refused():
-    with pytest.raises(PackingError, match="the module returns a tensor with 3 token axes"):
-        run({"scores": row(TOKENS, TOKENS, TOKENS)}, [[each] for each in SLICES])
-
-
-def test_single_numbers_that_differ_are_refused():
-    axes = recorded({"hidden": row(1, TOKENS, 2), "loss": torch.tensor(1.0)})
-
-    def join(*losses):
-        outputs = [
-            {"hidden": row(1, length, 2), "loss": torch.tensor(loss)}
-            for length, loss in zip(LENGTHS, losses, strict=True)
-        ]
-        parts = [split_outputs(output, axes, [length])[0] for output, length in zip(outputs, LENGTHS, strict=True)]
-        return join_outputs(outputs[-1], axes, parts)["loss"].item()
-
-    assert join(3.0, 3.0, 3.0) == 3
-    with pytest.raises(PackingError, match="the module returns a number computed from all tokens"):
-        join(3.0, 3.0, 4.0)
-
-
 def test_a_shared_call_whose_output_has_no_axis_for_rows():
     axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
     for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):

@@ -41,6 +41,7 @@ def test_padding_that_a_head_reads_is_moved():
     assert not torch.allclose(wrong, alone(stock, batch.documents[:1])[0][0], atol=1e-2)
     for side in ("left", "right", "both"):
         check(stock, model, FORMS[side]())
+    assert route_of(model).facts.unpadding.to == "right"
     with pytest.raises(hfp.PackingError, match="start_positions: expected padding on the right beside numbers that"):
         model(**batch.inputs, start_positions=torch.zeros(len(batch.documents), dtype=torch.long))
 
@@ -65,7 +66,7 @@ def with_embeddings(size, dtype, factor):
 
 def test_large_gradients_are_not_taken_for_wrong_ones():
     model = hfp.patch_model(with_embeddings(1e-3, torch.float32, 1 + 2e-5))
-    assert not route_of(model).facts.unpadding.refused
+    assert route_of(model).facts.unpadding.to is None
     assert not route_of(model).facts.unpadding.by_length
 
 

@@ -246,15 +246,15 @@ def test_attention_weights_are_refused_on_every_route(name, kind):
         filled = {"input_ids": torch.tensor([[5, 6, 7]]), "use_cache": True, "output_attentions": True}
         assert torch.equal(model(**filled).attentions[0], stock(**filled).attentions[0])  # as without the patch
     for batch in batches:
-        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model, got True"):
+        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
             model(**batch, output_attentions=True)
         model(**batch, output_attentions=False)
         model.config.__dict__["_output_attentions"] = True  # as a configuration that was loaded with it
-        with pytest.raises(hfp.PackingError, match="output_attentions: expected False in the .*Config of a patched"):
+        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
             model(**batch)
         model.config.__dict__["_output_attentions"] = False
     with hfp.unpatch_model(model):
         assert len(model(**batches[0], output_attentions=True).attentions[0]) == len(rows)
     stock.config.output_attentions = True
-    with pytest.raises(hfp.PackingError, match="output_attentions: expected False in the .*Config of a patched model"):
+    with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
         hfp.patch_model(stock)

@@ -19,7 +19,7 @@ from hf_packing.attention import kernels
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.function import NAME, LocalMask, packed_varlen, packed_varlen_mask, register
 from hf_packing.attention.kernels import kernel_of
-from hf_packing.attention.layout import Layout, use_layout
+from hf_packing.attention.layout import Layout, current_layout, within
 
 
 class Attention(torch.nn.Module):
@@ -35,7 +35,7 @@ LENGTHS = [5, 3, 4]
 
 
 def attend(layer, query, key, value, mask=None, lengths=LENGTHS, **more):
-    with use_layout(Layout.of(lengths)):
+    with within(current_layout, Layout.of(lengths)):
         return packed_varlen(layer, query, key, value, mask, **more)[0]
 
 

@@ -95,7 +95,6 @@ FIRST = {"cu_seq_lens_q": [0, 3, 3, 5, 9], "cu_seq_lens_k": [0, 3, 3, 5, 9], "po
         ({"cu_seq_lens_k": [0, 3, 9]}, "cu_seq_lens_k: expected segments of the same lengths"),
         ({"cu_seq_lens_k": [0, 3, 5, 8, 9]}, "cu_seq_lens_k: expected segments of the same lengths"),
         ({"seq_idx": [[0, 0, 1, 1, 1, -1, -1, -1, -1]]}, "seq_idx: expected segments of the same lengths"),
-        ({"position_ids": [[0, 1, 0, 1, 2, 0, 1, 2, 0]]}, "position_ids: expected segments of the same lengths"),
     ],
     ids=str,
 )

@@ -1,8 +1,7 @@
 """Trainers of whole rows, and runs of them on one or more processes.
 
 Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
-and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt. A run with "evaluate" only writes the
-metrics of its dataset into FOLDER/NAME/metrics-RANK.json.
+and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt.
 """
 
 import copy
@@ -204,17 +203,12 @@ def train_all(folder, runs):
 
 
 def train(into, run):
-    settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0, "evaluate": False} | run
-    own = ("kind", "kill", "resume", "dropout", "evaluate")
-    kind, kill, resume, dropout, evaluate = (settings.pop(each) for each in own)
+    settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0} | run
+    kind, kill, resume, dropout = (settings.pop(each) for each in ("kind", "kill", "resume", "dropout"))
     into.mkdir(parents=True, exist_ok=True)
     trainer = trainer_of(kind, into / "checkpoints", dropout=dropout, **settings)
     trainer.data_collator = recorded = Recorded(trainer.data_collator)
     hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
-    if evaluate:
-        metrics = trainer.evaluate(trainer.train_dataset)
-        (into / f"metrics-{PartialState().process_index}.json").write_text(json.dumps(metrics))
-        return
     if kill:
         trainer.add_callback(KilledAt(kill))
     with (into / f"rows-{PartialState().process_index}.jsonl").open("a") as recorded.file:

@@ -5,7 +5,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 import hf_packing as hfp
-from hf_packing.rows.packing_trace import is_packed, refuse_packed_again, stored_datasets
+from hf_packing.rows.packing_trace import has_packs, is_packed, stored_datasets
 
 DOCUMENTS = [[1, 2, 3], [4, 5], [6], [7, 8]]
 
@@ -49,12 +49,13 @@ def test_datasets_keeps_the_trace(tmp_path):
 
 
 def test_rows_packed_again():
-    rows = packed()
-    refuse_packed_again(rows, 8, 4)
-    refuse_packed_again(rows, 7, 2)  # some rows of them
-    refuse_packed_again(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), 8, 2)
+    rows, names = packed(), ["input_ids", "seq_lengths"]
+    assert has_packs(rows, names)
+    assert has_packs(rows.shuffle().select([0]), names)
+    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
+    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
     with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
-        refuse_packed_again(rows, 8, 2)
+        has_packs(again, names)
 
 
 def test_datasets_inside_wrappers():

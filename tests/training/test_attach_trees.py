@@ -13,7 +13,6 @@ from trainers import documents, trainer_of
 from training_by_hand import largest_difference
 from training_process import segments
 from transformers import Trainer
-from tree_rows import documents_of
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -156,17 +155,3 @@ def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
     assert [each["loss"] > 0 for each in trainer.state.log_history if "loss" in each] == [True] * len(rows)
     expected = [tuple(row["tree_input_ids"]) for row in rows]
     assert list(dict.fromkeys(each for each in seen if each in expected)) == expected  # the first batch is also proven
-
-
-def test_a_mixture_counts_documents_and_their_tokens(tmp_path):
-    few = hfp.mix({"few": stream(), "same": stream()}, {"few": 1, "same": 3}, stopping_strategy="first_exhausted")
-    rows = hfp.pack(few, hfp.BestFit(96), share_prefixes=2, streams=2, window_packs=4)
-    trainer = trainer_of(tmp_path, data=rows, model=patched("Llama", trees=True), max_steps=4)
-    hfp.attach(trainer, hfp.TokenBudget(96))
-    trainer.train()
-    logs = next(each for each in reversed(trainer.state.log_history) if "source_few_tokens" in each)
-    found = [(row["source"][path[-1]], len(path)) for row in list(rows)[:4] for _, _, path in documents_of(row)]
-    for name, number in (("few", 0), ("same", 1)):
-        assert logs[f"source_{name}_documents"] == sum(source == number for source, _ in found) > 0
-        assert logs[f"source_{name}_tokens"] == sum(tokens for source, tokens in found if source == number)
-        assert f"source_{name}_loss" not in logs, "a token of a tree belongs to several documents"

@@ -223,7 +223,6 @@ def test_rows_that_are_added_while_training_are_refused(tmp_path):
 REFUSED_BY_A_LOOP = {
     "dataset": lambda _, data: data.extend(MORE[20:]),
     "gradient_accumulation_steps": lambda accelerator, _: setattr(accelerator, "gradient_accumulation_steps", 3),
-    "dispatch_batches": lambda accelerator, _: setattr(accelerator.dataloader_config, "dispatch_batches", True),
 }
 
 

@@ -48,7 +48,7 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path, kind, way):
         wanted = torch.tensor(labels[1:])
         total += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
         tokens += int((wanted != -100).sum())
-    trained = as_stream(data) if "stream" in way else data
+    trained = as_stream(data) if way == "stream" else data
     trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64, trees=True), data=trained)
     hfp.attach(trainer, hfp.TokenBudget(64))
     rows, found = WAYS[way](data), [trainer.evaluate(data)["eval_loss"]]

@@ -89,10 +89,8 @@ def test_training_is_the_same_as_without_the_proof(tmp_path):
 
 
 def test_a_batch_of_one_document_proves_nothing(tmp_path):
-    trainer = trainer_on(tmp_path, proven_llama())
+    trainer = trainer_of(tmp_path, model=proven_llama(), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
-    trainer.args.max_steps = 1
-    trainer.train_dataset = documents([210] * 4)
     trainer.train()
     assert str(summary).endswith("isolation: to be proven on the first batch")
 

@@ -4,7 +4,6 @@ Whoever else reads the logits gets the values of the whole row, with a place in 
 """
 
 import copy
-import io
 import logging
 import pickle
 from contextlib import nullcontext
@@ -317,10 +316,6 @@ def in_place(logits):
     return logits
 
 
-def by_its_type(logits):
-    return logits * 2 if logits.type() == "torch.DoubleTensor" else logits
-
-
 def written_out(logits):
     torch.mul(logits.detach(), 3, out=logits.data)
     return logits
@@ -341,7 +336,7 @@ def with_a_head_that_is_called_twice():
 
 
 def cut(logits):
-    return logits[..., :100]
+    return logits[..., :-2]
 
 
 @pytest.mark.parametrize("change", [one_after_the_other, cut])
@@ -355,7 +350,7 @@ def test_functions_of_single_logits_are_kept_for_later(change):
 @pytest.mark.parametrize(
     "make",
     [
-        *(partial(changed, change) for change in (without_some, in_place, by_its_type, written_out)),
+        *(partial(changed, change) for change in (without_some, in_place, written_out)),
         with_a_trained_scale,
     ],
 )
@@ -385,12 +380,11 @@ class DTensor(torch.nn.Parameter):
     """Stands for a weight that is distributed by tensor parallelism."""
 
 
-def with_head(model, weight=None, **attributes):
-    """A model whose output layer has another weight, or attributes of its own."""
-    if weight is not None:
-        model.lm_head.weight = weight
+def model_with(**attributes):
+    """A model whose output layer has other attributes, or whose weights of the output layer have."""
+    model = patched()
     for name, value in attributes.items():
-        setattr(model.lm_head.weight, name, value)
+        setattr(model.lm_head if name == "weight" else model.lm_head.weight, name, value)
     return model
 
 
@@ -413,9 +407,9 @@ WHOLE_LOGITS = {
     ),
     "the model's get_output_embeddings returns no output layer": lambda: with_output_embeddings(lambda _: None),
     "a weight of the output layer has a hook": with_a_hook_on_a_weight,
-    "DeepSpeed ZeRO-3 shards the output layer": lambda: with_head(patched(), ds_id=0),
-    "the output layer is distributed by tensor parallelism": lambda: with_head(
-        patched(), DTensor(patched().lm_head.weight.detach())
+    "DeepSpeed ZeRO-3 shards the output layer": lambda: model_with(ds_id=0),
+    "the output layer is distributed by tensor parallelism": lambda: model_with(
+        weight=DTensor(patched().lm_head.weight.detach())
     ),
 }
 
@@ -458,6 +452,7 @@ def test_hooks_on_the_output_layer(caplog):
     """Those of the forward see all tokens, and change the logits of all of them."""
     model = patched("Llama", torch.float64)
     seen = []
+    own_loss_of(model)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     model.lm_head.register_forward_hook(lambda _, args, output: seen.append((args[0].shape[1], output.shape[1])))
     model.lm_head.register_forward_hook(lambda _, __, output: output * 2)
@@ -485,32 +480,6 @@ def run_later(model, batch, tokens=5):
     return outputs
 
 
-def cross_entropy(change):
-    """The loss of logits that were changed."""
-    return lambda logits, labels: F.cross_entropy(change(logits)[0], labels[0])
-
-
-READERS = {
-    "z-loss by keyword": lambda logits, _: torch.logsumexp(input=logits, dim=-1).square().mean(),
-    "entropy": lambda logits, _: (logits.softmax(-1) * F.log_softmax(logits, -1)).sum(),
-    "smoothing": lambda logits, labels: F.cross_entropy(logits[0], labels[0], label_smoothing=0.3),
-    "single losses": lambda logits, labels: (
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().sum()
-    ),
-    "classes before tokens": lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
-    "weights of classes": lambda logits, labels: F.cross_entropy(
-        logits[0], labels[0], weight=torch.linspace(0, 1, 128, dtype=torch.float64)
-    ),
-    "tokens by mask": lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
-    "tokens by number": lambda logits, labels: F.cross_entropy(logits[0, [3, 2, 2]], labels[0, [3, 2, 2]]),
-    "last token": lambda logits, _: logits[:, -1].square().sum(),
-    "changed after a view": cross_entropy(lambda logits: view_and_change(logits)),
-    "changed through a view": cross_entropy(lambda logits: change_view(logits)),
-    "changed after a copy": cross_entropy(lambda logits: copy_and_change(logits)),
-    "two": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) * logits.logsumexp(-1).mean(),
-}
-
-
 def view_and_change(logits):
     view = logits.view(1, 30, 128)
     logits.mul_(0.5)
@@ -528,20 +497,37 @@ def copy_and_change(logits):
     return taken
 
 
+CHANGES = (view_and_change, change_view, copy_and_change)
+READERS = {
+    "entropy": lambda logits, _: (logits.softmax(-1) * F.log_softmax(logits, -1)).sum(),
+    "smoothing": lambda logits, labels: F.cross_entropy(logits[0], labels[0], label_smoothing=0.3),
+    "single losses": lambda logits, labels: (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().sum()
+    ),
+    "classes before tokens": lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
+    "tokens by mask": lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
+    "last token": lambda logits, _: logits[:, -1].square().sum(),
+    **{
+        each.__name__: lambda logits, labels, change=each: F.cross_entropy(change(logits)[0], labels[0])
+        for each in CHANGES
+    },
+    "two": lambda logits, labels: F.cross_entropy(logits[0], labels[0]) * torch.logsumexp(input=logits, dim=-1).mean(),
+}
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_anybody_else_who_reads_logits(name):
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
     labels = torch.cat([batch["labels"][:, 1:], torch.tensor([[-100]])], 1)
     found = []
-    for run in (model, partial(run_later, model, tokens=WHOLE), partial(run_later, model)):
+    for run in (lambda each: model(**each), partial(run_later, model, tokens=WHOLE), partial(run_later, model)):
         model.zero_grad()
-        outputs = run(**batch) if run is model else run(batch)
+        outputs = run(batch)
         loss = READERS[name](outputs.logits, labels) + 0.5 * outputs.loss
         loss.backward()
         found.append((loss.item(), gradients_of(model)))
-    check_same(*found[1], *found[0])
-    check_same(*found[2], *found[0])
+        check_same(*found[-1], *found[0])
 
 
 class Copied(torch.autograd.Function):
@@ -591,10 +577,7 @@ def test_logits_are_printed_pickled_and_copied_as_tensors():
     again = [
         lambda logits: pickle.loads(pickle.dumps({"logits": logits}))["logits"],  # made here
         copy.deepcopy,
-        lambda logits: copy.copy(logits).clone() * 1,
         lambda logits: torch.from_numpy(logits.numpy()),
-        lambda logits: torch.tensor(logits.tolist(), dtype=torch.float64),
-        saved_and_loaded,
     ]
     with torch.no_grad():
         expected = run_later(model, batch, WHOLE).logits
@@ -606,13 +589,6 @@ def test_logits_are_printed_pickled_and_copied_as_tensors():
     outputs = run_later(model, batch)
     with pytest.raises(RuntimeError, match="explicitly by the user"):  # as for all tensors with a graph
         copy.deepcopy(outputs.logits)
-
-
-def saved_and_loaded(logits):
-    file = io.BytesIO()
-    torch.save(logits, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def test_hooks_on_logits():

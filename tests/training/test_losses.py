@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from patched_models import patched_tiny
 from tiers import slow
 from torch.nn import functional as F
+from whole_rows import bert
 
 import hf_packing as hfp
 from hf_packing.training.losses import items_in, trainable_per_document, weights_of
@@ -76,6 +77,21 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     ours = [float(weighted_loss(logits, batch["labels"], weights, shift)) for shift in (expected, not expected)]
     assert ours[0] == pytest.approx(float(own), rel=1e-4)
     assert abs(ours[1] - float(own)) > 1e-3 * float(own)
+
+
+def test_a_token_classifiers_own_loss():
+    """Of a packed batch, it is the mean over the labels of the documents, the first ones too."""
+    stock = bert("TokenClassification", num_labels=3).eval()
+    model = hfp.patch_model(copy.deepcopy(stock))
+    rows = [{"input_ids": [5, 6, 3], "labels": [2, -100, 1]}, {"input_ids": [9, 12, 7, 8], "labels": [0, 0, 2, -100]}]
+    alone = [
+        F.cross_entropy(stock(torch.tensor([row["input_ids"]])).logits[0], torch.tensor(row["labels"]), reduction="sum")
+        for row in rows
+    ]
+    found = model(**hfp.PackingCollator(keep_first_labels=True)(rows)).loss
+    assert float(found.detach()) == pytest.approx(float(sum(alone).detach()) / 5, rel=1e-12)
+    without_first = model(**hfp.PackingCollator()(rows)).loss
+    assert abs(float(without_first.detach()) - float(found.detach())) > 1e-3
 
 
 @settings(max_examples=30)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses na
 
 ROWS = 6
 COLUMNS = ["input_ids", "labels"]
+ROW = ["input_ids", "position_ids"]
 DOCUMENTS = [np.random.default_rng(length).integers(5, 100, length).tolist() for length in (9, 5, 8, 10, 7, 6) * 4]
 
 
@@ -112,7 +113,6 @@ LOST = "^dataset: expected the column seq_lengths or position_ids in packed rows
 NOT_READ = "^data_collator: expected a collator that reads where documents begin"
 AGAIN = "^column 'seq_lengths': "
 PACKING = {"kind": SFTTrainer, "packing": True, "max_length": 32}
-LABELS_OF_ITS_OWN = {"collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False), **ONE_BY_ONE}
 WRONG = {
     "select_columns": (lambda _: packed().select_columns(COLUMNS), {}, LOST),
     "with_format": (lambda _: packed().with_format("torch", columns=COLUMNS), {}, LOST),
@@ -133,7 +133,6 @@ WRONG = {
     "padding_free without seq_lengths": (lambda _: packed().remove_columns("seq_lengths"), PADDING_FREE, LOST),
     "packing=True": (lambda _: packed(), PACKING | {"max_length": 128}, AGAIN),
     "wrapped": (lambda _: packed(), PACKING | {"packing_strategy": "wrapped"}, LOST),
-    "labels of its own": (lambda _: packed(), LABELS_OF_ITS_OWN, "^labels: expected -100 at the first token of every"),
 }
 
 
@@ -176,6 +175,16 @@ def test_a_loop_without_accelerate(workers):
         list(DataLoader(packed().select_columns(COLUMNS), batch_size=ROWS, collate_fn=FLAT, num_workers=workers))
     (batch,) = DataLoader(documents(), batch_size=24, collate_fn=FLAT, num_workers=workers)
     assert model(**batch).loss.item() == pytest.approx(loss_alone(), rel=1e-6)
+
+
+def test_labels_that_a_collator_makes_itself():
+    """A document's first token is not predicted from the document before."""
+    model, rows = patched("Llama", torch.float64), [{name: row[name] for name in ROW} for row in packed()]
+    batches = [DataCollatorForLanguageModeling(tokenizer(), mlm=False)([row]) for row in rows]
+    predicted = [batch["position_ids"].count_nonzero() for batch in batches]
+    losses = [model(**batch).loss * number for batch, number in zip(batches, predicted, strict=True)]
+    assert all((batch["labels"] == batch["input_ids"]).all() for batch in batches)
+    assert float(sum(losses).detach() / sum(predicted)) == pytest.approx(loss_alone(), rel=1e-6)
 
 
 def test_a_loop_that_finds_the_borders_itself():

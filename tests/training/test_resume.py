@@ -10,7 +10,10 @@ from trainers import documents, trainer_of
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+pytestmark = [
+    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
+    pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning"),
+]
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 KINDS = {
@@ -24,9 +27,9 @@ def attached(folder, kind="documents", batching=None, loss="token", **changes):
     """A trainer whose model has dropout."""
     make, usual = KINDS[kind]
     model = patched(trees=kind == "trees")
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda _, __, out: torch.nn.functional.dropout(out, 0.5, model.training)
-    )
+    layer = model.model.layers[0]
+    layer.dropout = torch.nn.Dropout(0.5)
+    layer.mlp.register_forward_hook(lambda _, __, out: layer.dropout(out))
     trainer = trainer_of(folder, model=model, data=make(), **{"max_steps": 4, **SAVES, **changes})
     hfp.attach(trainer, batching or usual, loss=loss)
     return trainer
@@ -82,7 +85,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     if began == 2:
         assert losses(again, again / "checkpoint-5") == ignoring
         return
-    with pytest.raises(PackingError, match="itself resumed with ignore_data_skip=True, 1 steps into an epoch"):
+    with pytest.raises(PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
         losses(again, again / "checkpoint-5")
     assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
 

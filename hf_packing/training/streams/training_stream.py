@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
-from torch import nn
 
-from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
-from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
+from hf_packing.columns import SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
@@ -28,9 +24,6 @@ from hf_packing.streams.shards import fingerprint_of_files
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
-
-_ROWS_READ = 16
-"""Number of rows whose labels are compared with the input tokens."""
 
 _MOST_STREAMS = 64
 """If TokenBudget packs the stream, the number of logical streams is a power of two: at most this number, and at most
@@ -79,18 +72,13 @@ class StreamSummary:
     accumulation: int
     isolation: object
 
-    @property
-    def rows_per_step(self) -> int:
-        """The number of packed rows in an optimizer step, over all ranks."""
-        return self.ranks * self.accumulation * self.stream.rows_per_batch
-
     def __str__(self) -> str:
-        streams, ranks = self.stream.streams, self.ranks
+        streams, ranks, rows = self.stream.streams, self.ranks, self.stream.rows_per_batch
         return (
             f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
             f"rows: {streams.packing}\n"
-            f"step: {self.rows_per_step} rows, in {self.accumulation} micro-batches of {self.stream.rows_per_batch} "
-            f"rows on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
+            f"step: {ranks * self.accumulation * rows} rows, in {self.accumulation} micro-batches of {rows} rows "
+            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
         )
 
 
@@ -224,18 +212,3 @@ def _of_documents(
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     warn_of_reading(source.examples, streams)
     return TrainingStream(PackedExamples(source.examples, of_windows, streams), 1, batching.max_tokens)
-
-
-def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:
-    """Refuse labels that only repeat the input tokens in the first rows, if the model sees them at their positions.
-
-    See `check_labels_are_hidden` for datasets that are not streams.
-    """
-    inner = inner_model(model)
-    if not sees_labels(inner):
-        return
-    names = (INPUT_IDS, LABELS, SEQ_LENGTHS)
-    rows = [{name: np.asarray(row[name]) for name in names if name in row} for row in islice(stream, _ROWS_READ)]
-    if rows := [row for row in rows if len(row[INPUT_IDS])]:
-        batch = PackingCollator(keep_first_labels=True)(rows)
-        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
