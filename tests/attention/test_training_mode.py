@@ -47,12 +47,14 @@ class Counting(nn.Module):
         return hidden - self.average
 
 
+REMEMBERS = "in training mode, the same tokens gave other logits .* or depends on earlier batches"
+
 LEAKS = {
     "batch norm": (NormOfTokens, "in training mode, changing one document changed the logits of another"),
     "centred": (Centred, "in training mode, changing one document changed the logits of another"),
-    "average": (lambda: MovingAverage(False), "in training mode, changing one document changed the logits"),
-    "late average": (lambda: MovingAverage(True), "the same tokens gave other logits .* or depends on earlier batches"),
-    "attribute": (Counting, "in training mode, changing one document changed the logits of another"),
+    "average": (lambda: MovingAverage(False), REMEMBERS),
+    "late average": (lambda: MovingAverage(True), REMEMBERS),
+    "attribute": (Counting, REMEMBERS),
 }
 
 
