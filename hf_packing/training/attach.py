@@ -143,19 +143,21 @@ def attach(
         fewest_shared = check_fewest_shared(share_prefixes)
         with models_unpatched_on_error(trainer):
             return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
-    shared = {"share_prefixes": share_prefixes or None}
+    shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
-    check_batching(batching)
-    if match_documents_per_step is not None:
-        batching = with_documents_per_step(batching, match_documents_per_step)
     plain = _without_attach(trainer)
-    if keeps_rows_whole(plain):
-        _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
-        plan: Any = partial(_plan_whole_rows, plain, batching, prove, loss_unit)
-    else:
-        given = {"loss_unit": loss_unit}
-        _refuse_given(given, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-        plan = partial(_plan_packs, plain, batching, prove, loss or "token", (tokens, max_segments))
+
+    def plan(planned_from: PlannedFrom) -> tuple[Any, type[Trainer]]:
+        complete = check_batching(batching)
+        if match_documents_per_step is not None:
+            complete = with_documents_per_step(complete, match_documents_per_step)
+        if keeps_rows_whole(plain):
+            _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
+            return _plan_whole_rows(plain, complete, prove, loss_unit, planned_from)
+        of_whole_rows = {"loss_unit": loss_unit}
+        _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
+        return _plan_packs(plain, complete, prove, loss or "token", (tokens, max_segments), planned_from)
+
     state, kind = on_all_ranks(plan)
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))

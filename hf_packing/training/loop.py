@@ -28,8 +28,8 @@ from hf_packing.training.losses import Loss, TokenMean, check_loss
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.passed_on import warn_of_columns_left_out
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
-from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.sources import PackedRows, Reading, open_source
+from hf_packing.training.streams.stream_loader import StreamedRows, StreamLoader
 from hf_packing.training.train_on_trees import check_takes_trees
 
 _DECIDED_BY_BATCHING = frozenset(

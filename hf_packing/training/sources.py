@@ -7,12 +7,8 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
-import datasets
-import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -35,13 +31,8 @@ from hf_packing.training.masking import MaskedRows, Masking
 from hf_packing.training.passed_on import Takes, passed_on, taken_by_model, taken_by_trainer
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.step_counts import micro_batch_counts
-from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.streams.training_stream import (
-    StreamSummary,
-    TrainingStream,
-    is_stream,
-    training_stream,
-)
+from hf_packing.training.streams.stream_loader import StreamedRows
+from hf_packing.training.streams.training_stream import is_stream, training_stream
 
 _ROWS_READ = 16
 """The number of rows whose labels are compared with the input tokens."""
@@ -147,67 +138,6 @@ class PackedRows:
         return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
-@dataclass(frozen=True)
-class StreamedRows:
-    """A stream, opened for this rank."""
-
-    dataset: datasets.IterableDataset
-    stream: TrainingStream
-    accelerator: Accelerator
-    reading: Reading
-    accumulation: int
-    loss: Loss
-    restarts: bool
-    """True for evaluation: each iteration begins at the first row."""
-
-    @property
-    def sources(self) -> Sequence[str]:
-        """The names of the sources of a mixture; empty without a mixture."""
-        return self.stream.sources
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if rows are rows of trees."""
-        return self.stream.shares_prefixes
-
-    def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if sees_labels(inner_model(model)) and not self.shares_prefixes:
-            check_labels_are_hidden(islice(self.dataset, _ROWS_READ), model)
-
-    def count_labels(self, collator: PackingCollator) -> None:
-        """Do nothing: how many labels a stream has is not known."""
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, loader: StreamLoader) -> Tensor:
-        """Return the counts of this rank's micro-batches, and the number of tokens of each source of a mixture.
-
-        Returns:
-            int64 [batches, 4 + sources]; see `micro_batch_counts`.
-        """
-        counts = micro_batch_counts(batches, loss)
-        return torch.cat([counts, torch.from_numpy(np.array(loader.tokens_of_sources)).to(counts.device)], 1)
-
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
-        """Return how a training reads the stream; the number of documents in a step without packing is not known."""
-        return StreamSummary(self.stream, data_rank(self.accelerator).world_size, self.accumulation, isolation)
-
-    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> StreamLoader:
-        """Return the loader of this rank; see `PackedRows.loader`."""
-        names = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
-        names = [name for name in names if name in self.stream.streams.features and name not in self.reading.unread]
-        return StreamLoader(
-            self.stream,
-            self.accelerator,
-            collate,
-            [*names, *passed_on(self.stream.streams.features, self.reading.takes)],
-            accumulation=self.accumulation,
-            loss=self.loss,
-            restarts=self.restarts,
-            loop=loop,
-            **options,
-        )
-
-
 def open_source(
     name: str,
     dataset: Any,
@@ -241,7 +171,18 @@ def open_source(
     if is_stream(dataset):
         stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
         planned_from.note_settings(**{name: stream})
-        return StreamedRows(dataset, stream, accelerator, reading, accumulation, loss, in_order is not None)
+        known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
+        names = [each for each in known if each in stream.streams.features and each not in reading.unread]
+        names += passed_on(stream.streams.features, reading.takes)
+        return StreamedRows(
+            **vars(stream),
+            dataset=dataset,
+            accelerator=accelerator,
+            names=names,
+            accumulation=accumulation,
+            loss=loss,
+            restarts=in_order is not None,
+        )
     check_map_style(name, dataset)
     plans = in_order or batching
     assert plans is not None

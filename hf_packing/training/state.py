@@ -22,8 +22,9 @@ from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.max_length import lost_pairs, refuse_cut_documents
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, StreamedRows, open_source
+from hf_packing.training.sources import PackedRows, Reading, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
+from hf_packing.training.streams.stream_loader import StreamedRows
 from hf_packing.training.streams.training_stream import StreamSummary
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
 from hf_packing.training.trainer_loss import loss_of_trainer

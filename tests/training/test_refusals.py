@@ -8,7 +8,7 @@ import pytest
 import torch
 import trl
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from datasets.distributed import split_dataset_by_node
 from documents_to_mask import TOKENIZER, collator
 from documents_to_mask import documents as to_mask
@@ -434,6 +434,10 @@ def loop(batching=BUDGET, data=DATA, accelerator=None, **how):
     return hfp.prepare_dataloader(accelerator, data, batching, **how)
 
 
+def dispatching():
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+
+
 def planned(**how):
     return next(iter(loop(**how)))
 
@@ -452,6 +456,7 @@ IDS = torch.tensor([[5, 6]])
 LOOPS = [
     *((name, lambda name=name: loop(**{name: 1})) for name in ("batch_size", "shuffle", "collate_fn", "generator")),
     ("accelerator", lambda: hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), BUDGET)),
+    ("dispatch_batches", lambda: loop(data=DATA.to_iterable_dataset(num_shards=4), accelerator=dispatching())),
     ("prove", lambda: loop(model=build("Llama"), prove=True)),
     ("prove", lambda: hfp.patch_model(build("Llama"), prove=True)),
     ("model", lambda: loop(model=torch.nn.DataParallel(build("Llama")))),

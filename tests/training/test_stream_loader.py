@@ -87,7 +87,7 @@ def test_every_epoch_has_every_document_in_another_order(files, streams):
     ("rows", "workers", "usable"), [(1, 3, 2), (1, 8, 8), (2, 4, 4), (2, 3, 2), (3, 4, 1), (1, 0, 0)]
 )
 def test_workers_that_share_logical_streams(files, rows, workers, usable):
-    streams = loader_of(packed(files)).stream.streams
+    streams = loader_of(packed(files)).dataset.streams
     assert RankTurns(streams, {}, rows, None, [], 0).usable_workers(workers) == usable
 
 

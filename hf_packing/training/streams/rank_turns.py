@@ -28,8 +28,8 @@ class MicroBatch(NamedTuple):
     """How far its logical streams have come, by their numbers."""
     ended: list[int]
     """Its logical streams that have ended."""
-    of_sources: IntArray | None
-    """int64 [sources]: the number of tokens of each source of a mixture; None without a mixture or without a batch."""
+    of_sources: IntArray
+    """int64 [sources]: the number of tokens of each source of a mixture."""
 
 
 class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
@@ -91,9 +91,9 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
     def _joined(self, turns: Sequence[Turn]) -> MicroBatch:
         """Return the micro-batch of some turns."""
         rows: list[dict[str, Any]] = [turn.values(self._names) for turn in turns if turn.row is not None]
-        of_sources = None
-        if rows and self._sources:  # no model takes the sources
-            of_sources = np.bincount(np.concatenate([row.pop(SOURCE) for row in rows]), minlength=self._sources)
+        of_sources = np.zeros(self._sources, np.int64)
+        for row in rows if self._sources else ():  # no model takes the sources
+            of_sources += np.bincount(row.pop(SOURCE), minlength=self._sources)
         positions = {turn.stream: turn.position for turn in turns}
         ended = [turn.stream for turn in turns if turn.row is None]
         return MicroBatch(self._collate(rows) if rows else None, positions, ended, of_sources)

@@ -1,29 +1,80 @@
 """Yield the micro-batches of one rank from logical streams, and save how far the logical streams of all ranks are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import datasets
 import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor, nn
 
+from hf_packing.attention import inner_model, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import COPIED_SEGMENT, IGNORED_LABEL, INPUT_IDS, KNOWN_COLUMNS, LABELS, SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.streams.logical import Position
+from hf_packing.training.checks import check_labels_are_hidden
 from hf_packing.training.loader import Batch, LoopSteps, StepLoader
+from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import data_rank
+from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
 from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns
-from hf_packing.training.streams.training_stream import TrainingStream
+from hf_packing.training.streams.training_stream import StreamSummary, TrainingStream
+
+_ROWS_READ = 16
+"""Number of rows whose labels are compared with the input tokens."""
 
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
 
 _MICRO_BATCHES_AHEAD = 8
 """The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedRows(TrainingStream):
+    """A stream, opened for this rank."""
+
+    dataset: datasets.IterableDataset
+    accelerator: Accelerator
+    names: Sequence[str]
+    """Names of the columns to read."""
+    accumulation: int
+    """Number of micro-batches in an optimizer step on this rank."""
+    loss: str
+    """The loss, which a state has to have been saved with."""
+    restarts: bool
+    """True for evaluation: each iteration begins at the first row of the first epoch."""
+
+    def check_labels(self, model: nn.Module) -> None:
+        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
+        if sees_labels(inner_model(model)) and not self.shares_prefixes:
+            check_labels_are_hidden(islice(self.dataset, _ROWS_READ), model)
+
+    def count_labels(self, collator: PackingCollator) -> None:
+        """Do nothing: how many labels a stream has is not known."""
+
+    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, loader: "StreamLoader") -> Tensor:
+        """Return the counts of this rank's micro-batches, and the number of tokens of each source of a mixture.
+
+        Returns:
+            int64 [batches, 4 + sources]; see `micro_batch_counts`.
+        """
+        counts = micro_batch_counts(batches, loss)
+        return torch.cat([counts, loader.tokens_of_sources.to(counts.device)], 1)
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
+        """Return how a training reads the stream; the number of documents in a step without packing is not known."""
+        return StreamSummary(self, data_rank(self.accelerator).world_size, self.accumulation, isolation)
+
+    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> "StreamLoader":
+        """Return the loader of this rank; see `PackedRows.loader`."""
+        return StreamLoader(self, collate, loop, **options)
 
 
 class StreamLoader(StepLoader):
@@ -34,13 +85,8 @@ class StreamLoader(StepLoader):
     have to be called on all ranks together; a state can be loaded on another number of ranks.
 
     Args:
-        stream: the logical streams to read.
-        accelerator: the accelerator, which knows the rank and the device.
+        rows: the stream.
         collate: the collator.
-        names: names of the columns to read.
-        accumulation: number of micro-batches in an optimizer step on this rank.
-        loss: "token" or "sequence", which a state has to have been saved with.
-        restarts: True for evaluation: each iteration begins at the first row of the first epoch.
         loop: what your own training loop needs; None for a Trainer, and for evaluation.
         num_workers: number of DataLoader workers.
         options: further arguments of DataLoader.
@@ -48,40 +94,29 @@ class StreamLoader(StepLoader):
 
     def __init__(
         self,
-        stream: TrainingStream,
-        accelerator: Accelerator,
+        rows: StreamedRows,
         collate: PackingCollator,
-        names: Sequence[str],
-        *,
-        accumulation: int = 1,
-        loss: str = "token",
-        restarts: bool = False,
         loop: LoopSteps | None = None,
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(accelerator, accumulation, loop)
-        self.stream = stream
-        self.tokens_of_sources: list[IntArray] = []
-        """For each micro-batch of the current optimizer step: the number of tokens of each source, int64 [sources]."""
-        self._rank, self._ranks = data_rank(accelerator)
-        self._collate, self._names, self._loss, self._restarts = collate, names, loss, restarts
-        self._workers, self._options = num_workers, options
+        super().__init__(rows.accelerator, rows.accumulation, loop)
+        self.dataset = rows
+        """What the loader reads. Trainer asks every loader for its dataset."""
+        self.tokens_of_sources = torch.zeros(0)
+        """The tokens of each source of a mixture in the current optimizer step, int64 [micro-batches, sources]."""
+        self._rank, self._ranks = data_rank(rows.accelerator)
+        self._collate, self._workers, self._options = collate, num_workers, options
         self._positions: dict[int, Position] = {}
         """How far the logical streams of this rank have come."""
         self._step: list[MicroBatch] = []
         """The current optimizer step."""
 
-    @property
-    def dataset(self) -> TrainingStream:
-        """The stream that the loader reads. Trainer asks every loader for its dataset."""
-        return self.stream
-
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader counts epochs by itself, since a resumed Trainer counts them from 0 again."""
 
     def _steps(self) -> Iterator[list[Batch]]:
-        if self._restarts:
+        if self.dataset.restarts:
             self._begin_at_epoch(0)
         goes_on, before = bool(self._positions), self.optimizer_steps
         self.micro_batches_done = self.steps_done * self.accumulation  # a step that was broken off begins again
@@ -93,11 +128,9 @@ class StreamLoader(StepLoader):
 
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
         """Yield the steps up to the end of the epoch, in lockstep with the other ranks."""
-        streams = self.stream.of_epoch(self.epoch)
+        rows, streams = self.dataset, self.dataset.of_epoch(self.epoch)
         own = streams.changed(owned=streams.owned[self._rank :: self._ranks])
-        turns = RankTurns(
-            own, self._positions, self.stream.rows_per_batch, self._collate, self._names, len(self.stream.sources)
-        )
+        turns = RankTurns(own, self._positions, rows.rows_per_batch, self._collate, rows.names, len(rows.sources))
         seed = self.epoch * self._ranks + self._rank
         micro_batches = iter(turns.loader(self._workers, seed, **self._options))
         left = set(own.owned)
@@ -113,8 +146,7 @@ class StreamLoader(StepLoader):
         for step, is_run in in_lockstep(read, processes, device, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)):
             if is_run:
                 self._step = step
-                nothing = np.zeros(len(self.stream.sources), np.int64)
-                self.tokens_of_sources = [nothing if each.of_sources is None else each.of_sources for each in step]
+                self.tokens_of_sources = torch.from_numpy(np.stack([each.of_sources for each in step]))
                 yield [self._masked() if each.batch is None else each.batch for each in step]
             else:
                 self._move(step)
@@ -136,8 +168,12 @@ class StreamLoader(StepLoader):
         """
         tokens = np.zeros(_MASKED_TOKENS, dtype=np.int64)
         labels, segments = np.full_like(tokens, IGNORED_LABEL), np.full_like(tokens, COPIED_SEGMENT)
-        features = self.stream.streams.features
-        more = {name: tokens.astype(features[name].feature.dtype) for name in self._names if name not in KNOWN_COLUMNS}
+        features = self.dataset.streams.features
+        more = {
+            name: tokens.astype(features[name].feature.dtype)
+            for name in self.dataset.names
+            if name not in KNOWN_COLUMNS
+        }
         return self._collate([{INPUT_IDS: tokens, LABELS: labels, SEQ_IDX: segments, **more}])
 
     def _begin_at_epoch(self, epoch: int) -> None:
@@ -160,8 +196,8 @@ class StreamLoader(StepLoader):
             "epoch": self.epoch,
             "steps": self.steps_done,
             "optimizer_steps": self.optimizer_steps,
-            "loss": self._loss,
-            "streams": self.stream.of_epoch(self.epoch).state_at(positions),
+            "loss": self.dataset.loss,
+            "streams": self.dataset.of_epoch(self.epoch).state_at(positions),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,10 +207,12 @@ class StreamLoader(StepLoader):
             PackingError: the state is of another stream or another loss; or the rows that were read cannot be divided
                 among the ranks.
         """
-        if state.get("loss") != self._loss:
-            raise PackingError(f"loss: expected {state.get('loss')!r}, as when the state was saved, got {self._loss!r}")
-        rows = self.stream.rows_per_batch
-        positions = self.stream.of_epoch(state["epoch"]).positions_in(state["streams"])
+        if state.get("loss") != self.dataset.loss:
+            raise PackingError(
+                f"loss: expected {state.get('loss')!r}, as when the state was saved, got {self.dataset.loss!r}"
+            )
+        rows = self.dataset.rows_per_batch
+        positions = self.dataset.of_epoch(state["epoch"]).positions_in(state["streams"])
         turns = sum(turns for turns, *_ in positions.values())
         if turns % (self._ranks * rows):
             raise PackingError(
