@@ -383,9 +383,11 @@ def test_patch_model_asks_for_the_kernel_of_the_model(attention, asked):
     assert all(getattr(layer, kernels.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
 
 
-def test_the_report_names_the_kernel(request):
-    model = patched_tiny("llama", "causal", num_hidden_layers=1)
-    report = hfp.check_isolation(model)
+def test_the_report_names_the_kernel(request, monkeypatch):
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(kernels, "DEVICES", {"cuda"})
+        model = patched_tiny("llama", "causal", num_hidden_layers=1)
+        report = hfp.check_isolation(model)
     assert report.kernel == kernel_of(model) == "exact attention, segment by segment"
     assert str(report).endswith("\nkernel: exact attention, segment by segment")
     request.getfixturevalue("as_on_cuda")
