@@ -99,7 +99,7 @@ class Patch:
     trusts_collator: bool = False
     """True once a batch of PackingCollator was read in full, and the lengths that came with it were right."""
     knows_labels: bool = False
-    """True once the first batch in training has shown that the model is not trained to copy its input."""
+    """True once labels have shown that the model is not trained to copy its input."""
 
     def __post_init__(self) -> None:
         modules = [*self.model.modules()]
@@ -327,7 +327,6 @@ class PatchedForward(ReplacedForward):
         if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
             ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
-            patch.knows_labels = True
         return inputs, layout, rows
 
     def _read_layout(self, inputs: dict[str, Any]) -> Layout:

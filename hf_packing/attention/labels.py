@@ -3,7 +3,7 @@
 Masked language models see the input token at each label's position. In training, they would only learn to copy it if
 labels repeat the input. And a batch of one document in each row does not show whether a collator has lost the borders.
 So the collator of the data loader that accelerate is reading gets a row of two documents once, and its batch must show
-both. Both checks wait for the device only in the first batch that decides them.
+both. Both checks wait for the device only until a batch decides them.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.layout import Layout, read_borders
-from hf_packing.attention.route import sees_labels
+from hf_packing.attention.route import PATCH, sees_labels
 from hf_packing.batch.collate import active_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
@@ -32,7 +32,8 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     """Raise PackingError if a model would only learn to copy its input.
 
     The check is made only for models that see the input token at each label's position, such as masked language models,
-    and only if input_ids and labels are tensors of the same shape.
+    and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
+    or a sample of the data shows that labels differ from the input, or are those of chosen tokens.
 
     Args:
         model: a patched model.
@@ -51,7 +52,9 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     is_first = np.isin(np.arange(len(ids)), borders)
     trained = labels != IGNORED_LABEL
     ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
-    if trained.sum() >= _FEWEST and not (labels != ids)[trained].any() and not ends_within.any():
+    if (labels != ids)[trained].any() or ends_within.any():
+        getattr(model, PATCH).knows_labels = True
+    elif trained.sum() >= _FEWEST:
         name = type(model).__name__
         raise PackingError(
             f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "

@@ -181,6 +181,7 @@ def open_source(
             names=names,
             accumulation=accumulation,
             loss=loss,
+            length_schedule=getattr(batching, "length_schedule", None),
             restarts=in_order is not None,
         )
     check_map_style(name, dataset)

@@ -16,6 +16,7 @@ from hf_packing.attention import inner_model, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import COPIED_SEGMENT, IGNORED_LABEL, INPUT_IDS, KNOWN_COLUMNS, LABELS, SEQ_IDX
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.streams.logical import Position
 from hf_packing.training.checks import check_labels_are_hidden
 from hf_packing.training.loader import Batch, LoopSteps, StepLoader
@@ -48,6 +49,8 @@ class StreamedRows(TrainingStream):
     """Number of micro-batches in an optimizer step on this rank."""
     loss: str
     """The loss, which a state has to have been saved with."""
+    length_schedule: LengthSchedule | None
+    """The length of segments in each step, which the trainer cuts them to."""
     restarts: bool
     """True for evaluation: each iteration begins at the first row of the first epoch."""
 
@@ -70,7 +73,8 @@ class StreamedRows(TrainingStream):
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
-        return StreamSummary(self, data_rank(self.accelerator).world_size, self.accumulation, isolation)
+        ranks = data_rank(self.accelerator).world_size
+        return StreamSummary(self, ranks, self.accumulation, isolation, self.length_schedule)
 
     def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> "StreamLoader":
         """Return the loader of this rank; see `PackedRows.loader`."""

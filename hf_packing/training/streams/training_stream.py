@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_packing.columns import SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
@@ -71,6 +72,7 @@ class StreamSummary:
     ranks: int
     accumulation: int
     isolation: object
+    length_schedule: LengthSchedule | None
 
     def __str__(self) -> str:
         streams, ranks, rows = self.stream.streams, self.ranks, self.stream.rows_per_batch
@@ -78,7 +80,9 @@ class StreamSummary:
             f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
             f"rows: {streams.packing}\n"
             f"step: {ranks * self.accumulation * rows} rows, in {self.accumulation} micro-batches of {rows} rows "
-            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n{self.isolation}"
+            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n"
+            + (f"length of segments: {self.length_schedule}\n" if self.length_schedule is not None else "")
+            + str(self.isolation)
         )
 
 
