@@ -168,15 +168,19 @@ class Smooth(nn.Module):
         return self.inner(hidden + 0.5 * nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
 
 
-def test_modules_that_a_small_copy_lacks_are_searched(tmp_path, monkeypatch):
+def test_modules_that_a_small_copy_lacks_are_refused_unless_they_are_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
-    model = long_llama()
-    model.model.layers[0].mlp = Smooth(model.model.layers[0].mlp)
-    trainer = trainer_on(tmp_path, model)
-    hfp.attach(trainer, BUDGET)
-    assert hfp.check_isolation(model).route.modules == {"Smooth": 1}
-    trainer.train()
-    assert trainer.state.global_step == 2
+    for prove in ("first batch", "model"):
+        model = long_llama()
+        model.model.layers[0].mlp = Smooth(model.model.layers[0].mlp)
+        trainer = trainer_on(tmp_path, model)
+        hfp.attach(trainer, BUDGET, prove=prove)
+        if prove == "model":
+            assert hfp.check_isolation(model).route.modules == {"Smooth": 1}
+            trainer.train()
+            continue
+        with pytest.raises(hfp.ModelNotSupportedError, match="packed documents are not isolated.*mlp"):
+            trainer.train()
 
 
 def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
@@ -191,17 +195,6 @@ def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
     trainer = trainer_on(tmp_path, model)
     hfp.attach(trainer, BUDGET)
     assert hfp.check_isolation(model).isolated
-
-
-def test_what_hooks_keep_is_of_training_alone(tmp_path):
-    model, calls = long_llama(), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    trainer = trainer_on(tmp_path, model, max_steps=2, gradient_accumulation_steps=1)
-    summary = hfp.attach(trainer, BUDGET)
-    assert not calls
-    trainer.train()
-    assert "proven on the first training batch" in str(summary)
-    assert len(calls) == 2  # one for each micro-batch
 
 
 OF_RANKS = [600, 100, 200, 310, 310, 450] + [20] * 60
