@@ -15,14 +15,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact import TracedRow
+from hf_packing.attention.exact import TracedRow, gather_tokens
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.layout import Layout, within
 
@@ -37,12 +40,18 @@ _HEAD_DIM_STEP = 8
 """Variable-length kernels require head dimensions that are multiples of this number, and not larger than
 `_MAX_HEAD_DIM`."""
 
+MOST_KEYS = 32768
+"""The most keys that are gathered along paths and kept for the backward pass. With 8 heads of 128 numbers in bfloat16,
+these keys and their values take 128 MiB in every layer."""
+
 _NAMES = {
     "query": ("q", "query"),
     "key": ("k", "key"),
     "value": ("v", "value"),
-    "cu_seq_lens": ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k"),
-    "max_length": ("max_seqlen_q", "max_seqlen_k", "max_q", "max_k"),
+    "cu_seq_lens_q": ("cu_seqlens_q", "cu_seq_q"),
+    "cu_seq_lens_k": ("cu_seqlens_k", "cu_seq_k"),
+    "max_length_q": ("max_seqlen_q", "max_q"),
+    "max_length_k": ("max_seqlen_k", "max_k"),
     "scale": ("softmax_scale", "scale"),
     "is_causal": ("causal",),
     "window": ("window_size",),
@@ -61,9 +70,15 @@ class Call(NamedTuple):
     head_dim: int
     """The head dimension of queries and keys or that of values, whichever is larger."""
     asked: tuple[str, ...] = ()
-    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout" and "trees"."""
+    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks" and "dropout"."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
+    in_trees: bool = False
+    """Whether documents in the row share prefixes."""
+
+
+Borders = tuple[Tensor, int]
+"""Cumulative lengths of segments, int32 [segments + 1], and the number of tokens in the longest one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +135,41 @@ class VarlenKernel:
         dropout: float = 0.0,
         **refused: None,  # noqa: ARG002
     ) -> Tensor:
-        """Compute the result of `attend_exactly`, whose arguments these are, on the query's device."""
+        """Compute the result of `attend_exactly`, whose arguments these are, on the query's device.
+
+        In trees, keys and values are gathered along paths. If these are many, they are gathered again in the backward
+        pass, so that those of only one layer are in memory.
+        """
+        of_row: Borders = (row.cu_seq_lens.to(query.device, torch.int32), row.max_length)
+        call = partial(self._call, scale=scale, is_causal=is_causal, window=window, softcap=softcap, dropout=dropout)
+        if not row.has_branches:
+            return call(query, key, value, of_row, of_row)
+        assert isinstance(row, Layout)
+        places, queries, keys = keys_along_paths(row, window, query.device)
+
+        def attend() -> Tensor:
+            return call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys)
+
+        if len(places) <= MOST_KEYS or not torch.is_grad_enabled():
+            return attend()
+        gathered_again: Tensor = checkpoint(attend, use_reentrant=False, preserve_rng_state=dropout > 0)
+        return gathered_again
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        queries: Borders,
+        keys: Borders,
+        *,
+        scale: float,
+        is_causal: bool,
+        window: int | None,
+        softcap: float | None,
+        dropout: float,
+    ) -> Tensor:
+        """Call the kernel's function. The queries of each segment belong to its last keys."""
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
@@ -131,8 +180,10 @@ class VarlenKernel:
             "query": q,
             "key": k,
             "value": v,
-            "cu_seq_lens": row.cu_seq_lens.to(query.device, torch.int32),
-            "max_length": row.max_length,
+            "cu_seq_lens_q": queries[0],
+            "cu_seq_lens_k": keys[0],
+            "max_length_q": queries[1],
+            "max_length_k": keys[1],
             "scale": scale,
             "is_causal": is_causal,
             "window": (back, 0 if is_causal else back),
@@ -147,6 +198,36 @@ class VarlenKernel:
         attended = attended[0] if isinstance(attended, tuple) else attended  # some also return log-sum-exps
         output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
         return output
+
+
+def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Borders, Borders]:
+    """Return the keys of a row of trees, which the layers of a model share.
+
+    A run is a chain of segments, each the first child of the one before it. Its tokens attend to the tokens above it
+    and to the run itself, so its keys are gathered once: a chat whose documents are its turns is a single run.
+
+    Returns:
+        For each key, the index of its token in the row, int64 [keys]; the borders of the runs' queries; and those of
+        their keys.
+    """
+    asked = ("keys along paths", window, device)
+    if asked not in row.cache:
+        trees = row.trees
+        firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
+        runs = []
+        for first, end in pairwise([*firsts, len(trees.parents)]):
+            depth = int(trees.depths[first])
+            seen = 0 if window is None else max(depth - window + 1, 0)
+            own = np.arange(trees.begins[first], trees.begins[end])
+            runs.append((len(own), np.concatenate([trees.path_of(first)[seen:depth], own])))
+        places = torch.from_numpy(np.concatenate([keys for _, keys in runs])).to(device)
+        lengths = [length for length, _ in runs], [len(keys) for _, keys in runs]
+        queries, keys = (
+            (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device), max(each)) for each in lengths
+        )
+        row.cache[asked] = places, queries, keys
+    found: tuple[Tensor, Borders, Borders] = row.cache[asked]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +336,7 @@ def choose(layer: nn.Module, query: Tensor, value: Tensor, in_trees: bool, optio
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
         asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        asked += ["trees"] if in_trees else []
-        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub)
+        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, in_trees)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
         _latest[layer] = EXACT[in_trees] if kernel is None else kernel.name
@@ -271,7 +351,7 @@ def _choose(*fields: Any) -> str | None:
         refusals = {kernel.name: _struck.get(kernel.name) or kernel.refusal(call) for kernel in _kernels_for(call.hub)}
         _chosen[call] = next((name for name, reason in refusals.items() if not reason), None)
         if _chosen[call] is None and not _struck and call.dtype != torch.float64:  # which only checks use
-            where, unit = (" in rows of trees", "path") if "trees" in call.asked else ("", "segment")
+            where, unit = (" in rows of trees", "path") if call.in_trees else ("", "segment")
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
             _warn(
                 f"attention{where} runs {unit} by {unit}, which is exact, but slow ({reasons}). Kernels need bfloat16 "

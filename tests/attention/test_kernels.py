@@ -7,13 +7,18 @@ import copy
 import re
 import sys
 import warnings
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
+from any_strategy import few_examples
 from compare_trees import CHAT, inputs_of
+from forests import forests
 from forms import check as check_documents
 from forms import tree
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_stand_ins import (
     KNOWN,
     NEWEST,
@@ -36,6 +41,7 @@ from hf_packing.attention.function import packed_varlen
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
 from hf_packing.attention.layout import Layout, current_layout, within
 from hf_packing.attention.route import route_of
+from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
 from tools.tiny_model import tiny_model
 
@@ -81,7 +87,6 @@ TORCH_KERNEL = "torch varlen_attn"
         (TORCH_KERNEL, call("softcap", "sinks"), "takes no softcap and no sinks"),
         (TORCH_KERNEL, call(dtype=torch.float32), "takes no torch.float32"),
         (TORCH_KERNEL, call(head_dim=512), "takes head dimensions up to 256"),
-        (TORCH_KERNEL, call("trees"), "takes no trees"),
         (TORCH_KERNEL, call("chunk"), "takes no chunk"),
         (TORCH_KERNEL, call("window"), ""),
         ("flash-attn 3", call("dropout"), "takes no dropout"),
@@ -135,8 +140,8 @@ def test_the_first_kernel_that_takes_a_call_runs_it():
         stand_in("torch varlen_attn", TORCH["2.13.0"]),
         FlexOnCpu(),
     ]
-    assert choose() == choose(window=3) == choose(softcap=2.0) == "flash-attn 2"
-    assert choose(in_trees=True) == choose(sinks=torch.zeros(4)) == "FlexAttention"
+    assert choose() == choose(window=3) == choose(softcap=2.0) == choose(in_trees=True) == "flash-attn 2"
+    assert choose(sinks=torch.zeros(4)) == "FlexAttention"
     kernels.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
     kernels._chosen.clear()
     assert choose() == "torch varlen_attn"
@@ -155,7 +160,7 @@ class FlexOnCpu(FlexKernel):
     [
         ({"dtype": torch.float32}, "takes no torch.float32.*Kernels need bfloat16 or float16"),
         ({"dropout": 0.1}, "takes no dropout.*for packed rows with it, run `pip install flash-attn"),
-        ({"dropout": 0.1, "in_trees": True}, "takes no dropout and no trees.*and no attention dropout"),
+        ({"dropout": 0.1, "in_trees": True}, "takes no dropout.*and no attention dropout"),
     ],
 )
 def test_a_warning_says_why_there_is_no_kernel(change, advice):
@@ -303,36 +308,57 @@ def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
 
 
 @pytest.mark.usefixtures("as_on_cuda", "on_cpu")
+@pytest.mark.parametrize("kernel", [stand_in("flash-attn 2", NEWEST), FlexKernel()])
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
-def test_rows_of_trees_run_on_flex_attention(monkeypatch, name):
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), FlexKernel()]
+def test_rows_of_trees_run_on_kernels(monkeypatch, name, kernel):
+    kernels.KERNELS[:] = [kernel]
     stock, model = build(name, torch.float64), patched(name, torch.float64)
     monkeypatch.setattr(function, "attend_exactly", lambda *_, **__: pytest.fail("not on the kernel"))
     hfp.patch_model(model, trees=True)
     check_documents(stock, model, tree(), close=1e-5)
     report = hfp.check_isolation(model, trees=True)
     assert report.isolated
-    assert str(report).endswith("\nkernel: FlexAttention")
+    assert str(report).endswith(f"\nkernel: {kernel.name}")
 
 
-class WithoutTrees(FlexOnCpu):
-    """A kernel that takes the segments of trees for documents."""
+@few_examples
+@given(forests(), st.none() | st.integers(1, 9), st.sampled_from([3, 1000]))
+def test_keys_are_gathered_along_paths(forest, window, most):
+    """In the backward pass once more, where they are many."""
+    trees, how = TreeSegments(*forest), {"scale": 0.3, "is_causal": True, "window": window}
+    inputs, row = tensors(tokens=trees.tokens), Layout.of(trees)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "MOST_KEYS", most)
+        ours = stand_in("flash-attn 2", NEWEST).attend(*inputs, row, **how)
+        assert_equal_with_gradients(ours, attend_exactly(*inputs, row, **how), inputs)
 
-    @staticmethod
-    def attend(query, key, value, row, **how):
-        return attend_exactly(query, key, value, Layout.of(row.lengths), **how)
+
+def test_the_keys_of_a_chat_are_gathered_once():
+    """Its first children are in the run of their parent; otherwise n turns would gather n / 2 times their tokens."""
+    row = Layout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
+    places, (queries, _), (keys, longest) = kernels.keys_along_paths(row, None, torch.device("cpu"))
+    assert (queries.tolist(), keys.tolist(), longest) == ([0, 14, 20], [0, 14, 27], 14)
+    assert places.tolist() == [*range(14), *range(7), *range(14, 20)]
+
+
+def with_first_keys(given):
+    """A kernel in which the queries of a segment belong to its first keys, as in flash-attn before 2.1."""
+    first, keys = (given[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    queries = [b - a for a, b in pairwise(first)]
+    places = [start + each for start, number in zip(keys, queries, strict=False) for each in range(number)]
+    own = {f"cu_seqlens_{side}": given["cu_seqlens_q"] for side in "qk"}
+    own |= {f"max_seqlen_{side}": given["max_seqlen_q"] for side in "qk"}
+    return of_flash_attn(given | own | {each: given[each][places] for each in "kv"})
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_the_proof_of_trees_finds_kernels_that_are_right_only_in_packed_rows():
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), WithoutTrees()]
+    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys), FlexOnCpu()]
     model = patched("Llama")
-    with pytest.warns(UserWarning, match="failed .FlexAttention: .*path by path runs instead"):
+    with pytest.warns(UserWarning, match="failed .flash-attn 2: .*FlexAttention runs instead"):
         hfp.patch_model(model, trees=True)
     model(**inputs_of(CHAT))
-    assert kernel_of(model) == "exact attention, path by path"
-    hfp.check_isolation(model)
-    assert kernel_of(model) == "flash-attn 2"
+    assert kernel_of(model) == "FlexAttention"
 
 
 def test_packages_are_loaded_if_they_are_installed(monkeypatch):

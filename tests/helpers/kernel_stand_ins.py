@@ -5,12 +5,13 @@ attention from the arguments that they are given.
 """
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 
 from hf_packing.attention import kernels
-from hf_packing.attention.exact import attend_exactly
+from hf_packing.attention.exact import attend_exactly, attend_with_scores
 from hf_packing.attention.kernels import VarlenKernel
 from hf_packing.attention.layout import Layout
 from tools.kernel_signatures import SIGNATURES, function_with
@@ -63,17 +64,31 @@ def of_flash_attn(given):
 
 def exact(query, key, value, given, borders, longest, scale, left, right, **options):
     borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
-    assert borders[0] is borders[1]  # cuDNN's causal attention would take two tensors for cross-attention
-    assert borders[0].dtype == torch.int32
-    assert all(length >= borders[0].diff().max() for length in longest)
+    assert [each.dtype for each in borders] == [torch.int32] * 2
+    assert all(length >= each.diff().max() for length, each in zip(longest, borders, strict=True))
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.shape[-1] % 8 == 0
     assert right in (0, left), "only windows to both sides, or to the left"
     tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
+    if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
+        return at_last_keys(*tensors, borders, window=None if left < 0 else left + 1, **options)[0].transpose(0, 1)
     layout = Layout.of([length for length in borders[0].diff().tolist() if length])
     window = None if left < 0 else left + 1
     return attend_exactly(*tensors, layout, window=window, **options)[0].transpose(0, 1)
+
+
+def at_last_keys(query, key, value, borders, *, scale, is_causal, window, softcap=None):
+    """Attention of segments whose queries belong to their last keys."""
+    assert is_causal
+    outputs = []
+    for (first, last), (first_key, last_key) in zip(*(pairwise(each.tolist()) for each in borders), strict=True):
+        keys = last_key - first_key
+        back = torch.arange(keys - last + first, keys)[:, None] - torch.arange(keys)
+        mask = (back >= 0) & (back < (window or keys))
+        k, v = key[:, :, first_key:last_key], value[:, :, first_key:last_key]
+        outputs.append(attend_with_scores(query[:, :, first:last], k, v, mask, scale, True, softcap, None, 0.0))
+    return torch.cat(outputs, dim=2)
 
 
 def stand_in(name, signature, body=None):
