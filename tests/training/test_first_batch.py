@@ -59,7 +59,7 @@ def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
         hfp.ModelNotSupportedError, match="the first batch shows that packed documents are not"
     ) as found:
         trainer.train()
-    assert f"the difference begins in {module}. Short documents" in str(found.value)
+    assert (f"the difference begins in {module}. Short documents" in str(found.value)) == (regime != "gradients")
     assert trainer.state.global_step == 0
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -254,5 +254,5 @@ def test_ranks_that_share_a_model(tmp_path):
     assert not any(each["printed"] for case in cases[1:] for each in found[case])
     for case in cases[1:]:
         assert found[case][0]["refused"] == found[case][1]["refused"]
-        assert leaky(case)[1] in found[case][0]["refused"]
+        assert (leaky(case)[1] in found[case][0]["refused"]) == (case != "gradients")
         assert found[case][0]["losses"] == found[case][1]["losses"] == []

@@ -382,7 +382,7 @@ EMPTY = datasets.IterableDataset.from_generator(lambda: iter(()), features=TOO_L
     [
         ("loss", lambda of: of.attached(kind=WithoutCrossEntropy, loss="sequence").train()),
         ("loss", lambda of: of.attached(loss="sequence", label_smoothing_factor=0.1).train()),
-        slow("BartModel (model)", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
+        slow("BartModel", lambda of: of.attached(model=tiny_model("bart", "masked")).train()),
         ("tokens", lambda of: of.attached(LIMITED, shapes=SHAPES).evaluate(TOO_LONG)),
         ("labels", lambda of: of_masked_rows(of).evaluate(unlabeled())),
         ("data_collator", lambda of: masking_labels(of).train()),
