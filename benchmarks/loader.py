@@ -73,7 +73,7 @@ def check_equal(sides: dict[str, DataLoader]) -> None:
         for batch in batches[1:]:
             assert batch.keys() == expected.keys()
             for name, value in expected.items():
-                assert type(batch[name]) is type(value), name
+                assert isinstance(batch[name], type(value)), name
                 value, other = torch.as_tensor(value), torch.as_tensor(batch[name])
                 assert other.dtype == value.dtype, name
                 assert torch.equal(other, value), name

@@ -74,7 +74,7 @@ def run_script(script, *arguments, ranks=1, cwd=None, **variables):
 
 
 def _end_of(processes):
-    """Wait for the end of processes; stop the others if one fails."""
+    """Wait for the end of processes; if one fails, the others have a few seconds to say why they end."""
     deadline, returncode = time.monotonic() + HANGS, 0
     left = {process.sentinel: process for process in processes}
     while left:
@@ -83,7 +83,9 @@ def _end_of(processes):
             process = left.pop(sentinel)
             process.join()
             returncode = returncode or process.exitcode
-        if returncode or not ended:
+            if process.exitcode:
+                deadline = min(deadline, time.monotonic() + (5 if process.exitcode > 0 else 0))
+        if not ended:
             for process in left.values():
                 process.kill()
             returncode = returncode or -1

@@ -102,7 +102,7 @@ def _measure_patched(
 ) -> MeasuredPictures:
     differences, relative = [], []
     try:
-        patch_model(model)
+        patch_model(model, padded=True)
         for batch in _BATCHES:
             own = documents[:1] if batch == "one row" else documents
             with torch.no_grad():
@@ -133,7 +133,7 @@ def _of_two_texts(found: MeasuredPictures, model: PreTrainedModel) -> MeasuredPi
     """Return the reason why an encoder-decoder is refused, which gets an encoder's and a decoder's text."""
     ids = torch.tensor([[9, 10, 11, 12], [13, 14, 0, 0]])
     try:
-        patch_model(model)
+        patch_model(model, padded=True)
         model(input_ids=ids, attention_mask=(ids != 0).long(), decoder_input_ids=ids)
     except PackingError as error:
         return replace(found, status="refused", reason=str(error))
