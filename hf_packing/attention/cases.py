@@ -50,7 +50,7 @@ DocumentTokens = list[list[int]]
 
 @dataclass
 class Run:
-    """What a model returns for a batch."""
+    """The outputs of a model for a batch."""
 
     outputs: list[Tensor]
     """The outputs of each segment, float [values, width]."""
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass
 class Alone:
-    """What a model without its patch returns for documents alone, and what rounding changes in it."""
+    """The outputs of a model without its patch for documents alone, and the effect of rounding on them."""
 
     outputs: dict[int, Tensor]
     """float [values, width] for each document."""

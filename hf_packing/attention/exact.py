@@ -23,7 +23,7 @@ from hf_packing.trees.segments import Places, TreeSegments
 
 
 class TracedRow(NamedTuple):
-    """What compiled code knows of a packed row, in place of its Layout."""
+    """The borders that compiled code knows of a packed row, in place of its Layout."""
 
     cu_seq_lens: Tensor
     max_length: int

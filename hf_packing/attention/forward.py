@@ -112,7 +112,7 @@ class Patch:
 
     @property
     def facts(self) -> Facts:
-        """What is known about the model."""
+        """Facts about the model."""
         return self.route.facts
 
     @contextmanager

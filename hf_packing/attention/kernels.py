@@ -64,7 +64,7 @@ _NAMES = {
 
 
 class Call(NamedTuple):
-    """What decides on the kernel."""
+    """The properties of an attention call that decide on its kernel."""
 
     dtype: torch.dtype
     head_dim: int

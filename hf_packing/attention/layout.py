@@ -53,7 +53,7 @@ tokens of the row, and large tensors are slow: with all paths in one call, Mamba
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the segments of one or more rows are, and which of them share prefixes. It does not have the tokens.
+    """The places of the segments of one or more rows, and which of them share prefixes, without the tokens.
 
     Args:
         cu_seq_lens: int32 [segments + 1], cumulative segment lengths, starting at 0. Several rows are counted as one
@@ -151,7 +151,7 @@ class Layout:
 
     @cached_property
     def places(self) -> Sequence[Place]:
-        """Where the tokens of each path are: first and last + 1, or, of paths of several segments, int64 [tokens]."""
+        """The places of the tokens of each path: first and last + 1, or, of several segments, int64 [tokens]."""
         if not self.has_branches:
             return self.slices
         return [on_device(self.trees.path_of(leaf), self.cu_seq_lens.device) for leaf in self.trees.leaves]

@@ -37,7 +37,7 @@ from hf_packing.errors import ModelNotSupportedError
 
 @dataclass
 class _Change:
-    """What changes when segments are replaced."""
+    """The changes in outputs when segments are replaced."""
 
     leak: Tensor
     """The differences where nothing may change; a single zero if there are none."""

@@ -126,7 +126,7 @@ def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
 
 @dataclass
 class Facts:
-    """What is learnt about a patched model. Each fact is set once, when it is known."""
+    """Facts that are learnt about a patched model. Each is set once, when it is known."""
 
     takes_packed_rows: bool = True
     """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes

@@ -80,8 +80,7 @@ class ModuleSnapshot:
         """Undo all changes that were made to the modules since the snapshot.
 
         Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
-        collections. New values in existing tensors are not undone; `WeightSnapshot` undoes such
-        changes.
+        collections. New values in existing tensors are not undone; `WeightSnapshot` undoes such changes.
 
         Returns:
             The names and the new values of the changed attributes and items.
@@ -89,14 +88,14 @@ class ModuleSnapshot:
         changed: dict[str, Any] = {}
         if self.is_current:
             return changed
-        for now, before in zip(self._dictionaries, self._before, strict=True):
-            for name in {**now, **before}.keys() - set(_NOT_RESTORED):
-                if name not in now or name not in before or now[name] is not before[name]:
-                    changed[name] = now.get(name)
+        for current, before in zip(self._dictionaries, self._before, strict=True):
+            for name in {**current, **before}.keys() - set(_NOT_RESTORED):
+                if name not in current or name not in before or current[name] is not before[name]:
+                    changed[name] = current.get(name)
                     if name in before:
-                        now[name] = before[name]
+                        current[name] = before[name]
                     else:
-                        del now[name]
+                        del current[name]
         for name, each, kept in self._collections:
             if not _have_same_items(each, kept):
                 changed[name] = copy(each)

@@ -36,7 +36,7 @@ were at least 0.4 and 0.07."""
 
 
 class Profile(NamedTuple):
-    """What the limits of a comparison depend on."""
+    """The numbers that the limits of a comparison depend on."""
 
     factor: float
     """Outputs may differ by this number times the measured effect of rounding."""

@@ -111,23 +111,20 @@ class MaskedRows(SampledRows):
     Args:
         dataset: the map-style dataset that the sampler was made for.
         sampler: the sampler of this rank.
-        unread: names of columns that are not read.
-        apply_masks: has no effect, since rows with loss masks are refused.
-        more: names of further per-token columns to read.
         masking: how tokens are masked.
+        unread: names of columns that are not read.
+        more: names of further per-token columns to read.
     """
 
     def __init__(
         self,
         dataset: Any,
         sampler: RankBatchSampler,
-        unread: Sequence[str] = (),
-        apply_masks: bool = True,
-        more: Sequence[str] = (),
-        *,
         masking: Masking,
+        unread: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> None:
-        super().__init__(dataset, sampler, unread, apply_masks, [*more, *masking.columns])
+        super().__init__(dataset, sampler, unread, more=[*more, *masking.columns])
         self.masking = masking
         sampler.more_inputs["data_collator"] = str(masking)
 

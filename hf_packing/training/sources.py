@@ -6,7 +6,6 @@ loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_row
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -132,8 +131,10 @@ class PackedRows:
             options: further arguments of DataLoader.
         """
         reading = self._reading
-        rows_of = SampledRows if reading.masking is None else partial(MaskedRows, masking=reading.masking)
-        rows = rows_of(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+        if reading.masking is None:
+            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+        else:
+            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self._more)
         batches: DataLoader[Any] = batches_loader(rows, rows.batches, collate, **options)
         return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 

@@ -1,8 +1,11 @@
 """The state that `attach` gives a trainer: what it has decided, the source of the batches, and a check for changes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from reprlib import repr as short_repr
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -46,7 +49,7 @@ _DECIDED = (
 set on the trainer object."""
 
 
-class Attached:
+class Attached(ABC):
     """The state that `attach` stores as `trainer.attached`."""
 
     source: PackedRows | StreamedRows | WholeRows
@@ -70,9 +73,9 @@ class Attached:
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self._expected: dict[str, Any] = {}
 
+    @abstractmethod
     def settle(self, trainer: Trainer) -> None:
         """Patch the trainer's models, and check that they and the trainer's loss take the batches."""
-        raise NotImplementedError
 
     def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
         """Return what attach returns."""
@@ -90,8 +93,9 @@ class Attached:
         for name, now in _decided_by(trainer).items():
             before = self._expected[name]
             if now is not before and now != before:
+                was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, now))
                 raise PackingError(
-                    f"{name}: expected the value that it had when attach was called; call attach again after a change"
+                    f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:

@@ -163,6 +163,8 @@ def test_other_states_are_refused(argument, steps, settings):
     state = loader_of(steps=4, budget=40).state_dict()
     with pytest.raises(PackingError, match=f"^{argument}: "):
         loader_of(steps=steps, budget=40, **settings).load_state_dict(state)
+    with pytest.raises(PackingError, match="^state: expected one that this version .* got epoch, micro_batches_done"):
+        loader_of().load_state_dict({"epoch": 0, "micro_batches_done": 4})
 
 
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])

@@ -177,11 +177,11 @@ def evaluations(log, made, kind, own):
         if kind == "Trainer":  # SFTTrainer prepares what it evaluates, and other ranks wait for that
             log.expect(f"{name}: expected", f"{kind}: no {name}", partial(call, [] if own.last else DATA))
     trainer.train_dataset = documents(50) if own.last else DATA
-    pattern = own.at_fault("train_dataset: expected the value that it had")
+    pattern = own.at_fault("train_dataset: expected .*, as when attach was called, got ")
     log.expect(pattern, f"{kind}: another train_dataset later", trainer.train)
     trainer.train_dataset = DATA
     trainer.data_collator = None if own.last else trainer.data_collator
-    pattern = own.at_fault("data_collator: expected the value that it had")
+    pattern = own.at_fault("data_collator: expected .*, as when attach was called, got ")
     log.expect(pattern, f"{kind}: another collator later", trainer.train)
     trainer.data_collator = trainer.attached.collator
     if own.rank == 0:
