@@ -101,7 +101,7 @@ def test_documents_are_longer_than_what_models_look_at():
 
 def padding_stays(monkeypatch):
     """Patching does nothing, so the backbone gets the padding."""
-    monkeypatch.setattr(pictures, "patch_model", lambda model: model)
+    monkeypatch.setattr(pictures, "patch_model", lambda model, **_: model)
 
 
 def wrong_order(monkeypatch):
