@@ -20,8 +20,7 @@ from hf_packing.streams import upstream
 from hf_packing.streams.logical import PackedExamples, warn_of_reading
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
-from hf_packing.streams.reader import open_source
-from hf_packing.streams.shards import fingerprint_of_files
+from hf_packing.streams.reader import fingerprint_of_files, open_source
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
