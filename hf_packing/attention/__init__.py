@@ -53,7 +53,8 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
+from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes, shares_prefixes
+from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
@@ -68,18 +69,17 @@ from hf_packing.attention.patch import (
     patched,
     unpatch_model,
 )
+from hf_packing.attention.proof import Proof
 from hf_packing.attention.report import IsolationReport, check_isolation, predicts_tokens
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
-from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
-from hf_packing.attention.unpadding_proof import prove_unpadding
 
 __all__ = [
-    "BatchProof",
     "IsolationReport",
     "NoLanguageModelError",
+    "Proof",
     "ProveInTraining",
     "borders_required",
     "check_isolation",

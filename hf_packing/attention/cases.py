@@ -2,30 +2,32 @@
 
 A case runs a model on a batch of documents and on each document alone. It knows the segments of the batch, which of
 them may notice a replaced one, and the replacements to try. `prove` does the rest. Random documents in packed rows are
-here; padded rows, trees and training batches are in the files of their proofs.
+here, and what they show of a model's own loss; padded rows and trees (batch_kinds) and training batches (batch_proof)
+are beside their proofs.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import distinctive_lengths, embedding_of
 from hf_packing.attention.layout import Layout, roots
+from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
     NoLanguageModelError,
     NotCallableError,
     Runner,
-    gradients_of,
     logits_of,
 )
 from hf_packing.attention.snapshot import random_state, seed_all
@@ -40,8 +42,8 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import MAX_LENGTHS
-from hf_packing.errors import PackingError
+from hf_packing.columns import IGNORED_LABEL, MAX_LENGTHS
+from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.trees.segments import TreeSegments
 
 DocumentTokens = list[list[int]]
@@ -50,7 +52,7 @@ DocumentTokens = list[list[int]]
 
 @dataclass
 class Run:
-    """The outputs of a model for a batch."""
+    """The outputs of a model, for a batch or for a document alone."""
 
     outputs: list[Tensor]
     """The outputs of each segment, float [values, width]."""
@@ -68,25 +70,19 @@ class Run:
 
 @dataclass
 class Alone:
-    """The outputs of a model without its patch for documents alone, and the effect of rounding on them."""
+    """What a model without its patch computes for documents alone, and the effect of rounding on it."""
 
-    outputs: dict[int, Tensor]
-    """float [values, width] for each document."""
-    gradients: dict[int, Tensor]
-    """The gradients with respect to the tokens of each document; empty if they were not computed."""
+    runs: dict[int, Run]
+    """The run of each document; empty if documents cannot be compared."""
     noise: float
     """The largest change of an output by rounding, in standard deviations of all outputs."""
-
-    def without_documents(self) -> "Alone":
-        """Return what is known of rounding alone, where documents cannot be compared."""
-        return replace(self, outputs={}, gradients={})
 
 
 _DUMMY_TOKENS = 8
 """Number of tokens in a call that a rank makes only because the other ranks make it, too."""
 
 
-class Case(ABC):
+class Case:
     """A batch of documents on which `prove` proves that a model keeps documents apart.
 
     Args:
@@ -96,19 +92,35 @@ class Case(ABC):
         ends: the segment in which each document ends.
         tokens: the token ids of all segments, int64 [tokens].
         others: other token ids, which replace them.
+        inputs: the model's inputs, with input_ids [rows, tokens].
     """
 
     profile: Profile = PROBE
-    where = "the packed row"
+    where = "packed row"
     leaks = "changing one document changed the logits of another document"
-    is_one_forward = False
-    """True if the tokens of each call are embedded in a single forward, so that gradients can be read at their places.
-    """
+    only_of_batch: Collection[str] = READ_ARGUMENTS
+    """Names of inputs that a document does not get when it runs alone."""
+    is_embedded_at_once = False
+    """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
+    Otherwise, they are compared at each token id, in any number of calls of any shape."""
 
     def __init__(
-        self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
+        self,
+        runner: Runner,
+        training: bool,
+        trees: TreeSegments,
+        ends: Sequence[int],
+        tokens: Tensor,
+        others: Tensor,
+        inputs: Mapping[str, Any],
     ) -> None:
         self.runner, self.training, self.trees, self.tokens, self.others = runner, training, trees, tokens, others
+        self.inputs = inputs
+        self.places = torch.arange(len(tokens), device=runner.device)
+        """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
+        numbers = torch.arange(len(trees.lengths), device=runner.device)
+        self.segment = numbers.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
+        """The segment of each token, int64 [tokens]."""
         self.paths = [trees.segments_of(end) for end in ends]
         self.replacements = [[each] for each in range(len(trees.lengths))]
         """The segments that are replaced together, for each run with replaced segments."""
@@ -118,7 +130,7 @@ class Case(ABC):
         """The documents whose outputs have gradients, for each backward pass."""
         self.wants_gradients = training
         self.known: list[Alone] = []
-        """The outputs of documents alone, of which those in the batch have to equal one. They are the same on every
+        """What is known of documents alone. Those in the batch have to equal one of these. They are the same on every
         route."""
 
     @property
@@ -126,27 +138,22 @@ class Case(ABC):
         return self.runner.model
 
     @property
-    def per_token(self) -> dict[str, Tensor]:
-        """The arguments with which documents run alone, [tokens, ...] for the tokens of the batch."""
-        return {"input_ids": self.tokens}
-
-    @property
     def lengths(self) -> list[int]:
         """The number of tokens of each document."""
         return [sum(self.trees.lengths[each] for each in path) for path in self.paths]
 
-    def tolerance(self, known: Alone | None = None) -> Tolerance:
-        """Return the tolerance for a comparison with documents alone, or with another run on the batch."""
-        noise = max((each.noise for each in ([known] if known else self.known)), default=0.0)
+    def tolerance(self, *known: Alone) -> Tolerance:
+        """Return the tolerance for a comparison with these documents alone or, by default, with all that are known."""
+        noise = max((each.noise for each in known or self.known), default=0.0)
         return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager in which the case runs the model."""
         return self.runner.undisturbed(self.training, in_series=self.training)
 
-    def tokens_of(self, document: int) -> Tensor:
-        """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
-        return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.tokens.device)
+    def has_tokens(self, segments: Sequence[int]) -> Tensor:
+        """Return which tokens belong to some segments, bool [tokens]."""
+        return _is_any(self.segment, segments)
 
     def by_segment(self, values: Tensor) -> list[Tensor]:
         """Return values [tokens, ...] of the batch, segment by segment."""
@@ -158,30 +165,77 @@ class Case(ABC):
 
     def with_replaced(self, replaced: Sequence[int]) -> Tensor:
         """Return the token ids of the batch, with some segments replaced."""
-        segments, others = self.by_segment(self.tokens), self.by_segment(self.others)
-        for each in replaced:
-            segments[each] = others[each]
-        return torch.cat(segments)
+        return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    @abstractmethod
-    def outputs(self, tokens: Tensor) -> list[Tensor]:
-        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
+        [values, width]."""
+        ids: Tensor = self.inputs["input_ids"]
+        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        if embedded:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        return self.ask(inputs, self.places, self.trees.lengths)
 
-    def outputs_alone(self, places: Tensor) -> Tensor:
-        """Run the model on a document whose tokens are in these places of the batch, and return its outputs, [values,
-        width]."""
-        inputs = {name: value[places][None] for name, value in self.per_token.items()}
-        return logits_of(self.runner.called, self.runner({**inputs, "use_cache": False}))[0]
+    def outputs_alone(self, tokens: Tensor) -> Tensor:
+        """Run the model on a document that has these tokens of the batch, int64 [tokens of the document], and return
+        its outputs, [values, width]."""
+        ids: Tensor = self.inputs["input_ids"]
+        inputs = {
+            name: value.flatten(0, 1)[self.places[tokens]][None]
+            for name, value in self.inputs.items()
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in self.only_of_batch
+        }
+        inputs["input_ids"] = self.tokens[tokens][None]
+        return self.ask({**inputs, "use_cache": False}, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[
+            0
+        ]
 
-    @abstractmethod
+    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
+        logits = logits_of(self.runner.called, self.runner(inputs))
+        return [*torch.split(logits.flatten(0, 1)[places], [*lengths])]
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The segment that each token or, by default, each token id belongs to; -1 for an id that none or several
+        segments have."""
+        if self.is_embedded_at_once:
+            return self.segment
+        none = torch.full((len(embedding_of(self.model).weight),), -1, device=self.tokens.device)
+        first, last = (
+            none.scatter_reduce(0, self.tokens, self.segment, reduce, include_self=False) for reduce in ("amin", "amax")
+        )
+        return first.where(first == last, -1)
+
+    def gradients_at(self, score: Tensor, embedded: Embedded, tokens: Tensor) -> Tensor:
+        """Return the gradients of a score with respect to each token of the batch or each token id, float [tokens or
+        token ids, width]. The model has run on some tokens of the batch, int64."""
+        found = torch.autograd.grad(score, [leaf for _, leaf in embedded], retain_graph=True, materialize_grads=True)
+        places = torch.cat([tokens if self.is_embedded_at_once else ids.flatten() for ids, _ in embedded])
+        flat = torch.cat([each.flatten(0, -2) for each in found]).float()
+        return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, places, flat)
+
+    def owned_by(self, document: int) -> Tensor:
+        """Return which tokens or token ids only the segments of a document have, bool like `owners`."""
+        return _is_any(self.owners, self.paths[document])
+
     def gradients(
-        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
-    ) -> tuple[list[Tensor], float] | None:
-        """Return the gradients of a score with respect to the tokens of each of some documents, in the batch or alone,
-        and the largest one with respect to other tokens; None if there are no gradients."""
+        self, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
+    ) -> tuple[dict[int, Tensor], float]:
+        """Return the gradients of the outputs of some documents with respect to their own tokens, by document, and how
+        far they reach; see `Run`. Some models compute no gradients, such as those with reentrant checkpointing."""
+        try:
+            found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
+        except (RuntimeError, AssertionError, ValueError):
+            return {}, float("nan")
+        own = {each: found[self.owned_by(each)] for each in documents}
+        others = (self.owners >= 0) & ~torch.stack([self.owned_by(each) for each in documents]).any(0)
+        largest = torch.stack([each.abs().max() for each in own.values()]).max()
+        elsewhere = (found.abs().amax(1) * others).max()
+        return own, float(elsewhere / largest.clamp_min(torch.finfo(largest.dtype).tiny))
 
-    def _leaves(self, tokens: int, noisy: bool = False) -> AbstractContextManager[Embedded]:
-        return self.runner.leaves(tokens if self.is_one_forward else None, noisy)
+    def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
+        return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
 
     def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
         """Run the model on the batch, with some segments replaced. With `gradients`, code that torch.compile has
@@ -189,44 +243,45 @@ class Case(ABC):
         tokens = self.with_replaced(replaced)
         if not gradients:
             return Run([each.detach() for each in self.outputs(tokens)])
-        with self.runner.eagerly(), torch.enable_grad(), self._leaves(len(tokens)) as embedded:
-            outputs = Run(self.outputs(tokens))
-            found = Run([each.detach() for each in outputs.outputs])
+        with self.runner.eagerly(), torch.enable_grad(), self._leaves(tokens) as embedded:
+            made = Run(self.outputs(tokens))
+            found = Run([each.detach() for each in made.outputs])
             for documents in self.graded:
-                score = torch.stack([score_of(outputs.of(self.paths[each])) for each in documents]).sum()
-                graded = self.gradients(score, embedded, documents)
-                if graded is None:
+                outputs = [made.of(self.paths[each]) for each in documents]
+                own, reach = self.gradients(outputs, embedded, documents, self.places)
+                if not own:
                     break
-                own, elsewhere = graded
-                found.gradients |= zip(documents, own, strict=True)
-                largest = max(float(each.abs().max()) for each in own)
-                reach = elsewhere / largest if largest else float("inf") if elsewhere else 0.0
+                found.gradients |= own
                 found.reach = max(reach, found.reach)  # not nan, since it comes first
         return found
 
     def alone(self, attention: str | None = None) -> Alone:
         """Run documents alone on the model without its patch, with its own attention function or another one, and run
         the longest one once more with rounding errors in its embeddings."""
-        with self.runner.unpatched(attention), self.runner.eagerly(), torch.set_grad_enabled(self.wants_gradients):
+        with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
             found = {document: self.run_alone(document) for document in self.sample}
-            longest = max((each for each in found if each is not None), key=self.lengths.__getitem__, default=None)
-            noisy, _ = self.run_alone(longest, noisy=True)
-        unit = spread(torch.cat([outputs for outputs, _ in found.values()]))
-        return Alone(
-            {document: outputs for document, (outputs, _) in found.items() if document is not None},
-            {document: own for document, (_, own) in found.items() if document is not None and own is not None},
-            effect_of_rounding(noisy, found[longest][0], unit),
-        )
+            runs = {document: run for document, run in found.items() if document is not None}
+            longest = max(runs, key=self.lengths.__getitem__, default=None)
+            noisy = self.run_alone(longest, noisy=True)
+        unit = spread(torch.cat([run.outputs[0] for run in found.values()]))
+        return Alone(runs, effect_of_rounding(noisy.outputs[0], found[longest].outputs[0], unit))
 
-    def run_alone(self, document: int | None, noisy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of a document alone, and the gradients with respect to its tokens, if there are any."""
-        dummy = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
-        places = dummy if document is None else self.tokens_of(document)
-        with self._leaves(len(places), noisy) as embedded:
-            outputs = self.outputs_alone(places)
+    def run_alone(self, document: int | None, noisy: bool = False) -> Run:
+        """Run a document alone, with the gradients with respect to its tokens, if there are any."""
+        if document is None:
+            tokens = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
+        else:
+            tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
+        with self._leaves(tokens, noisy) as embedded:
+            outputs = self.outputs_alone(tokens)
             wanted = self.wants_gradients and not noisy
-            graded = self.gradients(score_of(outputs), embedded, [document or 0]) if wanted else None
-        return outputs.detach(), None if graded is None else graded[0][0]
+            own, _ = self.gradients([outputs], embedded, [document or 0], tokens) if wanted else ({}, 0)
+        return Run([outputs.detach()], own)
+
+
+def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
+    """Return which numbers are among those wanted, as a bool tensor."""
+    return torch.isin(numbers, torch.tensor([*wanted], dtype=numbers.dtype, device=numbers.device))
 
 
 def score_of(outputs: Tensor) -> Tensor:
@@ -277,19 +332,18 @@ def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
     return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
 
 
-def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
-    """Return a slice for each document: the indices of the document's tokens in the flattened `input_ids`."""
-    ids = input_ids.flatten()
+def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
+    """Return the indices of the documents' tokens in the flattened `input_ids`, int64 [tokens]."""
     places = []
     for tokens in documents:
-        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
+        starts = (input_ids.flatten().unfold(0, len(tokens), 1) == tokens).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
                 "collator: expected a batch that contains every document whole and exactly once, but a document of "
                 f"{len(tokens)} tokens occurs {len(starts)} times"
             )
-        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
-    return places
+        places.append(starts[0] + torch.arange(len(tokens), device=tokens.device))
+    return torch.cat(places)
 
 
 MakeBatch = Callable[[DocumentTokens], Mapping[str, Any]]
@@ -325,11 +379,20 @@ class RowCase(Case):
         lengths = lengths or distinctive_lengths(runner.model)
         trees = lengths if isinstance(lengths, TreeSegments) else roots(lengths)
         documents = random_documents(runner.model, trees.lengths, seed)
-        tokens, others = (torch.tensor([token for each in one for token in each]) for one in documents)
-        super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
-        self.make_batch = make_batch
+        tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
+        super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others, {})
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
+        self.lay_out(make_batch)
+
+    def lay_out(self, make_batch: MakeBatch) -> None:
+        """Make the model's inputs."""
+        segments = self.by_segment(self.tokens)
+        batch = make_batch([each.tolist() for each in segments])
+        self.inputs = send_to_device(
+            {name: each for name, each in batch.items() if name != "labels"}, self.runner.device
+        )
+        self.places = _find_documents(segments, self.inputs["input_ids"])
 
     def in_training(self) -> Self:
         """Return the case in training mode."""
@@ -340,49 +403,6 @@ class RowCase(Case):
     @property
     def row(self) -> Layout:
         return Layout.of(self.trees.lengths, self.runner.device)
-
-    @property
-    def segments(self) -> DocumentTokens:
-        """The tokens of each segment."""
-        return [each.tolist() for each in self.by_segment(self.tokens)]
-
-    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment."""
-        segments = [each.tolist() for each in self.by_segment(tokens)]
-        batch = {name: value for name, value in self.make_batch(segments).items() if name != "labels"}
-        places = _find_documents(segments, batch["input_ids"])
-        if embedded:
-            ids = batch.pop("input_ids").to(self.runner.device)
-            batch["inputs_embeds"] = self.model.get_input_embeddings()(ids)
-        logits = logits_of(self.runner.called, self.runner({**batch, **options})).flatten(0, 1)
-        return [logits[place] for place in places]
-
-    @cached_property
-    def owners(self) -> Tensor:
-        """The segment that has a token, for each token id; -1 if none or several have it."""
-        owners = torch.full((len(embedding_of(self.model).weight),), -1)
-        counts = torch.zeros_like(owners)
-        for number, tokens in enumerate(self.by_segment(self.tokens)):
-            owners[tokens] = number
-            counts[torch.unique(tokens)] += 1
-        return owners.where(counts < 2, -1).to(self.runner.device)
-
-    def owned_by(self, document: int) -> Tensor:
-        """Return which token ids only the segments of a document have, bool [token ids]."""
-        return torch.isin(self.owners, torch.tensor(self.paths[document], device=self.owners.device))
-
-    def gradients(
-        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
-    ) -> tuple[list[Tensor], float] | None:
-        """Return gradients by token id, since a model may embed tokens in any number of calls of any shape."""
-        if (found := gradients_of(score, embedded)) is None:
-            return None
-        ids = torch.cat([ids.flatten() for ids, _ in embedded])
-        flat = torch.cat([each.flatten(0, -2) for each in found]).float()
-        by_token = flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, ids, flat)
-        own = [self.owned_by(each) for each in documents]
-        others = (self.owners >= 0) & ~torch.stack(own).any(0)
-        return [by_token[each] for each in own], float((by_token.abs().amax(1) * others).max())
 
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
@@ -415,11 +435,11 @@ class RowCase(Case):
             self.runner.seed += 1
             other = self.alone(attention)
             self.runner.seed -= 1
-            one, two = (torch.cat([*each.outputs.values()]) for each in (found, other))
+            one, two = (torch.cat([run.outputs[0] for run in each.runs.values()]) for each in (found, other))
             if not self.tolerance(found).explains(apart(two, one)):
                 self.unproven = RANDOM
-                return found.without_documents()
-        if self.training and not found.gradients:
+                return Alone({}, found.noise)
+        if self.training and not found.runs[0].gradients:
             self.unproven, self.wants_gradients = _NO_GRADIENTS, False
         return found
 
@@ -434,3 +454,68 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()
+
+
+_REACHES = 1e-4
+"""A loss depends on a token if its gradient with respect to the token exceeds this share of the largest gradient with
+respect to the document with the label. Otherwise, the gradient is usually 0."""
+
+
+def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) -> None:
+    """Raise an error if a model's own loss compares labels of one packed document with outputs of another document.
+
+    A head that predicts the token after the next token has such a loss, since the collator masks only the first label
+    of a document, and not the second label.
+
+    Args:
+        case: three documents in a row of a patched model, one of which gets labels, from its second token.
+        in_training: a case of the same model in training mode, which the loss is computed in if it was run.
+        width: number of logits for each token.
+
+    Raises:
+        ModelNotSupportedError: the loss on one document's labels has a gradient with respect to another document.
+    """
+    labeled = slice(case.trees.begins[1] + 1, case.trees.begins[2])
+    found, own = _gradients_of_loss(case, bool(in_training.known), case.inputs, labeled, width), case.owned_by(1)
+    if found[(case.owners >= 0) & ~own].max() > _REACHES * found[own].max():
+        raise ModelNotSupportedError(
+            f"{type(case.model).__name__}: the model's own loss compares labels of a packed document with outputs of "
+            "another document: the loss on one document's labels has a gradient at another document's tokens. A head "
+            "that predicts the token after the next token, for example, has such a loss. Pass no labels, and compute "
+            "the loss of each document yourself"
+        )
+
+
+def model_sees_labels(case: RowCase, width: int) -> bool:
+    """Return whether the input token at a label's position affects the logits that the label is compared with.
+
+    This is so in masked language models, and in bidirectional models with a causal loss. The result is computed from
+    the gradients of the model's own loss. If the model computes no loss or no gradients, the result is False.
+
+    Args:
+        case: documents of a model that is not patched.
+        width: number of logits for each token.
+    """
+    tokens, own = case.by_segment(case.tokens)[0], case.owned_by(0)
+    place = next((at for at in range(1, len(tokens)) if own[tokens[at]] and (tokens == tokens[at]).sum() == 1), None)
+    if place is None:
+        return False
+    alone = {"input_ids": tokens[None], "use_cache": False}
+    found = _gradients_of_loss(case, case.training, alone, slice(place, place + 1), width)
+    return bool(found[tokens[place]] > _REACHES * found[own].max())
+
+
+def _gradients_of_loss(case: RowCase, training: bool, inputs: Mapping[str, Any], labeled: slice, width: int) -> Tensor:
+    """Return the largest gradient of a model's own loss with respect to each token id, float [token ids]; zeros if
+    there are none.
+
+    Only some tokens have labels. The loss with other labels is subtracted, so that auxiliary losses, such as those of
+    routers, cancel out.
+    """
+    ids, runner = inputs["input_ids"], case.runner
+    labels = ids.new_full((2, *ids.shape), IGNORED_LABEL)
+    labels[:, 0, labeled] = torch.stack([case.tokens, case.others])[:, labeled] % width
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
+        one, other = (runner({**inputs, "labels": each}).loss for each in labels)
+        return case.gradients_at(one - other, embedded, ids).abs().amax(1)
+    return torch.zeros(len(case.owners), device=ids.device)
