@@ -53,7 +53,7 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes, shares_prefixes
+from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
@@ -104,7 +104,6 @@ __all__ = [
     "route_of",
     "sees_labels",
     "share_prefixes",
-    "shares_prefixes",
     "small_copy_of",
     "takes_argument",
     "unpatch_model",

@@ -24,7 +24,7 @@ from hf_packing.attention.layout import CACHES
 from hf_packing.attention.padded import SIDES, Side, Unpadding
 from hf_packing.attention.poolers import find_last_of_tokens
 from hf_packing.attention.proof import Proof, require
-from hf_packing.attention.route import PATCH, route_of
+from hf_packing.attention.route import PATCH
 from hf_packing.attention.runs import NotCallableError, Runner
 from hf_packing.attention.tolerance import apart
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
@@ -62,21 +62,18 @@ class PaddedCase(RowCase):
         self.replacements = [[each] for each in range(len(self.paths))] if side == "right" else []
 
     def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        names, (rows, longest) = self.runner.signature.names, inputs["input_ids"].shape
-        taken = {
-            name: each for name, each in inputs.items() if name != "use_cache" or name in names
-        }  # or pass their own
+        taken, shape = self.runner.signature.names, inputs["input_ids"].shape
+        # some models pass their own use_cache
+        given = {name: each for name, each in inputs.items() if name != "use_cache" or name in taken}
         if self.has_choices:
-            taken = {name: each[:, None] if isinstance(each, Tensor) else each for name, each in taken.items()}
-        found: list[list[Tensor]] = [[] for _ in lengths]
-        for name, value in self.runner(taken).items():
+            given |= {name: each[:, None] for name, each in given.items() if isinstance(each, Tensor)}
+        parts = []
+        for name, value in self.runner(given).items():
             if name not in _NOT_COMPARED and isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(torch.promote_types(value.dtype, torch.float32))
-                is_of_tokens = value.shape[:2] == (rows, longest)
-                parts = torch.split(value.flatten(0, 1)[places], [*lengths]) if is_of_tokens else value
-                for own, part in zip(found, parts, strict=True):
-                    own.append(part.flatten())
-        return [torch.cat(each)[:, None] for each in found]
+                is_of_tokens = value.shape[:2] == shape
+                parts.append(torch.split(value.flatten(0, 1)[places], [*lengths]) if is_of_tokens else value)
+        return [torch.cat([each.flatten() for each in row])[:, None] for row in zip(*parts, strict=True)]
 
 
 def _padded(documents: DocumentTokens, pad_token: int, side: Side) -> dict[str, Tensor]:
@@ -93,8 +90,7 @@ def _padded(documents: DocumentTokens, pad_token: int, side: Side) -> dict[str, 
 def _end_token_of(model: PreTrainedModel) -> int | None:
     """Return the token at the end of documents that some heads look for, if it is not the pad token."""
     end = getattr(model.config.get_text_config(), "eos_token_id", None)
-    is_own = isinstance(end, int) and 0 <= end < len(embedding_of(model).weight) and end != pad_token_of(model)
-    return end if is_own else None
+    return end if end in range(len(embedding_of(model).weight)) and end != pad_token_of(model) else None
 
 
 def examined_padded_rows(runner: Runner, seed: int = 0) -> PaddedCase:
@@ -273,9 +269,3 @@ def share_prefixes(model: PreTrainedModel, fewest: int | None) -> None:
         if not patch.facts.takes_trees:
             prove_trees(model)
     patch.facts.fewest_shared = fewest
-
-
-def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Return whether a patched model computes the prefixes that rows of a padded batch share only once."""
-    route = route_of(model)
-    return route is not None and route.facts.fewest_shared is not None

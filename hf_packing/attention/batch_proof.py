@@ -5,7 +5,7 @@ If the proof fails, other runs find the module in which the difference begins.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -202,16 +202,15 @@ def locate_leak(case: BatchCase) -> str:
     first module whose output differs. If the input of this module differs, too, then the difference begins in the code
     of the module that contains it. All ranks make the same calls.
     """
-    model, tokens, document, replaced = case.model, case.trees.tokens, case.sample[0], case.replacements[0]
-    with case.undisturbed():
-        with case.runner.eagerly():
-            packed = _record(model, tokens, case.run)
-            changed = _record(model, tokens, lambda: case.run(replaced))
+    model, document = case.model, case.sample[0]
+    length = case.trees.tokens if document is None else case.lengths[document]
+    with case.undisturbed(), case.runner.eagerly():
+        runs = (partial(case.run, each) for each in ((), *case.replacements))
+        packed, changed = (_record(model, case.trees.tokens, run) for run in runs)
         with case.runner.unpatched():
-            length = tokens if document is None else case.lengths[document]
-            alone = _record(model, length, lambda: case.run_alone(document))
-            noisy = _record(model, length, lambda: case.run_alone(document, noisy=True))
-    kept = ~case.has_tokens(case.may_notice(replaced))
+            runs = (partial(case.run_alone, document, noisy) for noisy in (False, True))
+            alone, noisy = (_record(model, length, run) for run in runs)
+    kept = ~case.has_tokens(case.may_notice(case.replacements[0]))
     found = _first_difference(model, packed, kept, changed, kept, changed, 0)
     if found or document is None:
         return found
@@ -231,12 +230,10 @@ def _record(model: nn.Module, tokens: int, run: Callable[[], Any]) -> _Records:
 
         return after
 
-    hooks = [each.register_forward_hook(record(name), with_kwargs=True) for name, each in model.named_modules()]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return records
 
 

@@ -30,7 +30,6 @@ from hf_packing.attention.runs import (
     Runner,
     logits_of,
 )
-from hf_packing.attention.snapshot import random_state, seed_all
 from hf_packing.attention.tolerance import (
     PROBE,
     Profile,
@@ -228,11 +227,11 @@ class Case:
             found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
         except (RuntimeError, AssertionError, ValueError):
             return {}, float("nan")
-        own = {each: found[self.owned_by(each)] for each in documents}
-        others = (self.owners >= 0) & ~torch.stack([self.owned_by(each) for each in documents]).any(0)
-        largest = torch.stack([each.abs().max() for each in own.values()]).max()
-        elsewhere = (found.abs().amax(1) * others).max()
-        return own, float(elsewhere / largest.clamp_min(torch.finfo(largest.dtype).tiny))
+        own = {each: self.owned_by(each) for each in documents}
+        sizes, inside = found.abs().amax(1), torch.stack([*own.values()]).any(0)
+        elsewhere = (sizes * (self.owners >= 0) * ~inside).max()
+        reach = elsewhere / sizes[inside].max().clamp_min(torch.finfo(sizes.dtype).tiny)
+        return {each: found[places] for each, places in own.items()}, float(reach)
 
     def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
         return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
@@ -259,12 +258,12 @@ class Case:
         """Run documents alone on the model without its patch, with its own attention function or another one, and run
         the longest one once more with rounding errors in its embeddings."""
         with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
-            found = {document: self.run_alone(document) for document in self.sample}
-            runs = {document: run for document, run in found.items() if document is not None}
-            longest = max(runs, key=self.lengths.__getitem__, default=None)
+            runs = {document: self.run_alone(document) for document in self.sample}
+            longest = max(runs, key=lambda each: 0 if each is None else self.lengths[each])
             noisy = self.run_alone(longest, noisy=True)
-        unit = spread(torch.cat([run.outputs[0] for run in found.values()]))
-        return Alone(runs, effect_of_rounding(noisy.outputs[0], found[longest].outputs[0], unit))
+        unit = spread(torch.cat([run.outputs[0] for run in runs.values()]))
+        noise = effect_of_rounding(noisy.outputs[0], runs[longest].outputs[0], unit)
+        return Alone({document: run for document, run in runs.items() if document is not None}, noise)
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
@@ -295,7 +294,8 @@ def random_documents(
     model: PreTrainedModel, lengths: Sequence[int], seed: int
 ) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for every document. Different documents share no token, and a document
-    and its replacement have different tokens at every position, except for the mask token.
+    and its replacement have different tokens at every position, except for the mask token. No token occurs twice in a
+    document, unless the vocabulary is small.
 
     Args:
         model: the model whose vocabulary is used.
@@ -306,23 +306,22 @@ def random_documents(
         PackingError: the vocabulary is too small.
     """
     size, config = len(embedding_of(model).weight), model.config.get_text_config()
-    vocabulary = min(getattr(config, "vocab_size", size), size)  # the weight may have prompt rows
+    vocabulary = range(1, min(getattr(config, "vocab_size", size), size))  # the weight may have prompt rows
     settings = vars(model.config) | vars(config)
-    special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
-    known = np.array([token for token in range(1, vocabulary) if token not in special])
+    special = [value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)]
+    known = np.setdiff1d(vocabulary, special)
     if len(known) < 2 * len(lengths):
         raise PackingError(f"model: expected at least {2 * len(lengths)} non-special token ids, got {len(known)}")
-    generator = np.random.default_rng(seed)
-    mask = settings.get("mask_token_id")
+    generator, mask = np.random.default_rng(seed), settings.get("mask_token_id")
     documents, others = [], []
     for number, length in enumerate(lengths):
         own = known[number :: len(lengths)]
-        tokens = generator.integers(0, len(own), length)
-        documents.append(own[tokens].tolist())
-        others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
-        if isinstance(mask, int) and 0 <= mask < vocabulary:  # ESM scales embeddings by the share of mask tokens
-            documents[-1][2::5] = [mask] * len(documents[-1][2::5])
-            others[-1][1::3] = [mask] * len(others[-1][1::3])
+        tokens = np.resize(generator.permutation(len(own)), length)
+        document, other = own[tokens], own[(tokens + generator.integers(1, len(own), length)) % len(own)]
+        if mask in vocabulary:  # ESM scales embeddings by the share of mask tokens
+            document[2::5] = other[1::3] = mask
+        documents.append(document.tolist())
+        others.append(other.tolist())
     return documents, others
 
 
@@ -427,20 +426,18 @@ class RowCase(Case):
         ) from failures[0]
 
     def _examined(self, attention: str | None) -> Alone:
-        """Run every document alone, and once more with another random seed if the model draws random numbers."""
-        seed_all(self.runner.seed)
-        before = random_state(self.runner.device)
+        """Run every document alone and, in training mode, one of them once more with another random seed."""
         found = self.alone(attention)
-        if self.training and random_state(self.runner.device) != before:
-            self.runner.seed += 1
-            other = self.alone(attention)
-            self.runner.seed -= 1
-            one, two = (torch.cat([run.outputs[0] for run in each.runs.values()]) for each in (found, other))
-            if not self.tolerance(found).explains(apart(two, one)):
+        if self.training:
+            self.runner.seed = 1
+            with self.runner.unpatched(attention):
+                other = self.run_alone(0)
+            self.runner.seed = 0
+            if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
                 return Alone({}, found.noise)
-        if self.training and not found.runs[0].gradients:
-            self.unproven, self.wants_gradients = _NO_GRADIENTS, False
+            if not found.runs[0].gradients:
+                self.unproven, self.wants_gradients = _NO_GRADIENTS, False
         return found
 
 
@@ -461,61 +458,41 @@ _REACHES = 1e-4
 respect to the document with the label. Otherwise, the gradient is usually 0."""
 
 
-def refuse_loss_across_borders(case: RowCase, in_training: RowCase, width: int) -> None:
-    """Raise an error if a model's own loss compares labels of one packed document with outputs of another document.
+def sees_labels(case: RowCase, in_training: RowCase) -> bool:
+    """Return whether the input token at a label's position affects the logits that the label is compared with.
 
-    A head that predicts the token after the next token has such a loss, since the collator masks only the first label
-    of a document, and not the second label.
+    This is so in masked language models, and in bidirectional models with a causal loss. In other models, the last
+    token of a document affects no loss. The result is computed from the gradients of the model's own loss. If the model
+    computes no loss or no gradients, the result is False.
+
+    Only the second of three documents has labels, from its second token. The loss with other labels is subtracted, so
+    that auxiliary losses, such as those of routers, cancel out.
 
     Args:
-        case: three documents in a row of a patched model, one of which gets labels, from its second token.
+        case: three documents in a row of a patched model.
         in_training: a case of the same model in training mode, which the loss is computed in if it was run.
-        width: number of logits for each token.
 
     Raises:
-        ModelNotSupportedError: the loss on one document's labels has a gradient with respect to another document.
+        ModelNotSupportedError: the loss has a gradient with respect to another document, whose outputs it compares with
+            the labels. A head that predicts the token after the next token has such a loss, since the collator masks
+            only the first label of a document, and not the second label.
     """
-    labeled = slice(case.trees.begins[1] + 1, case.trees.begins[2])
-    found, own = _gradients_of_loss(case, bool(in_training.known), case.inputs, labeled, width), case.owned_by(1)
-    if found[(case.owners >= 0) & ~own].max() > _REACHES * found[own].max():
+    ids, runner, own = case.inputs["input_ids"], case.runner, case.owned_by(1)
+    begin, end = case.trees.begins[1:3]
+    labels, width = ids.new_full((2, *ids.shape), IGNORED_LABEL), case.known[0].runs[0].outputs[0].shape[-1]
+    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % width
+    found = torch.zeros(len(case.owners), device=ids.device)
+    training = bool(in_training.known)
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
+        one, other = (runner({**case.inputs, "labels": each}).loss for each in labels)
+        found = case.gradients_at(one - other, embedded, case.places).abs().amax(1)
+    least = _REACHES * found[own].max()
+    if found[(case.owners >= 0) & ~own].max() > least:
         raise ModelNotSupportedError(
             f"{type(case.model).__name__}: the model's own loss compares labels of a packed document with outputs of "
             "another document: the loss on one document's labels has a gradient at another document's tokens. A head "
             "that predicts the token after the next token, for example, has such a loss. Pass no labels, and compute "
             "the loss of each document yourself"
         )
-
-
-def model_sees_labels(case: RowCase, width: int) -> bool:
-    """Return whether the input token at a label's position affects the logits that the label is compared with.
-
-    This is so in masked language models, and in bidirectional models with a causal loss. The result is computed from
-    the gradients of the model's own loss. If the model computes no loss or no gradients, the result is False.
-
-    Args:
-        case: documents of a model that is not patched.
-        width: number of logits for each token.
-    """
-    tokens, own = case.by_segment(case.tokens)[0], case.owned_by(0)
-    place = next((at for at in range(1, len(tokens)) if own[tokens[at]] and (tokens == tokens[at]).sum() == 1), None)
-    if place is None:
-        return False
-    alone = {"input_ids": tokens[None], "use_cache": False}
-    found = _gradients_of_loss(case, case.training, alone, slice(place, place + 1), width)
-    return bool(found[tokens[place]] > _REACHES * found[own].max())
-
-
-def _gradients_of_loss(case: RowCase, training: bool, inputs: Mapping[str, Any], labeled: slice, width: int) -> Tensor:
-    """Return the largest gradient of a model's own loss with respect to each token id, float [token ids]; zeros if
-    there are none.
-
-    Only some tokens have labels. The loss with other labels is subtracted, so that auxiliary losses, such as those of
-    routers, cancel out.
-    """
-    ids, runner = inputs["input_ids"], case.runner
-    labels = ids.new_full((2, *ids.shape), IGNORED_LABEL)
-    labels[:, 0, labeled] = torch.stack([case.tokens, case.others])[:, labeled] % width
-    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
-        one, other = (runner({**inputs, "labels": each}).loss for each in labels)
-        return case.gradients_at(one - other, embedded, ids).abs().amax(1)
-    return torch.zeros(len(case.owners), device=ids.device)
+    last = case.tokens[end - 1]
+    return bool(found[last] > least) and int((case.tokens == last).sum()) == 1

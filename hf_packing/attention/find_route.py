@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_kinds import prove_unpadding
-from hf_packing.attention.cases import RowCase, examine_in_training, model_sees_labels, refuse_loss_across_borders
+from hf_packing.attention.cases import RowCase, examine_in_training, sees_labels
 from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import kernel_of, switched_off
@@ -89,12 +89,10 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
     cases = _examined(Runner(model, module))
-    width = cases[0].known[0].runs[0].outputs[0].shape[-1]
-    sees_labels = model_sees_labels(cases[0], width)
     facts = _install_proven_route(cases, only).facts
-    refuse_loss_across_borders(cases[0], cases[-1], width)
+    facts.sees_labels = sees_labels(*cases)
     facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
-    facts.sees_labels, facts.takes_packed_rows = sees_labels, module is model
+    facts.takes_packed_rows = module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
             prove_unpadding(model)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def check_isolation(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
             "call check_isolation after they are loaded"
         )
-    if (batch is not None or trees) and (collator is not None or rows != 1 or (batch is not None and trees)):
+    if (batch is not None or trees) and sum((collator is not None, rows != 1, batch is not None, trees)) > 1:
         raise PackingError(
             f"{'trees' if trees else 'batch'}: expected no other argument, since each of them makes another batch"
         )
@@ -241,11 +242,12 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
 
 def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:
     """Return packed rows of three documents each, with the columns that `hf_packing.pack` makes."""
-    rows = []
-    for start in range(0, len(documents), 3):
-        lengths = [len(document) for document in documents[start : start + 3]]
-        tokens = [token for document in documents[start : start + 3] for token in document]
-        positions = [position for length in lengths for position in range(length)]
-        labels = [token if position else IGNORED_LABEL for token, position in zip(tokens, positions, strict=True)]
-        rows.append({"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths})
-    return rows
+    return [
+        {
+            "input_ids": [*chain(*row)],
+            "labels": [*chain.from_iterable([IGNORED_LABEL, *tokens[1:]] for tokens in row)],
+            "position_ids": [*chain.from_iterable(range(len(tokens)) for tokens in row)],
+            "seq_lengths": [len(tokens) for tokens in row],
+        }
+        for row in (documents[start : start + 3] for start in range(0, len(documents), 3))
+    ]

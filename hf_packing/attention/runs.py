@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import Signature, inner_model, input_device, is_compiled
+from hf_packing.attention.inspect_model import Signature, embedding_of, inner_model, input_device, is_compiled
+from hf_packing.attention.kernels import HALF_PRECISION
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,
@@ -59,20 +60,19 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     """
     found = (getattr(output, name, None) for name in ("logits", "prediction_logits", "last_hidden_state"))
     logits = next((each for each in found if each is not None), None)
-    two_heads = getattr(output, "mc_logits", None) is not None
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or two_heads:
-        shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
-        raise NoLanguageModelError(
-            f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} "
-            f"returns {'also mc_logits' if two_heads else shown}; {NoLanguageModelError.SUPPORTED}"
-        )
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+    if getattr(output, "mc_logits", None) is not None:
+        shown = "also mc_logits"
+    elif isinstance(logits, Tensor) and logits.ndim == 3:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    raise NoLanguageModelError(
+        f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} returns "
+        f"{shown}; {NoLanguageModelError.SUPPORTED}"
+    )
 
-
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _FEW_PARAMETERS = 5_000_000
-"""A model with at most this number of parameters runs on one thread: its operations on a few short documents are so
+"""A model with at most this number of weights runs on one thread: its operations on a few short documents are so
 small that they would mostly wait for other threads."""
 
 _random_state_lock = threading.RLock()
@@ -98,8 +98,9 @@ class Runner:
         self.is_compiled = is_compiled(model)
         self.seed = 0
         """The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
-        self._is_small = sum(each.numel() for each in self.model.parameters()) <= _FEW_PARAMETERS
-        half = {each.dtype for each in (*self.model.parameters(), *self.model.buffers())} & set(HALF_PRECISION)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._is_small = sum(each.numel() for each in tensors) <= _FEW_PARAMETERS
+        half = {each.dtype for each in tensors} & {*HALF_PRECISION}
         self._dtypes = half or ({torch.bfloat16} if getattr(self.model, "is_quantized", False) else set())
         """The dtypes of weights in half precision, and those of embedded tokens in earlier runs."""
         self._weights = WeightSnapshot(self.model)
@@ -220,18 +221,14 @@ class Runner:
             found.append(((*args, *kwargs.values())[0], leaf))
             return leaf.clone()  # a module may change its input in place
 
-        hooks = [module.register_forward_hook(cut, with_kwargs=True) for module in self._embeddings()]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _embeddings(self) -> list[nn.Module]:
-        """Return the embedding, and the embeddings that share its weight, but not an output layer that does."""
-        embedding: nn.Module = self.model.get_input_embeddings()
+        embedding = embedding_of(self.model)
         same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
-        return list(dict.fromkeys([embedding, *(each for each in same if "Embedding" in str(type(each).__mro__))]))
+        # not an output layer that shares the weight
+        embeddings = {embedding, *(each for each in same if "Embedding" in str(type(each).__mro__))}
+        with ExitStack() as stack:
+            for module in embeddings:
+                stack.enter_context(module.register_forward_hook(cut, with_kwargs=True))
+            yield found
 
     def _with_rounding_errors(self, embedded: Tensor) -> Tensor:
         """Return embedded tokens with every entry multiplied by 1 + eps or 1 - eps at random."""
