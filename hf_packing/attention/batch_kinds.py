@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ class PaddedCase(RowCase):
     def __init__(self, runner: Runner, seed: int, with_end: Sequence[int], has_choices: bool) -> None:
         super().__init__(runner, seed=seed)
         self.has_choices = has_choices
-        last = torch.from_numpy(self.trees.begins[1:] - 1)[list(with_end)]
-        self.tokens[last] = self.others[last] = _end_token_of(runner.model) or 0
+        end: Any = getattr(runner.model.config.get_text_config(), "eos_token_id", None)
+        if end in range(len(embedding_of(runner.model).weight)) and end != pad_token_of(runner.model):
+            last = torch.from_numpy(self.trees.begins[1:] - 1)[list(with_end)]
+            self.tokens[last] = self.others[last] = end
         self.pad_on("right")
 
     def pad_on(self, side: Side) -> None:
@@ -78,19 +80,13 @@ class PaddedCase(RowCase):
 
 def _padded(documents: DocumentTokens, pad_token: int, side: Side) -> dict[str, Tensor]:
     """Return a padded batch with one document in each row."""
-    longest, ids, mask = max(map(len, documents)), [], []
+    rows = []
     for tokens in documents:
-        missing = longest - len(tokens)
+        missing = max(map(len, documents)) - len(tokens)
         before = {"right": 0, "left": missing, "both": missing // 2}[side]
-        ids.append([pad_token] * before + tokens + [pad_token] * (missing - before))
-        mask.append([0] * before + [1] * len(tokens) + [0] * (missing - before))
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def _end_token_of(model: PreTrainedModel) -> int | None:
-    """Return the token at the end of documents that some heads look for, if it is not the pad token."""
-    end = getattr(model.config.get_text_config(), "eos_token_id", None)
-    return end if end in range(len(embedding_of(model).weight)) and end != pad_token_of(model) else None
+        rows.append([-1] * before + tokens + [-1] * (missing - before))
+    ids = torch.tensor(rows)
+    return {"input_ids": ids.where(ids >= 0, pad_token), "attention_mask": (ids >= 0).long()}
 
 
 def examined_padded_rows(runner: Runner, seed: int = 0) -> PaddedCase:
@@ -101,8 +97,7 @@ def examined_padded_rows(runner: Runner, seed: int = 0) -> PaddedCase:
         ModelNotSupportedError: the model takes no rows of tokens.
     """
     failures: list[NotCallableError] = []
-    with_ends = ((0, 2), (0, 1, 2), ()) if _end_token_of(runner.model) else ((),)
-    for has_choices, with_end in product((False, True), with_ends):
+    for has_choices, with_end in product((False, True), ((0, 2), (0, 1, 2), ())):
         case = PaddedCase(runner, seed, with_end, has_choices)
         try:
             case.examine()
@@ -161,12 +156,13 @@ def _candidates(model: PreTrainedModel, by_length: bool, case: PaddedCase) -> It
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [*([decoder] if isinstance(decoder, PreTrainedModel) else []), model.base_model]
     names = dict.fromkeys(name for module in modules for name, each in model.named_modules() if each is module)
-    ways = [Unpadding(name, by_length=each) for each in (False, True) for name in names]
-    for unpadding in ways:
-        if unpadding.by_length or not by_length:
-            found = unpadding if unpadding.by_length else _with_poolers(model, unpadding, case)
+    for way in (True,) if by_length else (False, True):
+        for name in names:
+            unpadding = Unpadding(name, by_length=way)
+            if not way:
+                unpadding = _with_poolers(model, unpadding, case)
             for side in (None, "right", "left"):
-                yield replace(found, to=side)
+                yield replace(unpadding, to=side)
 
 
 def _with_poolers(model: PreTrainedModel, unpadding: Unpadding, case: PaddedCase) -> Unpadding:
@@ -198,7 +194,7 @@ class TreeCase(RowCase):
 
 
 def _row_of_trees(segments: DocumentTokens) -> dict[str, Any]:
-    tokens = torch.tensor([[token for each in segments for token in each]])
+    tokens = torch.tensor([[*chain(*segments)]])
     return {"input_ids": tokens, SEGMENT_LENGTHS: torch.tensor(TREES.lengths), PARENTS: torch.tensor(TREES.parents)}
 
 

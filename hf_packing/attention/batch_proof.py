@@ -187,12 +187,9 @@ _ALWAYS_ALLOWED, _ALWAYS_ALLOWED_IN_HALF, _NOISE_FACTOR = 1e-4, 1e-2, 8
 """Sums of magnitudes of a document in the batch and of the same document alone differ if their difference is larger
 than this share of them, and than this number times the effect of rounding."""
 
-_Sums = list[Tensor]
-"""For each of some tensors, the sum of magnitudes of each token, float64 [tokens]."""
-
-_Records = dict[str, tuple[_Sums, _Sums]]
-"""By the name of a module, the sums of its inputs and of its outputs. Modules are in the order in which their first
-calls end."""
+_Records = dict[str, tuple[list[Tensor], list[Tensor]]]
+"""By the name of a module, the sums of magnitudes of some tokens in each tensor of its input and of its output, float64
+[tokens]. Modules are in the order in which their first calls end."""
 
 
 def locate_leak(case: BatchCase) -> str:
@@ -202,63 +199,58 @@ def locate_leak(case: BatchCase) -> str:
     first module whose output differs. If the input of this module differs, too, then the difference begins in the code
     of the module that contains it. All ranks make the same calls.
     """
-    model, document = case.model, case.sample[0]
-    length = case.trees.tokens if document is None else case.lengths[document]
+    model, document, (replaced,) = case.model, case.sample[0], case.replacements
+    kept, own = ~case.has_tokens(case.may_notice(replaced)), case.has_tokens(case.paths[document or 0])
     with case.undisturbed(), case.runner.eagerly():
-        runs = (partial(case.run, each) for each in ((), *case.replacements))
-        packed, changed = (_record(model, case.trees.tokens, run) for run in runs)
+        packed, changed, inside = (
+            _record(model, len(own), places, case.run, each)
+            for places, each in ((kept, ()), (kept, replaced), (own, ()))
+        )
         with case.runner.unpatched():
-            runs = (partial(case.run_alone, document, noisy) for noisy in (False, True))
-            alone, noisy = (_record(model, length, run) for run in runs)
-    kept = ~case.has_tokens(case.may_notice(case.replacements[0]))
-    found = _first_difference(model, packed, kept, changed, kept, changed, 0)
-    if found or document is None:
-        return found
+            alone, noisy = (
+                _record(model, int(own.sum()), slice(None), case.run_alone, document, each) for each in (False, True)
+            )
     half = case.runner.dtype not in (torch.float32, torch.float64)
-    allowed = _ALWAYS_ALLOWED_IN_HALF if half else _ALWAYS_ALLOWED
-    return _first_difference(model, packed, case.has_tokens(case.paths[document]), alone, ..., noisy, allowed)
+    return _first_difference(model, packed, changed, changed, 0) or _first_difference(
+        model, inside, alone, noisy, _ALWAYS_ALLOWED_IN_HALF if half else _ALWAYS_ALLOWED
+    )
 
 
-def _record(model: nn.Module, tokens: int, run: Callable[[], Any]) -> _Records:
-    """Run a model, and return what its modules get and return in calls of so many tokens."""
+def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any], *options: Any) -> _Records:
+    """Run a model, and return what is known of some places in the calls of modules on so many tokens. Several packed
+    rows count as one long row."""
     records: _Records = {}
+
+    def sums(value: Any) -> list[Tensor]:
+        return [
+            each.detach().reshape(tokens, -1)[places].abs().sum(1, dtype=torch.float64)
+            for each in tensors_in(value)
+            if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
+        ]
 
     def record(name: str) -> Callable[..., None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if outputs := _sums(output, tokens):
-                records.setdefault(name, (_sums((args, kwargs), tokens), outputs))
+            if found := sums(output):
+                records.setdefault(name, (sums((args, kwargs)), found))
 
         return after
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
-        run()
+        run(*options)
     return records
 
 
-def _sums(value: Any, tokens: int) -> _Sums:
-    """Return the sums of the tensors in `value` that have an entry for each token. Several packed rows count as one
-    long row."""
-    return [
-        each.detach().reshape(tokens, -1).abs().sum(1, dtype=torch.float64)
-        for each in tensors_in(value)
-        if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
-    ]
-
-
-def _first_difference(
-    model: nn.Module, packed: _Records, places: Any, exact: _Records, exact_places: Any, noisy: _Records, allowed: float
-) -> str:
-    """Return the module in which some tokens of the records `packed` begin to differ from those of `exact` by more than
-    a share `allowed`, and by more than rounding explains, which is known from `noisy`."""
+def _first_difference(model: nn.Module, packed: _Records, exact: _Records, noisy: _Records, allowed: float) -> str:
+    """Return the module in which the records `packed` begin to differ from `exact` by more than a share `allowed` of
+    them, and by more than rounding explains, which is known from `noisy`."""
 
     def differ(name: str, kind: int) -> bool:
-        for one, other, noise in zip(packed[name][kind], exact[name][kind], noisy[name][kind], strict=False):
-            limit = max(allowed * other.mean(), _NOISE_FACTOR * (noise - other).abs().max())
-            if not (one[places] - other[exact_places]).abs().max() <= limit:
-                return True
-        return False
+        return any(
+            not (one - other).abs().max() <= max(allowed * other.mean(), _NOISE_FACTOR * (noise - other).abs().max())
+            for one, other, noise in zip(packed[name][kind], exact[name][kind], noisy[name][kind], strict=False)
+        )
 
     for name in [each for each in packed if each in exact and each in noisy]:
         if differ(name, 1):

@@ -117,8 +117,7 @@ class Case:
         self.inputs = inputs
         self.places = torch.arange(len(tokens), device=runner.device)
         """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
-        numbers = torch.arange(len(trees.lengths), device=runner.device)
-        self.segment = numbers.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
+        self.segment = torch.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
         """The segment of each token, int64 [tokens]."""
         self.paths = [trees.segments_of(end) for end in ends]
         self.replacements = [[each] for each in range(len(trees.lengths))]
@@ -285,8 +284,7 @@ def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
 
 def score_of(outputs: Tensor) -> Tensor:
     """Return a weighted sum of the outputs of a document, [values, width]. The weights depend only on the place."""
-    place, column = (torch.arange(size, device=outputs.device) for size in outputs.shape)
-    weights = torch.cos(place[:, None] * 0.7 + column * 1.3 + 0.1).to(outputs.dtype)
+    weights = torch.arange(outputs.numel(), device=outputs.device).cos().view_as(outputs)
     return torch.where(comparable(outputs), outputs, 0).mul(weights).sum()
 
 

@@ -16,11 +16,12 @@ A proof of a few short documents takes about ten forwards, that of a training ba
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
-from hf_packing.attention.inspect_model import has_local_weights, input_device
+from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.kernels import fallbacks, kernel_of
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (
@@ -220,11 +221,7 @@ def _difference(case: Case, packed: Run, alone: Alone, unit: float) -> str:
 
 def on_any_rank(model: PreTrainedModel, found: bool) -> bool:
     """Return whether `found` is True on any of the ranks that shard a model, which make the same calls."""
-    if has_local_weights(model) or not torch.distributed.is_initialized():
-        return found
-    flag = torch.tensor(found, dtype=torch.int32, device=input_device(model))
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    return found if has_local_weights(model) else any(gather_object([found]))
 
 
 def require(*cases: Case) -> list[Proof]:

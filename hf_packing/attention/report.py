@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -189,12 +190,11 @@ def _check_rows(case: RowCase) -> IsolationReport:
 def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: str = "") -> IsolationReport:
     """Return a report of proofs in different modes, of which only the last one may have a problem."""
     last = proofs[-1]
-    gradient_leaks = [each.max_gradient_leak for each in proofs]
     return IsolationReport(
         isolated=not last.problem,
         max_leak=max(each.max_leak for each in proofs),
         reason=("in training mode, " if last.training else "") + last.problem if last.problem else reason,
-        max_gradient_leak=max((each for each in gradient_leaks if each == each), default=float("nan")),
+        max_gradient_leak=float(np.fmax.reduce([each.max_gradient_leak for each in proofs])),
         route=route_of(model),
         modes=(last.mode,) if last.problem else tuple(each.mode for each in proofs),
         unproven=unproven,
