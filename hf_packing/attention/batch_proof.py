@@ -66,12 +66,12 @@ class BatchCase(Case):
         kept = _OF_OWN_LOSS if runner.is_compiled else set()
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-        inputs = send_to_device({name: each for name, each in batch.items() if name in taken}, runner.device)
-        trees = read_layout(inputs, training=True).trees
+        self.inputs = send_to_device({name: each for name, each in batch.items() if name in taken}, runner.device)
+        trees = read_layout(self.inputs, training=True).trees
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
-        tokens = inputs["input_ids"].flatten()
-        others = _other_tokens(tokens, runner.model)
-        super().__init__(runner, training, trees, [*ends], tokens, others, inputs)
+        tokens = self.inputs["input_ids"].flatten()
+        self.places = torch.arange(len(tokens), device=runner.device)
+        super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         replaced = _segments_to_replace(trees)
         self.replacements = [replaced]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}

@@ -91,7 +91,6 @@ class Case:
         ends: the segment in which each document ends.
         tokens: the token ids of all segments, int64 [tokens].
         others: other token ids, which replace them.
-        inputs: the model's inputs, with input_ids [rows, tokens].
     """
 
     profile: Profile = PROBE
@@ -103,20 +102,15 @@ class Case:
     """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
     Otherwise, they are compared at each token id, in any number of calls of any shape."""
 
+    inputs: Mapping[str, Any]
+    """The model's inputs for the batch, with input_ids [rows, tokens]."""
+    places: Tensor
+    """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
+
     def __init__(
-        self,
-        runner: Runner,
-        training: bool,
-        trees: TreeSegments,
-        ends: Sequence[int],
-        tokens: Tensor,
-        others: Tensor,
-        inputs: Mapping[str, Any],
+        self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
     ) -> None:
         self.runner, self.training, self.trees, self.tokens, self.others = runner, training, trees, tokens, others
-        self.inputs = inputs
-        self.places = torch.arange(len(tokens), device=runner.device)
-        """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
         self.segment = torch.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
         """The segment of each token, int64 [tokens]."""
         self.paths = [trees.segments_of(end) for end in ends]
@@ -377,7 +371,7 @@ class RowCase(Case):
         trees = lengths if isinstance(lengths, TreeSegments) else roots(lengths)
         documents = random_documents(runner.model, trees.lengths, seed)
         tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
-        super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others, {})
+        super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
         self.lay_out(make_batch)
@@ -409,7 +403,7 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
-        for attention in dict.fromkeys((None, self.runner.other_attention)):
+        for attention in (None, self.runner.other_attention):
             try:
                 with self.undisturbed():
                     self.known = [self._examined(attention)]

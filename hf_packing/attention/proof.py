@@ -169,7 +169,7 @@ def _problem(case: Case, packed: Run, changes: list[_Change], repeated: Run | No
         changes: what changed when segments were replaced.
         repeated: a second run on the same tokens, which is made if the others show a problem.
     """
-    if not torch.stack([comparable(each).any() for each in packed.outputs]).all():
+    if not all(comparable(each).any() for each in packed.outputs):
         return f"{type(case.model).__name__} returns no finite logits for a document"
     unit = spread(torch.cat(packed.outputs))
     if (largest := _largest_leak(changes)) > 0:
