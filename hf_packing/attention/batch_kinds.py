@@ -156,10 +156,10 @@ def _candidates(model: PreTrainedModel, by_length: bool, case: PaddedCase) -> It
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [*([decoder] if isinstance(decoder, PreTrainedModel) else []), model.base_model]
     names = dict.fromkeys(name for module in modules for name, each in model.named_modules() if each is module)
-    for way in (True,) if by_length else (False, True):
+    for together in (True,) if by_length else (False, True):
         for name in names:
-            unpadding = Unpadding(name, by_length=way)
-            if not way:
+            unpadding = Unpadding(name, by_length=together)
+            if not together:
                 unpadding = _with_poolers(model, unpadding, case)
             for side in (None, "right", "left"):
                 yield replace(unpadding, to=side)
@@ -189,7 +189,7 @@ token, branches that are not the first of their parent, and a document alone."""
 class TreeCase(RowCase):
     """Random documents that share prefixes in a row of trees."""
 
-    where = "tree"
+    where = "row of trees"
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
 
 

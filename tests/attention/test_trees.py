@@ -86,7 +86,7 @@ def without_window(*arguments, **options):
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
-        ("Mistral", without_window, "logits differ by .* between the tree and the document alone"),
+        ("Mistral", without_window, "logits differ by .* between the row of trees and the document alone"),
         ("Llama", with_far_gradients, "gradients of one document reach another"),
     ],
 )
