@@ -72,8 +72,8 @@ class BatchCase(Case):
         tokens = self.inputs["input_ids"].flatten()
         self.places = torch.arange(len(tokens), device=runner.device)
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
-        replaced = _segments_to_replace(trees)
-        self.replacements = [replaced]
+        self.replacements = [_segments_to_replace(trees)]
+        replaced = {*self.replacements[0]}
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""

@@ -207,9 +207,9 @@ class Case:
         flat = torch.cat([each.flatten(0, -2) for each in found]).float()
         return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, places, flat)
 
-    def owned_by(self, document: int) -> Tensor:
-        """Return which tokens or token ids only the segments of a document have, bool like `owners`."""
-        return _is_any(self.owners, self.paths[document])
+    def owned_by(self, *documents: int) -> Tensor:
+        """Return which tokens or token ids only the segments of some documents have, bool like `owners`."""
+        return _is_any(self.owners, [*chain.from_iterable(self.paths[each] for each in documents)])
 
     def gradients(
         self, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
@@ -220,11 +220,10 @@ class Case:
             found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
         except (RuntimeError, AssertionError, ValueError):
             return {}, float("nan")
-        own = {each: self.owned_by(each) for each in documents}
-        sizes, inside = found.abs().amax(1), torch.stack([*own.values()]).any(0)
+        sizes, inside = found.abs().amax(1), self.owned_by(*documents)
         elsewhere = (sizes * (self.owners >= 0) * ~inside).max()
         reach = elsewhere / sizes[inside].max().clamp_min(torch.finfo(sizes.dtype).tiny)
-        return {each: found[places] for each, places in own.items()}, float(reach)
+        return {each: found[self.owned_by(each)] for each in documents}, float(reach)
 
     def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
         return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
@@ -273,7 +272,7 @@ class Case:
 
 def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
     """Return which numbers are among those wanted, as a bool tensor."""
-    return torch.isin(numbers, torch.tensor([*wanted], dtype=numbers.dtype, device=numbers.device))
+    return torch.isin(numbers, torch.tensor(wanted, dtype=numbers.dtype, device=numbers.device))
 
 
 def score_of(outputs: Tensor) -> Tensor:

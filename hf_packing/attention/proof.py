@@ -146,7 +146,7 @@ def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     after, noticing = case.run(replaced), case.may_notice(replaced)
     if not replaced:  # a call that only other ranks need
         return before.outputs[0].new_zeros(1), True
-    kept = [each for each in range(len(before.outputs)) if each not in noticing]
+    kept = sorted({*range(len(before.outputs))}.difference(noticing))
     left, right = after.of(kept), before.of(kept)
     inside, least = differences(after.of(noticing), before.of(noticing)).amax(1), 0.0
     behind = (case.with_replaced(replaced) == case.tokens)[case.has_tokens(noticing)]
