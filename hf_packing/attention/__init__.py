@@ -29,21 +29,21 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    if rounding can explain their difference (tolerance). `check_isolation` runs a case without documents alone, in any
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
-   trains with (batch_proof). If the proof fails, another run finds the module in which the difference begins (locate).
+   trains with. If the proof fails, other runs find the module in which the difference begins (batch_proof).
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
     tokens of a document, such as poolers, get every document in a row of its own (poolers). A proof runs the whole
-    model, with padding on each side (unpadding_proof).
+    model, with padding on each side (batch_kinds).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
     to copy them (labels).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
     exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
-    (tree_proof). The rows of a padded batch can share their prefixes in the same way (padded).
+    (batch_kinds). The rows of a padded batch can share their prefixes in the same way (padded).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
@@ -53,7 +53,8 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
+from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
+from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
@@ -68,18 +69,17 @@ from hf_packing.attention.patch import (
     patched,
     unpatch_model,
 )
+from hf_packing.attention.proof import Proof
 from hf_packing.attention.report import IsolationReport, check_isolation, predicts_tokens
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
-from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
-from hf_packing.attention.unpadding_proof import prove_unpadding
 
 __all__ = [
-    "BatchProof",
     "IsolationReport",
     "NoLanguageModelError",
+    "Proof",
     "ProveInTraining",
     "borders_required",
     "check_isolation",
@@ -104,7 +104,6 @@ __all__ = [
     "route_of",
     "sees_labels",
     "share_prefixes",
-    "shares_prefixes",
     "small_copy_of",
     "takes_argument",
     "unpatch_model",

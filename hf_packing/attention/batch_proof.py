@@ -1,28 +1,27 @@
 """Prove isolation on a training batch, at its lengths, in the dtype and on the weights that the model trains with.
 
-If the proof fails, another run finds the module in which the difference begins (see `locate`).
+If the proof fails, other runs find the module in which the difference begins.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
 from hf_packing.attention.inspect_model import embedding_of, without_ddp
-from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout
-from hf_packing.attention.locate import locate_leak
-from hf_packing.attention.proof import on_any_rank, prove
-from hf_packing.attention.route import READ_ARGUMENTS, route_of
-from hf_packing.attention.runs import Embedded, Runner, gradients_of, logits_of
+from hf_packing.attention.proof import Proof, on_any_rank, prove
+from hf_packing.attention.runs import Runner
+from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import BATCH
 from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
@@ -55,9 +54,9 @@ class BatchCase(Case):
     """
 
     profile = BATCH
-    where = "the packed batch"
+    where = "packed batch"
     leaks = "replacing documents changed the outputs of other documents"
-    is_one_forward = True
+    is_embedded_at_once = True
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], training: bool) -> None:
         if batch.get("input_ids") is None:
@@ -67,19 +66,15 @@ class BatchCase(Case):
         kept = _OF_OWN_LOSS if runner.is_compiled else set()
         # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
         taken = {*KNOWN_COLUMNS, *runner.signature.names} - _OF_THE_LOSS | kept
-        self._inputs = {
-            name: each.to(runner.device) if isinstance(each, Tensor) else each
-            for name, each in batch.items()
-            if name in taken
-        }
-        ids: Tensor = self._inputs["input_ids"]
-        trees = read_layout(self._inputs, training=True).trees
+        self.inputs = send_to_device({name: each for name, each in batch.items() if name in taken}, runner.device)
+        trees = read_layout(self.inputs, training=True).trees
         ends = trees.leaves if batch.get(ENDS) is None else dict.fromkeys(batch[ENDS].tolist())
-        tokens = ids.flatten()
+        tokens = self.inputs["input_ids"].flatten()
+        self.places = torch.arange(len(tokens), device=runner.device)
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
-        replaced = _segments_to_replace(trees)
-        self.replacements = [replaced]
-        kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in set(replaced)}
+        self.replacements = [_segments_to_replace(trees)]
+        replaced = {*self.replacements[0]}
+        kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
         chosen = sampled_documents(self.lengths, self.graded[0], trees.tokens) if len(self.paths) > 1 else []
@@ -91,33 +86,6 @@ class BatchCase(Case):
         sampled = nullcontext() if self.runner.is_compiled else with_sampled_vocabulary(self.model)
         with self.runner.undisturbed(self.training, in_series=True, keeps_modes=True), sampled:
             yield
-
-    def outputs(self, tokens: Tensor) -> list[Tensor]:
-        ids: Tensor = self._inputs["input_ids"]
-        logits = logits_of(self.model, self.runner({**self._inputs, "input_ids": tokens.view_as(ids)}))
-        return self.by_segment(logits.flatten(0, 1))
-
-    @property
-    def per_token(self) -> dict[str, Tensor]:
-        rows = self._inputs["input_ids"].shape
-        return {
-            name: value.flatten(0, 1)
-            for name, value in self._inputs.items()
-            if isinstance(value, Tensor) and value.shape[:2] == rows and name not in READ_ARGUMENTS
-        }
-
-    def gradients(
-        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
-    ) -> tuple[list[Tensor], float] | None:
-        found = gradients_of(score, embedded) if embedded else None
-        if found is None:
-            return None
-        by_place = found[0].flatten(0, -2)
-        if len(by_place) != len(self.tokens):
-            return [by_place], 0.0  # a document alone
-        places = [self.tokens_of(number) for number in documents]
-        others = by_place.abs().amax(1).index_fill(0, torch.cat(places), 0)
-        return [by_place[each] for each in places], float(others.max())
 
 
 def _other_tokens(tokens: Tensor, model: PreTrainedModel) -> Tensor:
@@ -195,51 +163,8 @@ def _sampled_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     return F.linear(hidden, module.weight[::step], None if module.bias is None else module.bias[::step])
 
 
-@dataclass(frozen=True)
-class BatchProof:
-    """The result of a proof on a training batch."""
-
-    tokens: int
-    documents: int
-    """Number of documents; a piece of a document that was cut counts as a document."""
-    longest: int
-    """Number of tokens in the longest document."""
-    training: bool
-    dtype: torch.dtype
-    alone: int
-    """Number of documents that were compared with the same documents run alone."""
-    gradients: bool
-    """True if gradients were compared, too."""
-    kernel: str
-    """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
-    problem: str = ""
-    """The reason why isolation is not proven; empty if it is proven."""
-    max_leak: float = 0.0
-    """The largest change of an output in documents that were not replaced."""
-    max_gradient_leak: float = float("nan")
-    """The largest gradient of a document's outputs at another document, divided by the largest gradient at the document
-    itself; nan if gradients were not computed."""
-
-    @property
-    def where(self) -> str:
-        return (
-            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
-            f"{'training' if self.training else 'evaluation'} mode and {str(self.dtype).removeprefix('torch.')}"
-        )
-
-    def __str__(self) -> str:
-        if self.problem:
-            return f"not isolated on {self.where}: {self.problem}"
-        compared = "logits or gradients" if self.gradients else "logits"
-        kernel = f"; kernel: {self.kernel}" if self.kernel else ""
-        return (
-            f"{self.where}; no document changes the {compared} of another (largest change {self.max_leak:.2g}); alone "
-            f"they are the same ({self.alone} compared){kernel}"
-        )
-
-
 @torch.inference_mode(False)  # gradients are compared
-def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> BatchProof:
+def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> Proof:
     """Prove isolation on a training batch, and return what was proven. See `BatchCase` for the calls of the model.
 
     All ranks that shard a model have to call this function at the same time; all of them make the same calls.
@@ -251,26 +176,87 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
     """
     case = BatchCase(model, batch, training)
     proof = prove(case)
-    problem = proof.problem
-    if on_any_rank(case.model, bool(problem)):
+    if on_any_rank(case.model, bool(proof.problem)):
         place = locate_leak(case)
-        problem += f"; the difference begins in {place}" if problem and place else ""
-    return BatchProof(
-        tokens=case.trees.tokens,
-        documents=len(case.paths),
-        longest=max(case.lengths),
-        training=training,
-        dtype=case.runner.dtype,
-        alone=len(case.known[0].outputs),
-        gradients=bool(proof.packed.gradients),
-        kernel=kernel_if_any(case.model),
-        problem=problem,
-        max_leak=proof.max_leak,
-        max_gradient_leak=proof.max_gradient_leak,
+        if proof.problem and place:
+            return replace(proof, problem=f"{proof.problem}; the difference begins in {place}")
+    return proof
+
+
+_ALWAYS_ALLOWED, _ALWAYS_ALLOWED_IN_HALF, _NOISE_FACTOR = 1e-4, 1e-2, 8
+"""Sums of magnitudes of a document in the batch and of the same document alone differ if their difference is larger
+than this share of them, and than this number times the effect of rounding."""
+
+_Records = dict[str, tuple[list[Tensor], list[Tensor]]]
+"""By the name of a module, the sums of magnitudes of some tokens in each tensor of its input and of its output, float64
+[tokens]. Modules are in the order in which their first calls end."""
+
+
+def locate_leak(case: BatchCase) -> str:
+    """Return the class and name of the module in which a difference begins; empty if there is no such module.
+
+    The model runs again on the batch, with segments replaced, and on a document alone. The difference begins in the
+    first module whose output differs. If the input of this module differs, too, then the difference begins in the code
+    of the module that contains it. All ranks make the same calls.
+    """
+    model, document, (replaced,) = case.model, case.sample[0], case.replacements
+    kept, own = ~case.has_tokens(case.may_notice(replaced)), case.has_tokens(case.paths[document or 0])
+    with case.undisturbed(), case.runner.eagerly():
+        packed, changed, inside = (
+            _record(model, len(own), places, case.run, each)
+            for places, each in ((kept, ()), (kept, replaced), (own, ()))
+        )
+        with case.runner.unpatched():
+            alone, noisy = (
+                _record(model, int(own.sum()), slice(None), case.run_alone, document, each) for each in (False, True)
+            )
+    half = case.runner.dtype not in (torch.float32, torch.float64)
+    return _first_difference(model, packed, changed, changed, 0) or _first_difference(
+        model, inside, alone, noisy, _ALWAYS_ALLOWED_IN_HALF if half else _ALWAYS_ALLOWED
     )
 
 
-def kernel_if_any(model: PreTrainedModel) -> str:
-    """Return `kernel_of(model)`, or an empty string if attention is left to the model itself."""
-    route = route_of(model)
-    return kernel_of(model) if route is not None and route.method.attention else ""
+def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any], *options: Any) -> _Records:
+    """Run a model, and return what is known of some places in the calls of modules on so many tokens. Several packed
+    rows count as one long row."""
+    records: _Records = {}
+
+    def sums(value: Any) -> list[Tensor]:
+        return [
+            each.detach().reshape(tokens, -1)[places].abs().sum(1, dtype=torch.float64)
+            for each in tensors_in(value)
+            if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
+        ]
+
+    def record(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if found := sums(output):
+                records.setdefault(name, (sums((args, kwargs)), found))
+
+        return after
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
+        run(*options)
+    return records
+
+
+def _first_difference(model: nn.Module, packed: _Records, exact: _Records, noisy: _Records, allowed: float) -> str:
+    """Return the module in which the records `packed` begin to differ from `exact` by more than a share `allowed` of
+    them, and by more than rounding explains, which is known from `noisy`."""
+
+    def differ(name: str, kind: int) -> bool:
+        return any(
+            not (one - other).abs().max() <= max(allowed * other.mean(), _NOISE_FACTOR * (noise - other).abs().max())
+            for one, other, noise in zip(packed[name][kind], exact[name][kind], noisy[name][kind], strict=False)
+        )
+
+    for name in [each for each in packed if each in exact and each in noisy]:
+        if differ(name, 1):
+            if differ(name, 0):
+                name = name.rpartition(".")[0]
+                while name and isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+                    name = name.rpartition(".")[0]
+            return f"{type(model.get_submodule(name)).__name__} ({name or 'the model itself'})"
+    return ""

@@ -2,33 +2,34 @@
 
 A case runs a model on a batch of documents and on each document alone. It knows the segments of the batch, which of
 them may notice a replaced one, and the replacements to try. `prove` does the rest. Random documents in packed rows are
-here; padded rows, trees and training batches are in the files of their proofs.
+here, and what they show of a model's own loss; padded rows and trees (batch_kinds) and training batches (batch_proof)
+are beside their proofs.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import distinctive_lengths, embedding_of
 from hf_packing.attention.layout import Layout, roots
+from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
     NoLanguageModelError,
     NotCallableError,
     Runner,
-    gradients_of,
     logits_of,
 )
-from hf_packing.attention.snapshot import random_state, seed_all
 from hf_packing.attention.tolerance import (
     PROBE,
     Profile,
@@ -40,8 +41,8 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import MAX_LENGTHS
-from hf_packing.errors import PackingError
+from hf_packing.columns import IGNORED_LABEL, MAX_LENGTHS
+from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.trees.segments import TreeSegments
 
 DocumentTokens = list[list[int]]
@@ -50,7 +51,7 @@ DocumentTokens = list[list[int]]
 
 @dataclass
 class Run:
-    """The outputs of a model for a batch."""
+    """The outputs of a model, for a batch or for a document alone."""
 
     outputs: list[Tensor]
     """The outputs of each segment, float [values, width]."""
@@ -68,25 +69,19 @@ class Run:
 
 @dataclass
 class Alone:
-    """The outputs of a model without its patch for documents alone, and the effect of rounding on them."""
+    """What a model without its patch computes for documents alone, and the effect of rounding on it."""
 
-    outputs: dict[int, Tensor]
-    """float [values, width] for each document."""
-    gradients: dict[int, Tensor]
-    """The gradients with respect to the tokens of each document; empty if they were not computed."""
+    runs: dict[int, Run]
+    """The run of each document; empty if documents cannot be compared."""
     noise: float
     """The largest change of an output by rounding, in standard deviations of all outputs."""
-
-    def without_documents(self) -> "Alone":
-        """Return what is known of rounding alone, where documents cannot be compared."""
-        return replace(self, outputs={}, gradients={})
 
 
 _DUMMY_TOKENS = 8
 """Number of tokens in a call that a rank makes only because the other ranks make it, too."""
 
 
-class Case(ABC):
+class Case:
     """A batch of documents on which `prove` proves that a model keeps documents apart.
 
     Args:
@@ -99,16 +94,25 @@ class Case(ABC):
     """
 
     profile: Profile = PROBE
-    where = "the packed row"
+    where = "packed row"
     leaks = "changing one document changed the logits of another document"
-    is_one_forward = False
-    """True if the tokens of each call are embedded in a single forward, so that gradients can be read at their places.
-    """
+    only_of_batch: Collection[str] = READ_ARGUMENTS
+    """Names of inputs that a document does not get when it runs alone."""
+    is_embedded_at_once = False
+    """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
+    Otherwise, they are compared at each token id, in any number of calls of any shape."""
+
+    inputs: Mapping[str, Any]
+    """The model's inputs for the batch, with input_ids [rows, tokens]."""
+    places: Tensor
+    """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
 
     def __init__(
         self, runner: Runner, training: bool, trees: TreeSegments, ends: Sequence[int], tokens: Tensor, others: Tensor
     ) -> None:
         self.runner, self.training, self.trees, self.tokens, self.others = runner, training, trees, tokens, others
+        self.segment = torch.repeat_interleave(torch.tensor(trees.lengths, device=runner.device))
+        """The segment of each token, int64 [tokens]."""
         self.paths = [trees.segments_of(end) for end in ends]
         self.replacements = [[each] for each in range(len(trees.lengths))]
         """The segments that are replaced together, for each run with replaced segments."""
@@ -118,7 +122,7 @@ class Case(ABC):
         """The documents whose outputs have gradients, for each backward pass."""
         self.wants_gradients = training
         self.known: list[Alone] = []
-        """The outputs of documents alone, of which those in the batch have to equal one. They are the same on every
+        """What is known of documents alone. Those in the batch have to equal one of these. They are the same on every
         route."""
 
     @property
@@ -126,27 +130,22 @@ class Case(ABC):
         return self.runner.model
 
     @property
-    def per_token(self) -> dict[str, Tensor]:
-        """The arguments with which documents run alone, [tokens, ...] for the tokens of the batch."""
-        return {"input_ids": self.tokens}
-
-    @property
     def lengths(self) -> list[int]:
         """The number of tokens of each document."""
         return [sum(self.trees.lengths[each] for each in path) for path in self.paths]
 
-    def tolerance(self, known: Alone | None = None) -> Tolerance:
-        """Return the tolerance for a comparison with documents alone, or with another run on the batch."""
-        noise = max((each.noise for each in ([known] if known else self.known)), default=0.0)
+    def tolerance(self, *known: Alone) -> Tolerance:
+        """Return the tolerance for a comparison with these documents alone or, by default, with all that are known."""
+        noise = max((each.noise for each in known or self.known), default=0.0)
         return Tolerance(self.runner.dtype, has_experts(self.model), noise, self.profile)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager in which the case runs the model."""
         return self.runner.undisturbed(self.training, in_series=self.training)
 
-    def tokens_of(self, document: int) -> Tensor:
-        """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
-        return torch.from_numpy(self.trees.path_of(self.paths[document][-1])).to(self.tokens.device)
+    def has_tokens(self, segments: Sequence[int]) -> Tensor:
+        """Return which tokens belong to some segments, bool [tokens]."""
+        return _is_any(self.segment, segments)
 
     def by_segment(self, values: Tensor) -> list[Tensor]:
         """Return values [tokens, ...] of the batch, segment by segment."""
@@ -158,30 +157,76 @@ class Case(ABC):
 
     def with_replaced(self, replaced: Sequence[int]) -> Tensor:
         """Return the token ids of the batch, with some segments replaced."""
-        segments, others = self.by_segment(self.tokens), self.by_segment(self.others)
-        for each in replaced:
-            segments[each] = others[each]
-        return torch.cat(segments)
+        return torch.where(self.has_tokens(replaced), self.others, self.tokens)
 
-    @abstractmethod
-    def outputs(self, tokens: Tensor) -> list[Tensor]:
-        """Run the model on the batch with these tokens, and return the outputs of each segment, [values, width]."""
+    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
+        [values, width]."""
+        ids: Tensor = self.inputs["input_ids"]
+        inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
+        if embedded:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+        return self.ask(inputs, self.places, self.trees.lengths)
 
-    def outputs_alone(self, places: Tensor) -> Tensor:
-        """Run the model on a document whose tokens are in these places of the batch, and return its outputs, [values,
-        width]."""
-        inputs = {name: value[places][None] for name, value in self.per_token.items()}
-        return logits_of(self.runner.called, self.runner({**inputs, "use_cache": False}))[0]
+    def outputs_alone(self, tokens: Tensor) -> Tensor:
+        """Run the model on a document that has these tokens of the batch, int64 [tokens of the document], and return
+        its outputs, [values, width]."""
+        ids: Tensor = self.inputs["input_ids"]
+        inputs = {
+            name: value.flatten(0, 1)[self.places[tokens]][None]
+            for name, value in self.inputs.items()
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in self.only_of_batch
+        }
+        inputs["input_ids"] = self.tokens[tokens][None]
+        return self.ask({**inputs, "use_cache": False}, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[
+            0
+        ]
 
-    @abstractmethod
+    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
+        logits = logits_of(self.runner.called, self.runner(inputs))
+        return [*torch.split(logits.flatten(0, 1)[places], [*lengths])]
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The segment that each token or, by default, each token id belongs to; -1 for an id that none or several
+        segments have."""
+        if self.is_embedded_at_once:
+            return self.segment
+        none = torch.full((len(embedding_of(self.model).weight),), -1, device=self.tokens.device)
+        first, last = (
+            none.scatter_reduce(0, self.tokens, self.segment, reduce, include_self=False) for reduce in ("amin", "amax")
+        )
+        return first.where(first == last, -1)
+
+    def gradients_at(self, score: Tensor, embedded: Embedded, tokens: Tensor) -> Tensor:
+        """Return the gradients of a score with respect to each token of the batch or each token id, float [tokens or
+        token ids, width]. The model has run on some tokens of the batch, int64."""
+        found = torch.autograd.grad(score, [leaf for _, leaf in embedded], retain_graph=True, materialize_grads=True)
+        places = torch.cat([tokens if self.is_embedded_at_once else ids.flatten() for ids, _ in embedded])
+        flat = torch.cat([each.flatten(0, -2) for each in found]).float()
+        return flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, places, flat)
+
+    def owned_by(self, *documents: int) -> Tensor:
+        """Return which tokens or token ids only the segments of some documents have, bool like `owners`."""
+        return _is_any(self.owners, [*chain.from_iterable(self.paths[each] for each in documents)])
+
     def gradients(
-        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
-    ) -> tuple[list[Tensor], float] | None:
-        """Return the gradients of a score with respect to the tokens of each of some documents, in the batch or alone,
-        and the largest one with respect to other tokens; None if there are no gradients."""
+        self, outputs: Sequence[Tensor], embedded: Embedded, documents: Sequence[int], tokens: Tensor
+    ) -> tuple[dict[int, Tensor], float]:
+        """Return the gradients of the outputs of some documents with respect to their own tokens, by document, and how
+        far they reach; see `Run`. Some models compute no gradients, such as those with reentrant checkpointing."""
+        try:
+            found = self.gradients_at(torch.stack([*map(score_of, outputs)]).sum(), embedded, tokens)
+        except (RuntimeError, AssertionError, ValueError):
+            return {}, float("nan")
+        sizes, inside = found.abs().amax(1), self.owned_by(*documents)
+        elsewhere = (sizes * (self.owners >= 0) * ~inside).max()
+        reach = elsewhere / sizes[inside].max().clamp_min(torch.finfo(sizes.dtype).tiny)
+        return {each: found[self.owned_by(each)] for each in documents}, float(reach)
 
-    def _leaves(self, tokens: int, noisy: bool = False) -> AbstractContextManager[Embedded]:
-        return self.runner.leaves(tokens if self.is_one_forward else None, noisy)
+    def _leaves(self, tokens: Tensor, noisy: bool = False) -> AbstractContextManager[Embedded]:
+        return self.runner.leaves(len(tokens) if self.is_embedded_at_once else None, noisy)
 
     def run(self, replaced: Sequence[int] = (), gradients: bool = False) -> Run:
         """Run the model on the batch, with some segments replaced. With `gradients`, code that torch.compile has
@@ -189,50 +234,50 @@ class Case(ABC):
         tokens = self.with_replaced(replaced)
         if not gradients:
             return Run([each.detach() for each in self.outputs(tokens)])
-        with self.runner.eagerly(), torch.enable_grad(), self._leaves(len(tokens)) as embedded:
-            outputs = Run(self.outputs(tokens))
-            found = Run([each.detach() for each in outputs.outputs])
+        with self.runner.eagerly(), torch.enable_grad(), self._leaves(tokens) as embedded:
+            made = Run(self.outputs(tokens))
+            found = Run([each.detach() for each in made.outputs])
             for documents in self.graded:
-                score = torch.stack([score_of(outputs.of(self.paths[each])) for each in documents]).sum()
-                graded = self.gradients(score, embedded, documents)
-                if graded is None:
+                outputs = [made.of(self.paths[each]) for each in documents]
+                own, reach = self.gradients(outputs, embedded, documents, self.places)
+                if not own:
                     break
-                own, elsewhere = graded
-                found.gradients |= zip(documents, own, strict=True)
-                largest = max(float(each.abs().max()) for each in own)
-                reach = elsewhere / largest if largest else float("inf") if elsewhere else 0.0
+                found.gradients |= own
                 found.reach = max(reach, found.reach)  # not nan, since it comes first
         return found
 
     def alone(self, attention: str | None = None) -> Alone:
         """Run documents alone on the model without its patch, with its own attention function or another one, and run
         the longest one once more with rounding errors in its embeddings."""
-        with self.runner.unpatched(attention), self.runner.eagerly(), torch.set_grad_enabled(self.wants_gradients):
-            found = {document: self.run_alone(document) for document in self.sample}
-            longest = max((each for each in found if each is not None), key=self.lengths.__getitem__, default=None)
-            noisy, _ = self.run_alone(longest, noisy=True)
-        unit = spread(torch.cat([outputs for outputs, _ in found.values()]))
-        return Alone(
-            {document: outputs for document, (outputs, _) in found.items() if document is not None},
-            {document: own for document, (_, own) in found.items() if document is not None and own is not None},
-            effect_of_rounding(noisy, found[longest][0], unit),
-        )
+        with self.runner.unpatched(attention), torch.set_grad_enabled(self.wants_gradients):
+            runs = {document: self.run_alone(document) for document in self.sample}
+            longest = max(runs, key=lambda each: 0 if each is None else self.lengths[each])
+            noisy = self.run_alone(longest, noisy=True)
+        unit = spread(torch.cat([run.outputs[0] for run in runs.values()]))
+        noise = effect_of_rounding(noisy.outputs[0], runs[longest].outputs[0], unit)
+        return Alone({document: run for document, run in runs.items() if document is not None}, noise)
 
-    def run_alone(self, document: int | None, noisy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of a document alone, and the gradients with respect to its tokens, if there are any."""
-        dummy = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
-        places = dummy if document is None else self.tokens_of(document)
-        with self._leaves(len(places), noisy) as embedded:
-            outputs = self.outputs_alone(places)
+    def run_alone(self, document: int | None, noisy: bool = False) -> Run:
+        """Run a document alone, with the gradients with respect to its tokens, if there are any."""
+        if document is None:
+            tokens = torch.arange(min(_DUMMY_TOKENS, len(self.tokens)), device=self.tokens.device)
+        else:
+            tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
+        with self._leaves(tokens, noisy) as embedded:
+            outputs = self.outputs_alone(tokens)
             wanted = self.wants_gradients and not noisy
-            graded = self.gradients(score_of(outputs), embedded, [document or 0]) if wanted else None
-        return outputs.detach(), None if graded is None else graded[0][0]
+            own, _ = self.gradients([outputs], embedded, [document or 0], tokens) if wanted else ({}, 0)
+        return Run([outputs.detach()], own)
+
+
+def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
+    """Return which numbers are among those wanted, as a bool tensor."""
+    return torch.isin(numbers, torch.tensor(wanted, dtype=numbers.dtype, device=numbers.device))
 
 
 def score_of(outputs: Tensor) -> Tensor:
     """Return a weighted sum of the outputs of a document, [values, width]. The weights depend only on the place."""
-    place, column = (torch.arange(size, device=outputs.device) for size in outputs.shape)
-    weights = torch.cos(place[:, None] * 0.7 + column * 1.3 + 0.1).to(outputs.dtype)
+    weights = torch.arange(outputs.numel(), device=outputs.device).cos().view_as(outputs)
     return torch.where(comparable(outputs), outputs, 0).mul(weights).sum()
 
 
@@ -240,7 +285,8 @@ def random_documents(
     model: PreTrainedModel, lengths: Sequence[int], seed: int
 ) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for every document. Different documents share no token, and a document
-    and its replacement have different tokens at every position, except for the mask token.
+    and its replacement have different tokens at every position, except for the mask token. No token occurs twice in a
+    document, unless the vocabulary is small.
 
     Args:
         model: the model whose vocabulary is used.
@@ -251,23 +297,22 @@ def random_documents(
         PackingError: the vocabulary is too small.
     """
     size, config = len(embedding_of(model).weight), model.config.get_text_config()
-    vocabulary = min(getattr(config, "vocab_size", size), size)  # the weight may have prompt rows
+    vocabulary = range(1, min(getattr(config, "vocab_size", size), size))  # the weight may have prompt rows
     settings = vars(model.config) | vars(config)
-    special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
-    known = np.array([token for token in range(1, vocabulary) if token not in special])
+    special = [value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)]
+    known = np.setdiff1d(vocabulary, special)
     if len(known) < 2 * len(lengths):
         raise PackingError(f"model: expected at least {2 * len(lengths)} non-special token ids, got {len(known)}")
-    generator = np.random.default_rng(seed)
-    mask = settings.get("mask_token_id")
+    generator, mask = np.random.default_rng(seed), settings.get("mask_token_id")
     documents, others = [], []
     for number, length in enumerate(lengths):
         own = known[number :: len(lengths)]
-        tokens = generator.integers(0, len(own), length)
-        documents.append(own[tokens].tolist())
-        others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
-        if isinstance(mask, int) and 0 <= mask < vocabulary:  # ESM scales embeddings by the share of mask tokens
-            documents[-1][2::5] = [mask] * len(documents[-1][2::5])
-            others[-1][1::3] = [mask] * len(others[-1][1::3])
+        tokens = np.resize(generator.permutation(len(own)), length)
+        document, other = own[tokens], own[(tokens + generator.integers(1, len(own), length)) % len(own)]
+        if mask in vocabulary:  # ESM scales embeddings by the share of mask tokens
+            document[2::5] = other[1::3] = mask
+        documents.append(document.tolist())
+        others.append(other.tolist())
     return documents, others
 
 
@@ -277,19 +322,18 @@ def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
     return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
 
 
-def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
-    """Return a slice for each document: the indices of the document's tokens in the flattened `input_ids`."""
-    ids = input_ids.flatten()
+def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
+    """Return the indices of the documents' tokens in the flattened `input_ids`, int64 [tokens]."""
     places = []
     for tokens in documents:
-        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
+        starts = (input_ids.flatten().unfold(0, len(tokens), 1) == tokens).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
                 "collator: expected a batch that contains every document whole and exactly once, but a document of "
                 f"{len(tokens)} tokens occurs {len(starts)} times"
             )
-        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
-    return places
+        places.append(starts[0] + torch.arange(len(tokens), device=tokens.device))
+    return torch.cat(places)
 
 
 MakeBatch = Callable[[DocumentTokens], Mapping[str, Any]]
@@ -325,11 +369,20 @@ class RowCase(Case):
         lengths = lengths or distinctive_lengths(runner.model)
         trees = lengths if isinstance(lengths, TreeSegments) else roots(lengths)
         documents = random_documents(runner.model, trees.lengths, seed)
-        tokens, others = (torch.tensor([token for each in one for token in each]) for one in documents)
+        tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
-        self.make_batch = make_batch
         self.unproven = ""
         """The reason why isolation cannot be fully proven in training mode, or an empty string."""
+        self.lay_out(make_batch)
+
+    def lay_out(self, make_batch: MakeBatch) -> None:
+        """Make the model's inputs."""
+        segments = self.by_segment(self.tokens)
+        batch = make_batch([each.tolist() for each in segments])
+        self.inputs = send_to_device(
+            {name: each for name, each in batch.items() if name != "labels"}, self.runner.device
+        )
+        self.places = _find_documents(segments, self.inputs["input_ids"])
 
     def in_training(self) -> Self:
         """Return the case in training mode."""
@@ -341,49 +394,6 @@ class RowCase(Case):
     def row(self) -> Layout:
         return Layout.of(self.trees.lengths, self.runner.device)
 
-    @property
-    def segments(self) -> DocumentTokens:
-        """The tokens of each segment."""
-        return [each.tolist() for each in self.by_segment(self.tokens)]
-
-    def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment."""
-        segments = [each.tolist() for each in self.by_segment(tokens)]
-        batch = {name: value for name, value in self.make_batch(segments).items() if name != "labels"}
-        places = _find_documents(segments, batch["input_ids"])
-        if embedded:
-            ids = batch.pop("input_ids").to(self.runner.device)
-            batch["inputs_embeds"] = self.model.get_input_embeddings()(ids)
-        logits = logits_of(self.runner.called, self.runner({**batch, **options})).flatten(0, 1)
-        return [logits[place] for place in places]
-
-    @cached_property
-    def owners(self) -> Tensor:
-        """The segment that has a token, for each token id; -1 if none or several have it."""
-        owners = torch.full((len(embedding_of(self.model).weight),), -1)
-        counts = torch.zeros_like(owners)
-        for number, tokens in enumerate(self.by_segment(self.tokens)):
-            owners[tokens] = number
-            counts[torch.unique(tokens)] += 1
-        return owners.where(counts < 2, -1).to(self.runner.device)
-
-    def owned_by(self, document: int) -> Tensor:
-        """Return which token ids only the segments of a document have, bool [token ids]."""
-        return torch.isin(self.owners, torch.tensor(self.paths[document], device=self.owners.device))
-
-    def gradients(
-        self, score: Tensor, embedded: Embedded, documents: Sequence[int]
-    ) -> tuple[list[Tensor], float] | None:
-        """Return gradients by token id, since a model may embed tokens in any number of calls of any shape."""
-        if (found := gradients_of(score, embedded)) is None:
-            return None
-        ids = torch.cat([ids.flatten() for ids, _ in embedded])
-        flat = torch.cat([each.flatten(0, -2) for each in found]).float()
-        by_token = flat.new_zeros(len(self.owners), flat.shape[-1]).index_add_(0, ids, flat)
-        own = [self.owned_by(each) for each in documents]
-        others = (self.owners >= 0) & ~torch.stack(own).any(0)
-        return [by_token[each] for each in own], float((by_token.abs().amax(1) * others).max())
-
     def examine(self) -> None:
         """Run every document alone on the model without its patch, before the proof. In training mode, `unproven` has
         the reason if documents cannot be compared.
@@ -392,7 +402,7 @@ class RowCase(Case):
             NotCallableError: the model cannot be called with input_ids alone.
         """
         failures: list[Exception] = []
-        for attention in dict.fromkeys((None, self.runner.other_attention)):
+        for attention in (None, self.runner.other_attention):
             try:
                 with self.undisturbed():
                     self.known = [self._examined(attention)]
@@ -407,20 +417,18 @@ class RowCase(Case):
         ) from failures[0]
 
     def _examined(self, attention: str | None) -> Alone:
-        """Run every document alone, and once more with another random seed if the model draws random numbers."""
-        seed_all(self.runner.seed)
-        before = random_state(self.runner.device)
+        """Run every document alone and, in training mode, one of them once more with another random seed."""
         found = self.alone(attention)
-        if self.training and random_state(self.runner.device) != before:
-            self.runner.seed += 1
-            other = self.alone(attention)
-            self.runner.seed -= 1
-            one, two = (torch.cat([*each.outputs.values()]) for each in (found, other))
-            if not self.tolerance(found).explains(apart(two, one)):
+        if self.training:
+            self.runner.seed = 1
+            with self.runner.unpatched(attention):
+                other = self.run_alone(0)
+            self.runner.seed = 0
+            if not self.tolerance(found).explains(apart(other.outputs[0], found.runs[0].outputs[0])):
                 self.unproven = RANDOM
-                return found.without_documents()
-        if self.training and not found.gradients:
-            self.unproven, self.wants_gradients = _NO_GRADIENTS, False
+                return Alone({}, found.noise)
+            if not found.runs[0].gradients:
+                self.unproven, self.wants_gradients = _NO_GRADIENTS, False
         return found
 
 
@@ -434,3 +442,48 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()
+
+
+_REACHES = 1e-4
+"""A loss depends on a token if its gradient with respect to the token exceeds this share of the largest gradient with
+respect to the document with the label. Otherwise, the gradient is usually 0."""
+
+
+def sees_labels(case: RowCase, in_training: RowCase) -> bool:
+    """Return whether the input token at a label's position affects the logits that the label is compared with.
+
+    This is so in masked language models, and in bidirectional models with a causal loss. In other models, the last
+    token of a document affects no loss. The result is computed from the gradients of the model's own loss. If the model
+    computes no loss or no gradients, the result is False.
+
+    Only the second of three documents has labels, from its second token. The loss with other labels is subtracted, so
+    that auxiliary losses, such as those of routers, cancel out.
+
+    Args:
+        case: three documents in a row of a patched model.
+        in_training: a case of the same model in training mode, which the loss is computed in if it was run.
+
+    Raises:
+        ModelNotSupportedError: the loss has a gradient with respect to another document, whose outputs it compares with
+            the labels. A head that predicts the token after the next token has such a loss, since the collator masks
+            only the first label of a document, and not the second label.
+    """
+    ids, runner, own = case.inputs["input_ids"], case.runner, case.owned_by(1)
+    begin, end = case.trees.begins[1:3]
+    labels, width = ids.new_full((2, *ids.shape), IGNORED_LABEL), case.known[0].runs[0].outputs[0].shape[-1]
+    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % width
+    found = torch.zeros(len(case.owners), device=ids.device)
+    training = bool(in_training.known)
+    with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:
+        one, other = (runner({**case.inputs, "labels": each}).loss for each in labels)
+        found = case.gradients_at(one - other, embedded, case.places).abs().amax(1)
+    least = _REACHES * found[own].max()
+    if found[(case.owners >= 0) & ~own].max() > least:
+        raise ModelNotSupportedError(
+            f"{type(case.model).__name__}: the model's own loss compares labels of a packed document with outputs of "
+            "another document: the loss on one document's labels has a gradient at another document's tokens. A head "
+            "that predicts the token after the next token, for example, has such a loss. Pass no labels, and compute "
+            "the loss of each document yourself"
+        )
+    last = case.tokens[end - 1]
+    return bool(found[last] > least) and int((case.tokens == last).sum()) == 1

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.cases import RowCase, examine_in_training
+from hf_packing.attention.batch_kinds import prove_unpadding
+from hf_packing.attention.cases import RowCase, examine_in_training, sees_labels
 from hf_packing.attention.forward import install, remove, unpatched_on_error
 from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import kernel_of, switched_off
-from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (
     Facts,
@@ -35,7 +35,6 @@ from hf_packing.attention.route import (
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.attention.search import Search
 from hf_packing.attention.small_copy import small_copy_of
-from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
 _LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]
@@ -90,12 +89,10 @@ def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
     cases = _examined(Runner(model, module))
-    width = cases[0].known[0].outputs[0].shape[-1]
-    sees_labels = model_sees_labels(cases[0], width)
     facts = _install_proven_route(cases, only).facts
-    refuse_loss_across_borders(cases[0], cases[-1], width)
+    facts.sees_labels = sees_labels(*cases)
     facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
-    facts.sees_labels, facts.takes_packed_rows = sees_labels, module is model
+    facts.takes_packed_rows = module is model
     if not has_vocabulary(model):
         with suppress(ModelNotSupportedError) if module is model else nullcontext():
             prove_unpadding(model)
@@ -225,14 +222,7 @@ def _prove(route: Route, cases: list[RowCase]) -> Route:
     route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
     with unpatched_on_error(cases[0].model):
         install(cases[0].model, route)
-        try:
-            for case in cases:
-                if case.known:
-                    require(case)
-        except ModelNotSupportedError:
-            raise
-        except Exception as error:  # custom model code may raise anything
-            raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+        require(*cases)
     return route
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
+from hf_packing.attention.batch_kinds import prove_trees, prove_unpadding
 from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.function import NAME
@@ -26,8 +27,6 @@ from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import has_thresholds, random_where_zero
 from hf_packing.attention.snapshot import attention_of
-from hf_packing.attention.tree_proof import prove_trees
-from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 

@@ -16,12 +16,14 @@ A proof of a few short documents takes about ten forwards, that of a training ba
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
-from hf_packing.attention.inspect_model import has_local_weights, input_device
-from hf_packing.attention.kernels import fallbacks
+from hf_packing.attention.inspect_model import has_local_weights
+from hf_packing.attention.kernels import fallbacks, kernel_of
+from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (
     GRADIENT_LENIENCE,
     LARGEST_GRADIENT_LEAK,
@@ -35,88 +37,51 @@ from hf_packing.attention.tolerance import (
 from hf_packing.errors import ModelNotSupportedError
 
 
-@dataclass
-class _Change:
-    """The changes in outputs when segments are replaced."""
-
-    leak: Tensor
-    """The differences where nothing may change; a single zero if there are none."""
-    is_seen: bool
-    """Whether unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class Proof:
-    """The runs of a case, and what is wrong with them."""
+    """The result of a proof, on the documents of a batch."""
 
-    case: Case
-    packed: Run
-    changes: list[_Change]
-    repeated: Run | None = None
-    """A second run on the same tokens, which is made if the others show a problem."""
-    problem: str = ""
+    problem: str
     """The reason why isolation is not proven; empty if it is proven."""
+    max_leak: float
+    """The largest change of an output that may not notice a replacement."""
+    max_gradient_leak: float
+    """The largest gradient of a document's outputs at another document, divided by the largest gradient at the document
+    itself; nan if gradients were not computed."""
+    training: bool
+    dtype: torch.dtype
+    tokens: int
+    documents: int
+    """Number of documents; a piece of a document that was cut counts as a document."""
+    longest: int
+    """Number of tokens in the longest document."""
+    alone: int
+    """Number of documents that were compared with the same documents run alone."""
+    gradients: bool
+    """True if gradients were compared, too."""
+    kernel: str
+    """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
 
     @property
-    def max_leak(self) -> float:
-        """The largest change of an output that may not notice a replacement."""
-        return max((float(each.leak.max()) for each in self.changes), default=0.0)
+    def mode(self) -> str:
+        return "training" if self.training else "evaluation"
 
     @property
-    def max_gradient_leak(self) -> float:
-        return self.packed.reach
+    def where(self) -> str:
+        return (
+            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
+            f"{self.mode} mode and {str(self.dtype).removeprefix('torch.')}"
+        )
 
-    def find_problem(self) -> str:
-        """Return the first reason why the runs do not prove isolation, or an empty string if they prove it."""
-        case, packed = self.case, self.packed
-        if not torch.stack([comparable(each).any() for each in packed.outputs]).all():
-            return f"{type(case.model).__name__} returns no finite logits for a document"
-        unit = spread(torch.cat(packed.outputs))
-        if self.max_leak > 0:
-            explains = case.tolerance().explains
-            # the outputs of an expert depend on the number of tokens that go to it, and quantized layers share scales
-            is_exact = not (has_experts(case.model) or getattr(case.model, "is_quantized", False))
-            if self.repeated is not None:
-                again = apart(torch.cat(self.repeated.outputs), torch.cat(packed.outputs))
-                if not explains(again):
-                    return (
-                        "the same tokens gave other logits the second time; the model is nondeterministic with dropout "
-                        "off, or depends on earlier batches"
-                    )
-                is_exact = is_exact and not again.any()
-            if is_exact or not all(explains(each.leak / unit) for each in self.changes):
-                return f"{case.leaks} by up to {self.max_leak:.2g}"
-        if packed.reach > LARGEST_GRADIENT_LEAK:
-            return (
-                "gradients of one document reach another document; the largest gradient at another document's tokens "
-                f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
-            )
-        found = [self._difference(each, unit) for each in case.known]
-        if found and "" not in found:
-            return found[0]
-        if not all(each.is_seen for each in self.changes):
-            return (
-                "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
-                "of the following tokens"
-            )
-        return ""
-
-    def _difference(self, alone: Alone, unit: float) -> str:
-        """Return how documents differ from the same documents alone; empty if rounding explains it."""
-        case, packed = self.case, self.packed
-        explains = case.tolerance(alone).explains
-        for number, expected in alone.outputs.items():
-            found = [("logits", apart(packed.of(case.paths[number]), expected, unit), 1)]
-            if number in alone.gradients and number in packed.gradients:
-                gradients = apart(packed.gradients[number], alone.gradients[number])
-                found.append(("gradients", gradients, GRADIENT_LENIENCE))
-            for what, each, lenience in found:
-                if not explains(each / lenience):
-                    return (
-                        f"a document's {what} differ by {float(each.max()):.2g} standard deviations between "
-                        f"{case.where} and the document alone"
-                    )
-        return ""
+    def __str__(self) -> str:
+        if self.problem:
+            return f"not isolated on {self.where}: {self.problem}"
+        compared = "logits or gradients" if self.gradients else "logits"
+        kernel = f"; kernel: {self.kernel}" if self.kernel else ""
+        return (
+            f"{self.where}; no document changes the {compared} of another (largest change {self.max_leak:.2g}); alone "
+            f"they are the same ({self.alone} compared){kernel}"
+        )
 
 
 def prove(case: Case) -> Proof:
@@ -145,51 +110,137 @@ def _prove_on_one_kernel(case: Case) -> Proof:
         if case.wants_gradients and not packed.gradients:
             graded = case.run(gradients=True)
             packed.gradients, packed.reach = graded.gradients, graded.reach
-        proof = Proof(case, packed, [_change(case, packed, replaced) for replaced in case.replacements])
+        changes = [_change(case, packed, replaced) for replaced in case.replacements]
         case.known = case.known or [case.alone()]
-        proof.problem = proof.find_problem()
-        if on_any_rank(case.model, bool(proof.problem)):
+        problem = _problem(case, packed, changes)
+        if on_any_rank(case.model, bool(problem)):
             # some models are not deterministic, and some attention functions have had bugs
-            proof.repeated = case.run()
+            repeated = case.run()
             other = case.runner.other_attention
-            if other is not None and len(case.known) == 1 and case.known[0].outputs:
+            if other is not None and len(case.known) == 1 and case.known[0].runs:
                 case.known.append(case.alone(other))
-            proof.problem = proof.find_problem()
-    return proof
+            problem = _problem(case, packed, changes, repeated)
+    route = route_of(case.model)
+    return Proof(
+        problem=problem,
+        max_leak=_largest_leak(changes),
+        max_gradient_leak=packed.reach,
+        training=case.training,
+        dtype=case.runner.dtype,
+        tokens=case.trees.tokens,
+        documents=len(case.paths),
+        longest=max(case.lengths),
+        alone=len(case.known[0].runs),
+        gradients=bool(packed.gradients),
+        kernel=kernel_of(case.model) if route is not None and route.method.attention else "",
+    )
+
+
+_Change = tuple[Tensor, bool]
+"""The differences where nothing may change when segments are replaced, or a single zero if there are none; and whether
+unchanged tokens behind replaced ones have other outputs or, if there are none, the replaced ones."""
 
 
 def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     """Run a case with replaced segments, and return what changes."""
     after, noticing = case.run(replaced), case.may_notice(replaced)
     if not replaced:  # a call that only other ranks need
-        return _Change(before.outputs[0].new_zeros(1), True)
-    kept = [each for each in range(len(before.outputs)) if each not in set(noticing)]
+        return before.outputs[0].new_zeros(1), True
+    kept = sorted({*range(len(before.outputs))}.difference(noticing))
     left, right = after.of(kept), before.of(kept)
     inside, least = differences(after.of(noticing), before.of(noticing)).amax(1), 0.0
-    is_same = case.by_segment(case.with_replaced(replaced) == case.tokens)
-    behind = torch.cat([is_same[each] for each in noticing]).to(inside.device)
+    behind = (case.with_replaced(replaced) == case.tokens)[case.has_tokens(noticing)]
     if behind.shape == inside.shape and behind.any():
         inside, least = inside[behind], LEAST_SEEN * spread(torch.cat(before.outputs))
     leak = left.new_zeros(1) if torch.equal(left, right) else differences(left, right)
-    return _Change(leak, bool(inside.max() > least))
+    return leak, bool(inside.max() > least)
+
+
+def _largest_leak(changes: list[_Change]) -> float:
+    return max((float(leak.max()) for leak, _ in changes), default=0.0)
+
+
+def _problem(case: Case, packed: Run, changes: list[_Change], repeated: Run | None = None) -> str:
+    """Return the first reason why the runs of a case do not prove isolation, or an empty string if they prove it.
+
+    Args:
+        case: the case.
+        packed: the run of its batch.
+        changes: what changed when segments were replaced.
+        repeated: a second run on the same tokens, which is made if the others show a problem.
+    """
+    if not all(comparable(each).any() for each in packed.outputs):
+        return f"{type(case.model).__name__} returns no finite logits for a document"
+    unit = spread(torch.cat(packed.outputs))
+    if (largest := _largest_leak(changes)) > 0:
+        explains = case.tolerance().explains
+        # the outputs of an expert depend on the number of tokens that go to it, and quantized layers share scales
+        is_exact = not (has_experts(case.model) or getattr(case.model, "is_quantized", False))
+        if repeated is not None:
+            again = apart(torch.cat(repeated.outputs), torch.cat(packed.outputs))
+            if not explains(again):
+                return (
+                    "the same tokens gave other logits the second time; the model is nondeterministic with dropout "
+                    "off, or depends on earlier batches"
+                )
+            is_exact = is_exact and not again.any()
+        if is_exact or not all(explains(leak / unit) for leak, _ in changes):
+            return f"{case.leaks} by up to {largest:.2g}"
+    if packed.reach > LARGEST_GRADIENT_LEAK:
+        return (
+            "gradients of one document reach another document; the largest gradient at another document's tokens "
+            f"is {packed.reach:.2g} times the largest gradient at the document's own tokens"
+        )
+    found = [_difference(case, packed, each, unit) for each in case.known]
+    if found and "" not in found:
+        return found[0]
+    if not all(is_seen for _, is_seen in changes):
+        return (
+            "isolation cannot be tested, since changing the first tokens of a document does not change the logits "
+            "of the following tokens"
+        )
+    return ""
+
+
+def _difference(case: Case, packed: Run, alone: Alone, unit: float) -> str:
+    """Return how documents differ from the same documents alone; empty if rounding explains it."""
+    explains = case.tolerance(alone).explains
+    for number, run in alone.runs.items():
+        found = [("logits", apart(packed.of(case.paths[number]), run.outputs[0], unit), 1)]
+        if number in run.gradients and number in packed.gradients:
+            gradients = apart(packed.gradients[number], run.gradients[number])
+            found.append(("gradients", gradients, GRADIENT_LENIENCE))
+        for what, each, lenience in found:
+            if not explains(each / lenience):
+                return (
+                    f"a document's {what} differ by {float(each.max()):.2g} standard deviations between "
+                    f"the {case.where} and the document alone"
+                )
+    return ""
 
 
 def on_any_rank(model: PreTrainedModel, found: bool) -> bool:
     """Return whether `found` is True on any of the ranks that shard a model, which make the same calls."""
-    if has_local_weights(model) or not torch.distributed.is_initialized():
-        return found
-    flag = torch.tensor(found, dtype=torch.int32, device=input_device(model))
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    return found if has_local_weights(model) else any(gather_object([found]))
 
 
-def require(case: Case) -> Proof:
-    """Prove a case.
+def require(*cases: Case) -> list[Proof]:
+    """Prove all cases of which something is known.
 
     Raises:
-        ModelNotSupportedError: isolation is not proven.
+        ModelNotSupportedError: isolation is not proven, or the model cannot be called.
     """
-    proof = prove(case)
-    if proof.problem:
-        raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
-    return proof
+    proofs = []
+    for case in cases:
+        if not case.known:
+            continue
+        try:
+            proof = prove(case)
+        except ModelNotSupportedError:
+            raise
+        except Exception as error:  # custom model code may raise anything
+            raise ModelNotSupportedError(f"the model cannot be called on a {case.where}: {error}") from error
+        if proof.problem:
+            raise ModelNotSupportedError(("in training mode, " if case.training else "") + proof.problem)
+        proofs.append(proof)
+    return proofs

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.batch_proof import BatchProof, kernel_if_any, prove_on_batch
+from hf_packing.attention.batch_kinds import examined_padded_rows, prove_trees
+from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase
 from hf_packing.attention.inspect_model import (
     distinctive_lengths,
@@ -22,8 +25,6 @@ from hf_packing.attention.inspect_model import (
 from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
-from hf_packing.attention.tree_proof import prove_trees
-from hf_packing.attention.unpadding_proof import examined_padded_rows
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -131,7 +132,7 @@ def check_isolation(
             f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
             "call check_isolation after they are loaded"
         )
-    if (batch is not None or trees) and (collator is not None or rows != 1 or (batch is not None and trees)):
+    if (batch is not None or trees) and sum((collator is not None, rows != 1, batch is not None, trees)) > 1:
         raise PackingError(
             f"{'trees' if trees else 'batch'}: expected no other argument, since each of them makes another batch"
         )
@@ -146,7 +147,6 @@ def check_isolation(
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
     collate = collator or PackingCollator()
     case = RowCase(Runner(model), lengths=lengths, make_batch=lambda rows: collate(_packed(rows)), seed=seed)
-    case.make_batch(case.segments)  # an error of the collator is no property of the model
     route = route_of(model)
     try:
         if route is not None and not route.facts.takes_packed_rows:
@@ -155,26 +155,26 @@ def check_isolation(
     except NoLanguageModelError:
         case = examined_padded_rows(case.runner, seed)
     except NotCallableError:  # it may be callable with what the collator makes
-        case.known = [Alone({}, {}, noise=0.0)]
+        case.known = [Alone({}, noise=0.0)]
     return _check_rows(case)
 
 
 def _check_rows(case: RowCase) -> IsolationReport:
     """Run a case in both modes, without a comparison with documents alone, and return a report."""
     route = route_of(case.model)
-    case.known = [each.without_documents() for each in case.known]
+    case.known = [Alone({}, each.noise) for each in case.known]
     case.wants_gradients = True
     try:
-        proofs = {"evaluation": prove(case)}
+        proofs = [prove(case)]
     except PackingError:
         raise
     except Exception as error:  # custom model code may raise anything; the report contains the error
         reason = f"the model cannot be called on a packed row: {error}"
         return IsolationReport(False, float("nan"), reason, route=route)
     unproven = route.facts.unproven if route else ""
-    if not proofs["evaluation"].problem:
+    if not proofs[0].problem:
         try:
-            proofs["training"] = prove(case.in_training())
+            proofs.append(prove(case.in_training()))
         except Exception as error:  # as above
             unproven = f"the model cannot be called in training mode: {error}"
     reason = "changing one document did not change the logits of other documents"
@@ -187,21 +187,18 @@ def _check_rows(case: RowCase) -> IsolationReport:
     return replace(report, reason=report.reason + advice)
 
 
-def _report(
-    model: PreTrainedModel, proofs: Mapping[str, Proof | BatchProof], reason: str, unproven: str = ""
-) -> IsolationReport:
-    """Return a report of proofs by mode, of which only the last one may have a problem."""
-    mode, last = [*proofs.items()][-1]
-    gradient_leaks = [each.max_gradient_leak for each in proofs.values()]
+def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: str = "") -> IsolationReport:
+    """Return a report of proofs in different modes, of which only the last one may have a problem."""
+    last = proofs[-1]
     return IsolationReport(
         isolated=not last.problem,
-        max_leak=max(each.max_leak for each in proofs.values()),
-        reason=("in training mode, " if mode == "training" else "") + last.problem if last.problem else reason,
-        max_gradient_leak=max((each for each in gradient_leaks if each == each), default=float("nan")),
+        max_leak=max(each.max_leak for each in proofs),
+        reason=("in training mode, " if last.training else "") + last.problem if last.problem else reason,
+        max_gradient_leak=float(np.fmax.reduce([each.max_gradient_leak for each in proofs])),
         route=route_of(model),
-        modes=(mode,) if last.problem else tuple(proofs),
+        modes=(last.mode,) if last.problem else tuple(each.mode for each in proofs),
         unproven=unproven,
-        kernel=kernel_if_any(model),
+        kernel=last.kernel,
     )
 
 
@@ -222,13 +219,12 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
     """Check isolation on a batch in evaluation mode and, if documents are isolated, in training mode."""
-    proofs = {"evaluation": prove_on_batch(model, batch, training=False)}
-    if proofs["evaluation"].documents < 2:
-        tokens = proofs["evaluation"].tokens
-        raise PackingError(f"batch: expected several documents, got one document of {tokens} tokens")
-    if not proofs["evaluation"].problem:
-        proofs["training"] = prove_on_batch(model, batch, training=True)
-    return _report(inner_model(model), proofs, str([*proofs.values()][-1]))
+    proofs = [prove_on_batch(model, batch, training=False)]
+    if proofs[0].documents < 2:
+        raise PackingError(f"batch: expected several documents, got one document of {proofs[0].tokens} tokens")
+    if not proofs[0].problem:
+        proofs.append(prove_on_batch(model, batch, training=True))
+    return _report(inner_model(model), proofs, str(proofs[-1]))
 
 
 def predicts_tokens(model: PreTrainedModel) -> bool:
@@ -239,18 +235,19 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
     case = RowCase(Runner(model))
     with suppress(ModelNotSupportedError):
         case.examine()
-        width = case.known[0].outputs[0].shape[-1]
+        width = case.known[0].runs[0].outputs[0].shape[-1]
         return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
     return False
 
 
 def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:
     """Return packed rows of three documents each, with the columns that `hf_packing.pack` makes."""
-    rows = []
-    for start in range(0, len(documents), 3):
-        lengths = [len(document) for document in documents[start : start + 3]]
-        tokens = [token for document in documents[start : start + 3] for token in document]
-        positions = [position for length in lengths for position in range(length)]
-        labels = [token if position else IGNORED_LABEL for token, position in zip(tokens, positions, strict=True)]
-        rows.append({"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths})
-    return rows
+    return [
+        {
+            "input_ids": [*chain(*row)],
+            "labels": [*chain.from_iterable([IGNORED_LABEL, *tokens[1:]] for tokens in row)],
+            "position_ids": [*chain.from_iterable(range(len(tokens)) for tokens in row)],
+            "seq_lengths": [len(tokens) for tokens in row],
+        }
+        for row in (documents[start : start + 3] for start in range(0, len(documents), 3))
+    ]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import Signature, inner_model, input_device, is_compiled
-from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
+from hf_packing.attention.inspect_model import Signature, embedding_of, inner_model, input_device, is_compiled
+from hf_packing.attention.kernels import HALF_PRECISION
+from hf_packing.attention.route import PATCH, READ_ARGUMENTS
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,
     WeightSnapshot,
@@ -59,30 +60,26 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     """
     found = (getattr(output, name, None) for name in ("logits", "prediction_logits", "last_hidden_state"))
     logits = next((each for each in found if each is not None), None)
-    two_heads = getattr(output, "mc_logits", None) is not None
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or two_heads:
-        shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
-        raise NoLanguageModelError(
-            f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} "
-            f"returns {'also mc_logits' if two_heads else shown}; {NoLanguageModelError.SUPPORTED}"
-        )
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shown = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+    if getattr(output, "mc_logits", None) is not None:
+        shown = "also mc_logits"
+    elif isinstance(logits, Tensor) and logits.ndim == 3:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    raise NoLanguageModelError(
+        f"model: expected one head, and logits of shape [rows, tokens, vocabulary], but {type(model).__name__} returns "
+        f"{shown}; {NoLanguageModelError.SUPPORTED}"
+    )
 
-
-HALF_PRECISION = (torch.bfloat16, torch.float16)
-
-SEED = 0
-"""The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
 
 _FEW_PARAMETERS = 5_000_000
-"""A model with at most this number of parameters runs on one thread: its operations on a few short documents are so
+"""A model with at most this number of weights runs on one thread: its operations on a few short documents are so
 small that they would mostly wait for other threads."""
 
 _random_state_lock = threading.RLock()
 """Lock that a thread holds while it changes the random state."""
 
 Embedded = list[tuple[Tensor, Tensor]]
-"""Pairs (what was given to a module, the embedded tokens that it returned), one for each call."""
+"""Pairs (what was given to an embedding, the embedded tokens that it returned), one for each call."""
 
 
 class Runner:
@@ -99,18 +96,17 @@ class Runner:
         self.device = input_device(self.model)
         self.signature = Signature(self.model if self.called is model else self.called)
         self.is_compiled = is_compiled(model)
-        self.seed = SEED
-        self._is_small = sum(each.numel() for each in self.model.parameters()) <= _FEW_PARAMETERS
-        half = {each.dtype for each in (*self.model.parameters(), *self.model.buffers())} & set(HALF_PRECISION)
+        self.seed = 0
+        """The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._is_small = sum(each.numel() for each in tensors) <= _FEW_PARAMETERS
+        half = {each.dtype for each in tensors} & {*HALF_PRECISION}
         self._dtypes = half or ({torch.bfloat16} if getattr(self.model, "is_quantized", False) else set())
         """The dtypes of weights in half precision, and those of embedded tokens in earlier runs."""
-        self._embeds: nn.Module | None = None
-        """The module whose output `leaves` has made a leaf, if it was to be a single one."""
-        self._modules: ModuleSnapshot | None = None
-        self._weights: WeightSnapshot | None = None
+        self._weights = WeightSnapshot(self.model)
+        self._modules = ModuleSnapshot(*self.model.modules())
         self._watched: set[bool] = set()
         self._is_in_series = False
-        self._is_unpatched = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,8 +114,8 @@ class Runner:
         precision whose weights are float32, and quantized layers do the same."""
         kind = self.device.type
         own = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
-        found: torch.dtype = max(own, *self._dtypes, own, key=lambda dtype: torch.finfo(dtype).eps)
-        return found
+        least: torch.dtype = max({own, *self._dtypes}, key=lambda dtype: torch.finfo(dtype).eps)
+        return least
 
     @contextmanager
     def undisturbed(self, training: bool, in_series: bool = False, keeps_modes: bool = False) -> Iterator[None]:
@@ -140,23 +136,22 @@ class Runner:
             if not (keeps_modes and training and self.model.training):
                 stack.enter_context(in_mode(self.model, training))
             stack.enter_context(torch.set_grad_enabled(training))  # some models check this in training mode
-            self._weights = self._weights or WeightSnapshot(self.model)
             stack.callback(self._weights.restore)
             if training:
                 stack.enter_context(without_randomness(self.model))
             if in_series:
-                stack.enter_context(self._restored(self._weights))
+                stack.enter_context(self._restored())
                 self._is_in_series = True
                 stack.callback(setattr, self, "_is_in_series", False)
             yield
 
     @contextmanager
-    def _restored(self, weights: WeightSnapshot) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         """Context manager: undo the changes of modules after the block, and those of weights before the next one."""
-        if self._modules is None or not self._modules.is_current:
+        if not self._modules.is_current:
             self._modules = ModuleSnapshot(*self.model.modules())
-        modules = self._modules
-        weights.restore()
+        modules = self._modules  # a block inside this one may need another snapshot
+        self._weights.restore()
         try:
             yield
         finally:
@@ -164,19 +159,14 @@ class Runner:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward, restore the model, and return the output. Arguments that it does not take are left out."""
-        assert self._weights is not None
-        reads = is_patched(self.model) and not self._is_unpatched
-        read = READ_ARGUMENTS if reads else ()  # not all are in the signature
-        given = {
-            name: value.to(self.device) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-            if name in read or self.signature.takes(name)
-        }
+        patch = getattr(self.model, PATCH, None)
+        read = READ_ARGUMENTS if patch and patch.replaced[0].installed else ()  # not all are in the signature
+        given = {name: value for name, value in inputs.items() if name in read or self.signature.takes(name)}
         if self.model.training or self._is_in_series:  # else, random numbers would be a fault
             seed_all(self.seed)
         is_known = self.is_compiled or self.model.training in self._watched  # slow, and would compile again
         self._watched.add(self.model.training)
-        restored = nullcontext() if self._is_in_series else self._restored(self._weights)
+        restored = nullcontext() if self._is_in_series else self._restored()
         with restored, nullcontext() if is_known else self._weights:
             return self.called(**given)
 
@@ -187,17 +177,18 @@ class Runner:
     @contextmanager
     def unpatched(self, attention: str | None = None) -> Iterator[None]:
         """Context manager: within the block, the model works as before it was patched, with an attention function of
-        this name or, if None, with its own. It is restored after each run."""
+        this name or, if None, with its own. It runs uncompiled, and is restored after each run."""
         patch = getattr(self.model, PATCH, None)
         # backward passes may use other threads than the block, so the patch itself is switched off and on again
         with nullcontext() if patch is None else patch.suspended(), use_attention(attention_of(self.model)):
             if attention is not None:
                 self.model.set_attn_implementation(attention)
-            before, self._is_in_series, self._is_unpatched = self._is_in_series, False, True
+            before, self._is_in_series = self._is_in_series, False
             try:
-                yield
+                with self.eagerly():
+                    yield
             finally:
-                self._is_in_series, self._is_unpatched = before, False
+                self._is_in_series = before
 
     @property
     def other_attention(self) -> str | None:
@@ -213,10 +204,7 @@ class Runner:
         computed.
 
         Args:
-            tokens: number of tokens of a single forward, in which one tensor with that many tokens becomes a leaf: the
-                output of the embedding or, if the embedding runs segment by segment, of the innermost module around it.
-                All forwards of the model are then cut at the same module. By default, everything that the embedding
-                and others with the same weight return becomes a leaf, in any number of forwards.
+            tokens: number of tokens in the calls of the embedding that count; by default, all calls count.
             noisy: whether every entry is changed by a rounding error.
 
         Yields:
@@ -224,52 +212,25 @@ class Runner:
         """
         found: Embedded = []
 
-        def cut(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            first = output[0] if isinstance(output, tuple) else output
-            if tokens is not None:
-                has_all = isinstance(first, Tensor) and first.shape[:-1].numel() == tokens
-                if found or not has_all or self._embeds not in (None, module):
-                    return output
-                self._embeds = module
-            self._dtypes.add(first.dtype)
-            leaf = self._with_rounding_errors(first.detach()) if noisy else first.detach()
+        def cut(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            if tokens not in (None, output.shape[:-1].numel()):
+                return output
+            self._dtypes.add(output.dtype)
+            leaf = self._with_rounding_errors(output.detach()) if noisy else output.detach()
             leaf.requires_grad_(torch.is_grad_enabled())
-            found.append((args[0] if args else next(iter(kwargs.values())), leaf))
-            given = leaf.clone()  # a module may change its input in place
-            return (given, *output[1:]) if isinstance(output, tuple) else given
+            found.append(((*args, *kwargs.values())[0], leaf))
+            return leaf.clone()  # a module may change its input in place
 
-        modules = self._embeddings() if tokens is None else self._around_embedding()
-        hooks = [module.register_forward_hook(cut, with_kwargs=True) for module in modules]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _embeddings(self) -> list[nn.Module]:
-        """Return the embedding, and the embeddings that share its weight, but not an output layer that does."""
-        embedding: nn.Module = self.model.get_input_embeddings()
+        embedding = embedding_of(self.model)
         same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
-        others = [each for each in same if isinstance(each, nn.Embedding) or "Embedding" in type(each).__name__]
-        return list(dict.fromkeys([embedding, *others]))
-
-    def _around_embedding(self) -> list[nn.Module]:
-        """Return the embedding, and the modules that contain it, from the inside to the outside."""
-        embedding = self.model.get_input_embeddings()
-        path: list[str] = next((name.split(".") for name, each in self.model.named_modules() if each is embedding), [])
-        return [self.model.get_submodule(".".join(path[:end])) for end in range(len(path), 0, -1)]
+        # not an output layer that shares the weight
+        embeddings = {embedding, *(each for each in same if "Embedding" in str(type(each).__mro__))}
+        with ExitStack() as stack:
+            for module in embeddings:
+                stack.enter_context(module.register_forward_hook(cut, with_kwargs=True))
+            yield found
 
     def _with_rounding_errors(self, embedded: Tensor) -> Tensor:
         """Return embedded tokens with every entry multiplied by 1 + eps or 1 - eps at random."""
         signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded) * 2 - 1
         return embedded * (1 + signs * torch.finfo(self.dtype).eps)
-
-
-def gradients_of(score: Tensor, embedded: Embedded) -> list[Tensor] | None:
-    """Return the gradients of `score` with respect to the leaves; None if the model computes no gradients."""
-    leaves = [leaf for _, leaf in embedded]
-    try:
-        found = torch.autograd.grad(score, leaves, retain_graph=True, allow_unused=True)
-    except (RuntimeError, AssertionError):  # only for inference, or with reentrant activation checkpointing
-        return None
-    return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]

@@ -1,6 +1,5 @@
 """Restore the state of a model and of random generators after a run of the model, and switch off randomness."""
 
-import pickle
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -214,13 +213,6 @@ def seed_all(seed: int) -> None:
     (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the random states of torch, NumPy and Python, with that of a CUDA device. The results of two calls differ
-    if a random number was drawn between the calls."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return (*(bytes(state.numpy()) for state in states), random.getstate(), pickle.dumps(np.random.get_state()))
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")

@@ -102,9 +102,8 @@ def comparable(values: Tensor) -> Tensor:
 def differences(left: Tensor, right: Tensor) -> Tensor:
     """Return the absolute differences between two tensors of equal shape: 0 for a value that is infinite in both, and
     infinity for a value that is infinite in only one of them."""
-    finite = comparable(left), comparable(right)
-    both = torch.where(finite[0] & finite[1], (left - right).abs(), 0)
-    return torch.where(finite[0] == finite[1], both, torch.inf)
+    one, other = comparable(left), comparable(right)
+    return (left - right).abs().where(one & other, 0).where(one == other, torch.inf)
 
 
 def spread(values: Tensor) -> float:
@@ -125,4 +124,4 @@ def effect_of_rounding(noisy: Tensor, exact: Tensor, unit: float) -> float:
 
 
 def has_experts(model: nn.Module) -> bool:
-    return any("Expert" in type(module).__name__ or "Router" in type(module).__name__ for module in model.modules())
+    return any(kind in type(module).__name__ for module in model.modules() for kind in ("Expert", "Router"))

@@ -12,7 +12,7 @@ from datasets.utils import tqdm
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention import BatchProof, ProveInTraining, inner_model, prove_on_batch
+from hf_packing.attention import Proof, ProveInTraining, inner_model, prove_on_batch
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.training.losses import documents_in
 
@@ -30,7 +30,7 @@ class FirstBatchProof:
     shows what was proven so far.
     """
 
-    proofs: dict[str, BatchProof] = field(default_factory=dict)
+    proofs: dict[str, Proof] = field(default_factory=dict)
     """What was proven on the rank with the most documents, by mode: "training" or "evaluation"."""
     _model: "weakref.ref[PreTrainedModel] | None" = None
 

@@ -21,7 +21,6 @@ from hf_packing.attention import (
     prove_unpadding,
     route_of,
     share_prefixes,
-    shares_prefixes,
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
@@ -149,6 +148,6 @@ def _reads_tokens(module: nn.Module) -> bool:
 def _describe(model: PreTrainedModel) -> str:
     route = route_of(model)
     unpadding = route.facts.unpadding if route else None
-    shared = "; prefixes that rows share are computed once" if shares_prefixes(model) else ""
+    shared = "; prefixes that rows share are computed once" if route and route.facts.fewest_shared is not None else ""
     proven = f"{unpadding.describe()}; isolation proven" if unpadding else "not proven on padded batches yet"
     return f"{type(model).__name__}, {proven}{shared}"

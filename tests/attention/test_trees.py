@@ -16,10 +16,10 @@ from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
 from hf_packing.attention import layout, prove_on_batch
+from hf_packing.attention.batch_kinds import prove_trees
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
 
@@ -86,7 +86,7 @@ def without_window(*arguments, **options):
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
-        ("Mistral", without_window, "logits differ by .* between a tree and the document alone"),
+        ("Mistral", without_window, "logits differ by .* between the row of trees and the document alone"),
         ("Llama", with_far_gradients, "gradients of one document reach another"),
     ],
 )
