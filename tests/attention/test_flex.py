@@ -13,7 +13,7 @@ import torch.nn.attention.flex_attention as of_torch
 from forests import forests
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_stand_ins import assert_equal_with_gradients
+from kernel_stand_ins import LISTS, assert_equal_with_gradients
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
@@ -187,9 +187,6 @@ def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
         for window in (None, None, 3, None):
             FlexKernel().attend(*tensors, layout, scale=0.3, is_causal=True, window=window)
     assert len(made) == 2
-
-
-LISTS = [f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")]
 
 
 def parts_of_mask(borders, tokens, *how):
