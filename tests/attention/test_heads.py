@@ -44,10 +44,3 @@ def test_training_loops_take_no_other_heads(name):
         hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model)
     says(error, type(stock).__name__, *(["PackingCollator(keep_first_labels=True)"] if name in OF_TOKENS else []))
     assert not is_patched(stock)
-
-
-def test_an_encoder_decoder_takes_two_texts():
-    name = "T5ForConditionalGeneration"
-    with pytest.raises(hfp.ModelNotSupportedError, match="called with input_ids alone: .* takes two texts"):
-        hfp.patch_model(head(name))
-    assert not hfp.check_isolation(head(name)).isolated

@@ -16,7 +16,6 @@ from patched_models import patched_tiny
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched
 from tools.tiny_model import tiny_model
 
 DOUBLE = torch.float64
@@ -55,16 +54,6 @@ def test_a_pooler_that_looks_for_the_end_token():
     model = hfp.patch_model(copy.deepcopy(stock))
     rows = [[0, 5, 6, 7, 99], [0, 8, 9, 10, 11, 12, 99], [0, 99]]
     check(stock, model, rows_of(rows, pad=1), SEQUENCE, close=1e-5)
-
-
-@pytest.mark.parametrize("kind", fast_only(["GPT2", "OpenAIGPT"], "GPT2"))
-def test_two_heads_are_refused(kind):
-    """They take rows of several choices, each with several tokens."""
-    config = getattr(transformers, f"{kind}Config")(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    model = getattr(transformers, f"{kind}DoubleHeadsModel")(config).eval()
-    with pytest.raises(hfp.ModelNotSupportedError, match="one head, .* returns also mc_logits"):
-        hfp.patch_model(model)
-    assert not is_patched(model)
 
 
 @pytest.mark.usefixtures("one_method")
