@@ -114,11 +114,8 @@ def test_the_attention_written_out_is_a_reference_beside_the_models_own(monkeypa
     """Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
     model = llama(attn_implementation="sdpa")
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS,
-        "sdpa",
-        lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs),
-    )
+    scaled = lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", scaled)
     assert route_of(hfp.patch_model(model)).name == "varlen"
 
 

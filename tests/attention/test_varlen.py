@@ -75,11 +75,8 @@ def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.cat([torch.arange(length) for length in lengths])
     visible = (document[:, None] == document) & (place[:, None] >= place)
-    if kind == "window":
-        visible &= place[:, None] - place < size
-    else:
-        visible &= place[:, None] // size == place // size
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
+    is_near = place[:, None] - place < size if kind == "window" else place[:, None] // size == place // size
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible & is_near, enable_gqa=True)
     assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
 
 
@@ -99,11 +96,20 @@ def test_what_a_kernel_is_given(mask):
         assert kernel_of(layer) == "a kernel"
 
 
-def test_masks_of_custom_functions_are_refused():
-    overlaid = or_masks(causal_mask_function, causal_mask_function)
-    for how in ({"mask_function": overlaid}, {"use_vmap": True}):
-        with pytest.raises(hfp.PackingError, match="does not support a mask made of custom functions"):
-            packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, **how)
+LOCAL = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"mask_function": or_masks(causal_mask_function, causal_mask_function)}, "a mask made of custom functions"),
+        ({"use_vmap": True}, "a mask made of custom functions"),
+        *(({"config": LOCAL, "local_size": size}, f"got a local mask of {size} tokens") for size in (3, 5)),
+    ],
+)
+def test_masks_of_other_kinds_are_refused(how, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        packed_varlen_mask(batch_size=1, q_length=9, kv_length=9, **how)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +125,7 @@ def test_masks_of_transformers(create, sizes, mask):
     register()
     config = PreTrainedConfig(attn_implementation=NAME, **sizes)
     given = {"inputs_embeds": torch.zeros(1, 9, 2), "attention_mask": None}
-    if "bidirectional" not in create.__name__:
-        given |= {"cache": None}
+    given |= {} if "bidirectional" in create.__name__ else {"cache": None}
     assert create(config, **given) == mask
     given["attention_mask"] = torch.ones(1, 9, dtype=torch.bool).tril(-1)
     assert isinstance(create(config, **given), torch.Tensor)
-
-
-def test_a_local_mask_of_another_kind_is_refused():
-    config = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
-    for size in (3, 5):
-        with pytest.raises(hfp.PackingError, match=f"got a local mask of {size} tokens"):
-            packed_varlen_mask(batch_size=1, q_length=9, kv_length=9, config=config, local_size=size)
