@@ -10,14 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_packing.attention.token_axes import (
-    TokenAxes,
-    counts_along,
-    cut_inputs,
-    join_outputs,
-    split_outputs,
-    tensors_in,
-)
+from hf_packing.attention.token_axes import TokenAxes, counts_along, cut_inputs, join_outputs, split_outputs, tensors_in
 from hf_packing.errors import PackingError
 
 TOKENS = 7

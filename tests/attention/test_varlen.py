@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 from transformers.masking_utils import (
     causal_mask_function,
@@ -26,9 +24,9 @@ class Attention(torch.nn.Module):
     is_causal = True
 
 
-def tensors(rows=1, tokens=12):
+def tensors():
     torch.manual_seed(0)
-    return [torch.randn(rows, heads, tokens, 8) for heads in (4, 2, 2)]
+    return [torch.randn(1, heads, 12, 8) for heads in (4, 2, 2)]
 
 
 LENGTHS = [5, 3, 4]
@@ -61,39 +59,30 @@ def test_outside_of_a_patched_model():
         packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 12]), max_length_q=7)
 
 
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    size=st.integers(1, 10),
-    kind=st.sampled_from(["window", "chunk"]),
-)
-@example(lengths=[5, 3, 4], size=2, kind="chunk")
-@example(lengths=[5, 3, 4], size=2, kind="window")
-def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind):
-    query, key, value = tensors(tokens=sum(lengths))
-    attended = attend(Attention(), query, key, value, LocalMask(**{kind: size}), lengths)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.cat([torch.arange(length) for length in lengths])
-    visible = (document[:, None] == document) & (place[:, None] >= place)
-    is_near = place[:, None] - place < size if kind == "window" else place[:, None] // size == place // size
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible & is_near, enable_gqa=True)
-    assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
+SINKS = torch.arange(4) / 4
+GIVEN = [
+    (None, {}, {}),
+    (LocalMask(window=3), {}, {"window": 3}),
+    (LocalMask(chunk=2), {}, {"chunk": 2}),
+    (LocalMask(chunk=2), {"softcap": 2.0, "sliding_window": 3}, {"chunk": 2, "softcap": 2.0, "window": 3}),
+    (None, {"s_aux": SINKS}, {"sinks": SINKS}),
+]
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
-def test_what_a_kernel_is_given(mask):
+@pytest.mark.parametrize(("mask", "more", "options"), GIVEN)
+def test_what_exact_attention_and_kernels_are_given(mask, more, options):
     class Kernel(kernels.FlexKernel):
         attend = staticmethod(attend_exactly)
 
-    for more in ({}, {"s_aux": torch.arange(4) / 4}, {"softcap": 2.0, "sliding_window": 3}):
-        layer, given = Attention(), (*tensors(), mask)
-        with kernels.switched_off():
-            loop = attend(layer, *given, **more)
-        assert kernel_of(layer) == "exact attention, segment by segment"
-        kernels.KERNELS[:] = [Kernel("a kernel")]
-        assert torch.equal(attend(layer, *given, **more), loop)
-        assert kernel_of(layer) == "a kernel"
+    layer, given = Attention(), tensors()
+    expected = attend_exactly(*given, Layout.of(LENGTHS), scale=8**-0.5, is_causal=True, **options).transpose(1, 2)
+    with kernels.switched_off():
+        assert torch.equal(attend(layer, *given, mask, **more), expected)
+    assert kernel_of(layer) == "exact attention, segment by segment"
+    kernels.KERNELS[:] = [Kernel("a kernel")]
+    assert torch.equal(attend(layer, *given, mask, **more), expected)
+    assert kernel_of(layer) == "a kernel"
 
 
 LOCAL = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
