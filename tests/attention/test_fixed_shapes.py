@@ -52,6 +52,7 @@ def test_a_masked_language_model():
     collator = hfp.PackingCollator(keep_first_labels=True, tokens=TOKENS + 17, max_segments=9)
     model = patched_tiny("bert", "masked", torch.float64).train()
     check_that_padding_changes_nothing(model, collator, 17, rows)
+    model = patched_tiny("bert", "masked", torch.float64).train()
     copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
     with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 labels"):
         model(**collator(copied))

@@ -2,9 +2,11 @@
 
 import itertools
 
+import datasets
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from leaky_models import NormOfTokens, with_embeddings
 from model_state import state_of
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -15,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from tools.tiny_model import tiny_config, tiny_model
+from tools.tiny_model import small_config, tiny_model
 
 
 def llama(**changes):
@@ -26,37 +28,27 @@ def tiny(model_type, kind="causal", **changes):
     return lambda: tiny_model(model_type, kind, **changes)
 
 
-class Function(nn.Module):
-    """A function of hidden states, and of whether the module is in training mode."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, hidden):
-        return self.function(hidden, self.training)
-
-
-def with_mlp(*functions):
-    """A model with functions, or other modules, behind an MLP."""
+def with_mlp(module, *hooks):
+    """A model with another module, and hooks, behind an MLP."""
     model = llama(use_cache=False)
-    behind = [each if isinstance(each, nn.Module) else Function(each) for each in functions]
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, *behind)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, module)
+    for hook in hooks:
+        model.model.layers[0].mlp.register_forward_hook(hook)
     return model
 
 
-def centred(hidden, training):
-    return hidden - hidden.mean(1, keepdim=True) if training else hidden
+def centred(module, _, hidden):
+    return hidden - hidden.mean(1, keepdim=True) if module.training else hidden
 
 
-def noisy(hidden, training):
-    return hidden + torch.randn_like(hidden) if training else hidden
+def noisy(module, _, hidden):
+    return hidden + torch.randn_like(hidden) if module.training else hidden
 
 
 def clock():
     """Another function each time in training."""
     calls = itertools.count()
-    return lambda hidden, training: hidden * (1 + next(calls) % 7 * 0.1) if training else hidden
+    return lambda module, _, hidden: hidden * (1 + next(calls) % 7 * 0.1) if module.training else hidden
 
 
 class MovingAverage(nn.Module):
@@ -128,8 +120,7 @@ def that_needs_a_mask():
 
 def that_mixes_rows():
     model = tiny_model("bert", "sequence classification", num_hidden_layers=1)
-    mixing = Function(lambda hidden, _: hidden + 0.01 * hidden.mean(0))
-    model.classifier = nn.Sequential(mixing, model.classifier)
+    model.classifier.register_forward_pre_hook(lambda _, given: (given[0] + 0.01 * given[0].mean(0),))
     return model
 
 
@@ -192,8 +183,9 @@ def with_two_heads(kind):
     return cls(cls.config_class(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)).eval()
 
 
-def of_two_texts():
-    return transformers.T5ForConditionalGeneration(tiny_config("t5", "token classification", num_layers=1))
+def head(name):
+    cls = getattr(transformers, name)
+    return cls(small_config(cls.config_class, "head", {"num_layers": 1} if "T5" in name else {}))
 
 
 LORA = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
@@ -212,7 +204,7 @@ REFUSED = {
     "no effect": (with_weights("self_attn.o_proj.weight", 1e-12), UNTESTED),
     "nan": (with_weights("mlp.down_proj.weight", float("nan")), "LlamaForCausalLM returns no finite logits"),
     "a mask that it needs": (that_needs_a_mask, f"{ALONE}'attention_mask'"),
-    "two texts": (of_two_texts, f"{ALONE}.* takes two texts"),
+    "two texts": (lambda: head("T5ForConditionalGeneration"), f"{ALONE}.* takes two texts"),
     "few positions": (lambda: build("GPT2", n_positions=12), f"{ALONE}index out of range"),
     "tuples": (with_tuples, "return_dict: expected True in the configuration of LlamaForCausalLM"),
     "two heads": (lambda: with_two_heads("GPT2"), "one head, .* returns also mc_logits"),
@@ -223,9 +215,12 @@ REFUSED = {
     "gradients that cross": (lambda: with_gradient(crossing), "gradients of one document reach another"),
     "those in training": (lambda: with_gradient(crossing, True), f"{TRAINING}gradients of one document reach another"),
     "batch norm": (lambda: with_mlp(NormOfTokens()), TRAINING + OTHER),
-    "centred in training": (lambda: with_mlp(centred), TRAINING + OTHER),
-    "centred beside noise": (lambda: with_mlp(noisy, centred), TRAINING + OTHER),
-    "a clock beside noise": (lambda: with_mlp(noisy, clock()), f"{TRAINING}the same tokens gave other logits"),
+    "centred in training": (lambda: with_mlp(nn.Identity(), centred), TRAINING + OTHER),
+    "centred beside noise": (lambda: with_mlp(nn.Identity(), noisy, centred), TRAINING + OTHER),
+    "a clock beside noise": (
+        lambda: with_mlp(nn.Identity(), noisy, clock()),
+        f"{TRAINING}the same tokens gave other logits",
+    ),
     "average": (lambda: with_mlp(MovingAverage(False)), REMEMBERS),
     "late average": (lambda: with_mlp(MovingAverage(True)), REMEMBERS),
     "attribute": (lambda: with_mlp(Counting()), REMEMBERS),
@@ -264,3 +259,33 @@ def test_leaks_of_training_are_seen(trait):
     assert report.reason.startswith("in training mode, ")
     if trait == "those in training":
         assert report.max_leak < 1e-4 < 1e-3 < report.max_gradient_leak
+
+
+OF_ROWS = (
+    *("BertForSequenceClassification", "LlamaForSequenceClassification", "BertForQuestionAnswering"),
+    *("BertForNextSentencePrediction", "ElectraForPreTraining", "BertModel", "T5EncoderModel", "BertForMultipleChoice"),
+)
+OF_TOKENS = ("BertForTokenClassification", "LlamaForTokenClassification")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+@pytest.mark.parametrize("name", fast_only([*OF_ROWS, *OF_TOKENS, "PEFT"], "BertModel", OF_TOKENS[0], "PEFT"))
+def test_training_loops_take_no_other_heads(name):
+    stock = model = head("LlamaForSequenceClassification" if name == "PEFT" else name)
+    if name == "PEFT":  # a reward model
+        model = get_peft_model(stock, LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4, "labels": [0, 1] * 4})
+    with pytest.raises(hfp.PackingError) as error:
+        hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model)
+    said = [type(stock).__name__, "causal and masked language models are supported", "after patch_model(model)"]
+    said += ["PackingCollator(keep_first_labels=True)"] if name in OF_TOKENS else []
+    assert all(words in str(error.value) for words in said)
+    assert not is_patched(stock)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trainers_take_no_prompts(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = transformers.Trainer(get_peft_model(llama(), PROMPTS), arguments)
+    with pytest.raises(hfp.PackingError, match=r"trainer\.model: .* got PROMPT_TUNING; .*Padded rows would get theirs"):
+        hfp.attach(trainer, None)

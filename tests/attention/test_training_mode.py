@@ -4,20 +4,12 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
-from torch import nn
 
 import hf_packing as hfp
 from tools.tiny_model import tiny_model
-
-
-def with_module(module):
-    model = build("Llama", num_hidden_layers=1)
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, module)
-    return model
-
 
 RANDOM = {
     "Llama": {"attention_dropout": 0.4},
@@ -45,39 +37,48 @@ def test_what_training_draws_at_random_is_switched_off_and_on_again(name):
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
+ADAPTERS = [
+    LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.5),
+    TrainableTokensConfig(token_indices=[5, 9, 20], task_type="CAUSAL_LM"),  # looked up past the embedding's forward
+]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-def test_dropout_of_others_is_switched_off():
-    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
-    report = hfp.check_isolation(hfp.patch_model(model))
+@pytest.mark.parametrize("config", ADAPTERS)
+def test_adapters_are_proven_in_training(config):
+    report = hfp.check_isolation(hfp.patch_model(get_peft_model(build("Llama"), config)))
     assert (report.modes, report.unproven) == (("evaluation", "training"), "")
+    assert report.max_gradient_leak == 0
 
 
-class Noisy(nn.Module):
-    def forward(self, hidden):
-        return hidden + torch.randn_like(hidden) if self.training else hidden
+def llama_with(hook):
+    model = build("Llama", num_hidden_layers=1)
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    return model
 
 
-def test_training_that_cannot_be_made_quiet_is_reported():
-    model = hfp.patch_model(with_module(Noisy()))
-    report = hfp.check_isolation(model)
-    assert report.isolated
-    reason = "the model draws random numbers in training mode even with dropout switched off"
-    assert report.route.unproven == report.unproven == reason
-    assert str(report).count("training mode not proven: the model draws random numbers") == 1
+def noise(module, _, hidden):
+    return hidden + torch.randn_like(hidden) if module.training else hidden
 
 
-def test_a_model_that_cannot_be_called_in_training():
-    class Failing(nn.Module):
-        def forward(self, hidden):
-            if self.training:
-                raise ValueError("labels are missing")
-            return hidden
+def fail(module, *_):
+    if module.training:
+        raise ValueError("labels are missing")
 
-    report = hfp.check_isolation(hfp.patch_model(with_module(Failing())))
-    assert (report.isolated, report.modes) == (True, ("evaluation",))
-    assert "training mode not proven: the model cannot be called in training mode with input_ids alone: labels" in str(
-        report
-    )
+
+@pytest.mark.parametrize(
+    ("hook", "modes", "reason"),
+    [
+        (noise, ("evaluation", "training"), "draws random numbers in training mode even with dropout switched off"),
+        (fail, ("evaluation",), "cannot be called in training mode with input_ids alone: labels are missing"),
+    ],
+)
+def test_training_that_cannot_be_proven_is_reported(hook, modes, reason):
+    report = hfp.check_isolation(hfp.patch_model(llama_with(hook)))
+    assert (report.isolated, report.modes) == (True, modes)
+    assert report.route.unproven == report.unproven
+    assert report.unproven.startswith(f"the model {reason}")
+    assert str(report).count(f"training mode not proven: the model {reason}") == 1
 
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
