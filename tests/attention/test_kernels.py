@@ -206,12 +206,15 @@ def falls_back(name="flash-attn 2", reason=".*", to=TORCH_KERNEL):
     ],
 )
 def test_the_proof_of_a_model_finds_kernels_that_fail(body, reason):
-    """And takes the next one, on the same route. Another model does not try them again."""
-    use(stand_in("flash-attn 2", NEWEST, body), SECOND)
-    with falls_back(reason=reason):
+    """And takes the next one, on the same route, or exact attention. Another model does not try them again."""
+    failing = [stand_in(name, NEWEST, body) for name in ("flash-attn 3", "flash-attn 2")]
+    use(*failing, SECOND)
+    with falls_back(reason=f"{reason}; flash-attn 2: {reason}", name="flash-attn 3"):
         model = hfp.patch_model(llama())
     for each in (model, hfp.patch_model(llama())):
         assert (route_of(each).name, kernel_of(each)) == ("varlen", TORCH_KERNEL)
+    use(*failing)
+    assert kernel_of(hfp.patch_model(llama())) == EXACT
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -223,14 +226,6 @@ def test_the_first_batch_finds_kernels_that_fail(body):
     with falls_back():
         proof = prove_on_batch(model, batch_of([[5, 6, 7, 8], [9, 10, 11], [9, 7, 5]]))
     assert (proof.problem, proof.kernel) == ("", TORCH_KERNEL)
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_where_all_kernels_fail_attention_is_exact():
-    use(*(stand_in(name, NEWEST, has_another_scale) for name in ("flash-attn 3", "flash-attn 2")))
-    with falls_back("flash-attn 3", "a document's logits.*; flash-attn 2: a document's logits.*", EXACT):
-        model = hfp.patch_model(llama())
-    assert kernel_of(model) == EXACT
 
 
 ONE = {"input_ids": torch.arange(5, 30)[None], "position_ids": torch.arange(25)[None]}
