@@ -8,6 +8,7 @@ import pytest
 import torch
 from patched_models import patched_tiny
 from tiers import fast_only
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.generation.configuration_utils import CompileConfig
@@ -160,6 +161,30 @@ def test_an_inner_model_alone_reads_the_borders_itself():
         assert torch.allclose(inner(**batch)[0], model.model(**batch)[0], atol=1e-4)
         with pytest.raises(hfp.PackingError, match="expected segments of the same lengths as in cu_seq_lens_q"):
             inner(**{**batch, "cu_seq_lens_q": torch.tensor([0, 29], dtype=torch.int32)})
+
+
+def test_what_the_package_needs_of_dynamo():
+    """maybe_mark_dynamic is called in hf_packing.attention.route alone, skip_code in hf_packing.attention.forward."""
+    backend = Compilations()
+    compiled = torch.compile(lambda each: each * 2, backend=backend)
+    for tokens in (7, 8):
+        tensor = torch.ones(1, tokens)
+        torch._dynamo.maybe_mark_dynamic(tensor, [1])
+        compiled(tensor)
+    assert list(backend.of_graph.values()) == [1]
+
+    def inner(value):
+        return value * 2
+
+    def outer(value):
+        return inner(value) + 1
+
+    skip_code(outer.__code__)
+    backend = Compilations()
+    assert torch.compile(outer, backend=backend)(torch.ones(2)).tolist() == [3, 3]
+    assert len(backend.of_graph) == 1  # of inner
+    compiled = torch.compile(lambda value: outer(value), backend=backend, fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
 
 
 def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001

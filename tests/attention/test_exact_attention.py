@@ -25,7 +25,7 @@ def dense(query, key, value, mask, scale, softcap, sinks=None):
     return weights / total @ value
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(calls(5))
 def test_is_dense_attention_with_a_mask(call):
     """In packed rows compiled, too."""

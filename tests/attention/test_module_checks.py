@@ -1,13 +1,24 @@
-"""When outputs of a module differ."""
+"""When outputs of a module differ, and when it ranks tokens."""
 
 import pytest
 import torch
 
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.module_checks import outputs_differ
+from hf_packing.attention.module_checks import WatchFunctions, outputs_differ
 from hf_packing.attention.token_axes import TokenAxes
 
 ROW = Layout.of((5, 8, 4))
+
+
+@pytest.mark.parametrize("function", ["topk", "sort", "argsort", "argmax", "argmin", "kthvalue"])
+def test_ranking_is_noticed_along_tokens_only(function):
+    arguments = [2] if function in ("topk", "kthvalue") else []
+    with WatchFunctions(ROW.tokens) as seen:
+        getattr(torch, function)(torch.randn(3, 6), *arguments)
+        torch.randn(3, ROW.tokens).cumsum(1)
+        assert not seen.ranks
+        getattr(torch, function)(torch.randn(3, ROW.tokens), *arguments)
+    assert seen.ranks
 
 
 @pytest.mark.parametrize(

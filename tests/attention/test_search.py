@@ -134,15 +134,10 @@ def rotary(hidden, positions, grows):
     return hidden * (positions / (1 + (positions.max() // 4096) * grows))[..., None].cos()
 
 
-def ranks(rank, *how):
-    """Adds the token with a rank by the first entry to all, in the same order as they would be ranked alone."""
-
-    def add(hidden):
-        found = getattr(torch, rank)(hidden[..., 0], *how, dim=1)
-        found = found if isinstance(found, torch.Tensor) else found.indices
-        return hidden + hidden.gather(1, found.view(len(hidden), -1, 1)[:, :1].expand(-1, 1, hidden.shape[2]))
-
-    return lambda: Of(add)
+def with_the_best(hidden):
+    """Adds the token with the largest first entry to all, in the same order as they would be ranked alone."""
+    best = hidden[..., 0].topk(1, dim=1).indices
+    return hidden + hidden.gather(1, best[..., None].expand(-1, 1, hidden.shape[2]))
 
 
 norm, layer = partial(nn.LayerNorm, WIDTH), partial(nn.Linear, WIDTH, WIDTH)
@@ -182,8 +177,7 @@ SHARING = {
     "positions along the row": (Counted, "ragged"),
     "sum from the end": (lambda: Of(lambda hidden: hidden.flip(1).cumsum(1).flip(1)), "equal"),
     "centered": (lambda: Of(lambda hidden: hidden - hidden.mean(1, keepdim=True)), "equal"),
-    **{rank: (ranks(rank), "equal") for rank in ("sort", "argsort", "argmax", "argmin")},
-    **{rank: (ranks(rank, 1), "equal") for rank in ("topk", "kthvalue")},
+    "best": (lambda: Of(with_the_best), "equal"),
     "batch norm": (lambda: Of(lambda hidden: hidden - hidden.mean((0, 1), keepdim=True)), "none"),
     "attention": (Attention, "ragged"),
     "attention in both directions": (lambda: Attention(False), "equal"),

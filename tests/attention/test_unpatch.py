@@ -23,7 +23,7 @@ def with_modes_and_hooks():
     """Modes that differ between modules, a buffer that forwards change, and a weight without a gradient."""
     model = build("Llama", num_hidden_layers=1)
     model.aside = torch.nn.BatchNorm1d(64)
-    model.model.norm.register_forward_hook(lambda _, __, output: model.aside(output[0]) and None)
+    model.model.norm.register_forward_hook(lambda _, __, output: (model.aside(output[0]), None)[1])
     model.train()
     model.model.layers[0].eval()
     model.model.embed_tokens.weight.requires_grad_(False)

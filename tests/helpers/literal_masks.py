@@ -51,7 +51,7 @@ def literal_mask(row, is_causal, window, chunk):
 @st.composite
 def rows(draw, *factors):
     """Rows whose segments may be longer by one of these factors, and what masks are made of besides."""
-    window = draw(st.sampled_from([None, 1, 3, 40, BLOCK, BLOCK + 1, 300]))
+    window = draw(st.sampled_from([None, 1, 3, 4, 40, BLOCK, BLOCK + 1, 300]))
     lengths, parents = draw(forests(most=6))
     lengths = tuple(length * draw(st.sampled_from([1, *factors])) for length in lengths)
     chunk = draw(st.sampled_from([None, 3, 7, 100, 256]))
