@@ -261,6 +261,16 @@ def test_leaks_of_training_are_seen(trait):
         assert report.max_leak < 1e-4 < 1e-3 < report.max_gradient_leak
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_check_isolation_says_it_too():
+    for trait in ("two texts", "gradients that cross"):
+        report = hfp.check_isolation(REFUSED[trait][0]())
+        assert not report.isolated
+        assert REFUSED[trait][1].startswith(ALONE) or REFUSED[trait][1] in report.reason
+    with pytest.raises(hfp.PackingError, match="alora_invocation_tokens"):
+        hfp.check_isolation(REFUSED["an adapter of some tokens"][0]())
+
+
 OF_ROWS = (
     *("BertForSequenceClassification", "LlamaForSequenceClassification", "BertForQuestionAnswering"),
     *("BertForNextSentencePrediction", "ElectraForPreTraining", "BertModel", "T5EncoderModel", "BertForMultipleChoice"),
