@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from leaky_models import LEAKS, Behind, NormOfTokens, leaky
 from model_state import state_of
+from padded_models import documents
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing
@@ -20,14 +21,10 @@ SHORT = (30, 17, 30, 7, 20, 30, 55, 45, 12, 32, 17, 17)
 
 
 def batch_with(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return batch_of([torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths])
+    return batch_of(documents(seed, lengths))
 
 
-FAST = ("gradients", "segments")
-
-
-@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), *FAST))
+@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), "gradients", "segments"))
 def test_a_leak_is_found_and_named(regime):
     model, module = leaky(regime)
     hfp.patch_model(model)  # three short documents do not show it
@@ -70,16 +67,11 @@ def test_stock_models_are_proven(architecture, dtype, training):
 def test_nothing_is_left_behind():
     model = patched().train()
     model.model.register_buffer("seen", torch.zeros(1))
-
-    def count(module, _):
-        module.seen.add_(1)
-
-    model.model.register_forward_pre_hook(count)
+    model.model.register_forward_pre_hook(lambda module, _: module.seen.add_(1) and None)
     model.lm_head.eval()
     before = state_of(model)
     assert prove_on_batch(model, batch_with()).problem == ""
     assert state_of(model) == before
-    assert model.lm_head(torch.zeros(1, 2, 64)).shape[-1] == 128
 
 
 def test_dropout_does_not_hide_a_leak_and_causes_none():
@@ -137,13 +129,17 @@ def test_check_isolation_of_a_batch():
     assert module in report.reason
 
 
-def test_batches_that_prove_nothing_are_refused():
-    with pytest.raises(hfp.PackingError, match="batch: expected several documents, got one document of 9 tokens"):
-        hfp.check_isolation(patched(), batch=batch_with([9]))
-    with pytest.raises(hfp.PackingError, match="batch: expected input_ids, got position_ids"):
-        hfp.check_isolation(patched(), batch={"position_ids": torch.arange(4)[None]})
-    with pytest.raises(hfp.PackingError, match="batch: expected no other argument"):
-        hfp.check_isolation(patched(), batch=batch_with(), rows=2)
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (batch_with([9]), {}, "expected several documents, got one document of 9 tokens"),
+        ({"position_ids": torch.arange(4)[None]}, {}, "expected input_ids, got position_ids"),
+        (batch_with(), {"rows": 2}, "expected no other argument"),
+    ],
+)
+def test_batches_that_prove_nothing_are_refused(batch, options, message):
+    with pytest.raises(hfp.PackingError, match=f"batch: {message}"):
+        hfp.check_isolation(patched(), batch=batch, **options)
 
 
 def test_documents_of_one_token_id_are_replaced_too():

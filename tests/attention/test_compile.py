@@ -29,16 +29,6 @@ def nothing_compiled_before():
     torch._dynamo.reset()
 
 
-def assert_compiled_in_one_graph(model):
-    """Also with its backward pass; a break in a layer that all layers share would be counted once for all of them."""
-    batches = [batch_of(DOCUMENTS)]
-    expected = losses_and_gradients(model, batches)
-    assert_as_uncompiled(torch.compile(model, backend="aot_eager"), batches, expected, 1e-4)
-    assert counters["frames"]["ok"] > 0
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def assert_as_uncompiled(compiled, batches, expected, close):
     """Compare losses and gradients of a compiled model with those that it had before."""
     loss, gradients = losses_and_gradients(compiled, batches)
@@ -84,18 +74,22 @@ def compilations(model, *numbers, **shapes):
 
 
 FIXED = {"tokens": 300, "max_segments": 21}
+GRAPHS = [(architecture, shapes) for shapes in ({}, FIXED) for architecture in ("mistral", "mamba")]
+GRAPHS += [(each, FIXED) for each in ("mixtral", "gpt_oss", "llama4_text", "qwen3_next", "jamba", "gpt2")]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.parametrize("fixed", fast_only([False, True], False))
-@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("mistral", 1), ("mamba", 4)], ("mistral", 1)))
-def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, graphs, fixed):
+@pytest.mark.parametrize(("architecture", "shapes"), fast_only(GRAPHS, ("mistral", {})))
+def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, shapes):
     """Masks with windows are made in the graph, too. Modules of Mamba that run by segment divide it into graphs; their
-    number does not depend on its layers."""
-    model = patched_tiny(architecture, "causal", num_hidden_layers=1)
-    (counted,) = compilations(model, 6, **(FIXED if fixed else {}))
-    assert len(counted) == graphs
-    assert max(counted.values()) <= (1 if fixed else 4)
+    number does not depend on its layers. Layers of different kinds that run the same code, such as those of Qwen3Next,
+    are compiled separately."""
+    graphs = {"mistral": 1, "mamba": 4}.get(architecture)
+    model = patched_tiny(architecture, "causal", **({"num_hidden_layers": 1} if graphs else {}))
+    few, many = compilations(model, 3 if graphs else 5, 6 if graphs else 25, **shapes)
+    assert graphs in (None, len(many))
+    assert not shapes or few == many
+    assert max(many.values()) <= (4 if not shapes else 1 if graphs else 2)
 
 
 @pytest.mark.slow
@@ -126,17 +120,6 @@ def test_the_longest_document_is_no_guard(monkeypatch):
     lengths.clear()
     assert list(compilations(model, 12, **FIXED)[0].values()) == [1]
     assert set(lengths) == {FIXED["tokens"]}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4_text", "qwen3_next", "jamba", "gpt2"])
-def test_other_models_are_compiled_once_with_fixed_shapes(architecture):
-    """Layers of different kinds that run the same code, such as those of Qwen3Next, are compiled separately."""
-    model = patched_tiny(architecture, "causal")
-    few, many = compilations(model, 5, 25, **FIXED)
-    assert few == many
-    assert max(few.values()) <= 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -180,44 +163,60 @@ def test_an_inner_model_alone_reads_the_borders_itself():
             inner(**{**batch, "cu_seq_lens_q": torch.tensor([0, 29], dtype=torch.int32)})
 
 
-def test_the_mark_for_changing_sizes_exists():
-    """torch._dynamo.maybe_mark_dynamic is called in hf_packing.attention.route alone."""
-    tensor = torch.ones(1, 7)
-    torch._dynamo.maybe_mark_dynamic(tensor, [1])
+def test_what_the_package_needs_of_dynamo():
+    """maybe_mark_dynamic is called in hf_packing.attention.route alone, skip_code in hf_packing.attention.forward."""
     backend = Compilations()
     compiled = torch.compile(lambda each: each * 2, backend=backend)
-    compiled(tensor)
-    other = torch.ones(1, 8)
-    torch._dynamo.maybe_mark_dynamic(other, [1])
-    compiled(other)
+    for tokens in (7, 8):
+        tensor = torch.ones(1, tokens)
+        torch._dynamo.maybe_mark_dynamic(tensor, [1])
+        compiled(tensor)
     assert list(backend.of_graph.values()) == [1]
 
+    def inner(value):
+        return value * 2
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
-@pytest.mark.parametrize(("architecture", "kind"), [("llama", "causal"), ("bert", "masked")])
-def test_no_graph_break_in_a_layer(architecture, kind):
-    assert_compiled_in_one_graph(patched_tiny(architecture, kind))
+    def outer(value):
+        return inner(value) + 1
+
+    skip_code(outer.__code__)
+    backend = Compilations()
+    assert torch.compile(outer, backend=backend)(torch.ones(2)).tolist() == [3, 3]
+    assert len(backend.of_graph) == 1  # of inner
+    compiled = torch.compile(lambda value: outer(value), backend=backend, fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
+    """A kernel that runs anywhere."""
+    assert (window_size, enable_gqa) == ((-1, 0), True)
+    tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    return attend_exactly_compiled(*tensors, cu_seq_q, scale=scale, is_causal=True)[0].transpose(0, 1)
+
+
+KERNELS = {
+    "none": [],
+    "torch varlen_attn": [VarlenKernel("torch varlen_attn", lambda: varlen_attn, is_torch=True)],
+    "FlexAttention": [FlexKernel()],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
 @pytest.mark.usefixtures("as_on_cuda", "on_cpu")
-@pytest.mark.parametrize("kernel", ["torch varlen_attn", "FlexAttention"])
-def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
-    """A kernel that runs anywhere, chosen as on CUDA."""
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
-        assert (window_size, enable_gqa) == ((-1, 0), True)
-        tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        return attend_exactly_compiled(*tensors, cu_seq_q, scale=scale, is_causal=True)[0].transpose(0, 1)
-
-    used = VarlenKernel(kernel, lambda: varlen_attn, is_torch=True) if kernel != "FlexAttention" else FlexKernel()
-    kernels.KERNELS[:] = [used]
-    model = hfp.patch_model(tiny_model("llama", "causal"))
-    for other in ("attend_exactly", "attend_exactly_compiled"):
+@pytest.mark.parametrize(("architecture", "kernel"), [("bert", "none"), *(("llama", kernel) for kernel in KERNELS)])
+def test_no_graph_break_in_a_layer(monkeypatch, architecture, kernel):
+    """Also with its backward pass; a break in a layer that all layers share would be counted once for all of them."""
+    kernels.KERNELS[:] = KERNELS[kernel]
+    model = hfp.patch_model(tiny_model(architecture, "masked" if architecture == "bert" else "causal"))
+    for other in ("attend_exactly", "attend_exactly_compiled") if KERNELS[kernel] else ():
         monkeypatch.setattr(function, other, lambda *_, **__: pytest.fail("not on the kernel"))
-    assert_compiled_in_one_graph(model)
+    batches = [batch_of(DOCUMENTS)]
+    expected = losses_and_gradients(model, batches)
+    assert_as_uncompiled(torch.compile(model, backend="aot_eager"), batches, expected, 1e-4)
+    assert counters["frames"]["ok"] > 0
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_dropout_is_refused():
@@ -226,30 +225,23 @@ def test_dropout_is_refused():
         attend_exactly_compiled(*tensors, torch.tensor([0, 4]), scale=1.0, is_causal=True, dropout=0.1)
 
 
-def stock_and_patched(architecture):
-    return [make(architecture, "causal", num_hidden_layers=1) for make in (tiny_model, patched_tiny)]
-
-
-def export(model, inputs):
-    return torch.export.export(model, (), inputs)
-
-
-def trace(model, inputs):
-    return torch.jit.trace(lambda ids: model(ids).logits, (inputs["input_ids"],))
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch, while it exports
-@pytest.mark.parametrize("make_program", [export, trace])
+@pytest.mark.parametrize(
+    "make_program",
+    [
+        lambda model, ids: torch.export.export(model, (), {"input_ids": ids}),
+        lambda model, ids: torch.jit.trace(lambda ids: model(ids).logits, (ids,)),
+    ],
+)
 def test_a_patched_model_is_not_exported(make_program):
-    model, inputs = patched_tiny("llama", "causal", num_hidden_layers=1), {"input_ids": torch.tensor([[5, 6, 7, 8]])}
     with pytest.raises(hfp.PackingError, match="model: expected a model without a patch in torch.export"):
-        make_program(model, inputs)
+        make_program(patched_tiny("llama", "causal", num_hidden_layers=1), torch.tensor([[5, 6, 7, 8]]))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
 @pytest.mark.parametrize("architecture", fast_only(["llama", "bloom", "qwen2_moe"], "llama"))
 def test_generate_compiled_as_one_graph(architecture):
-    stock, model = stock_and_patched(architecture)
+    stock, model = (make(architecture, "causal", num_hidden_layers=1) for make in (tiny_model, patched_tiny))
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected = stock.generate(ids, **options)
@@ -258,21 +250,3 @@ def test_generate_compiled_as_one_graph(architecture):
     assert torch.equal(model.generate(ids, compile_config=compiled, **options), expected)
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]
-
-
-def test_the_function_that_lets_dynamo_pass_over_a_frame_exists():
-    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.forward alone."""
-
-    def outer(value):
-        return inner(value) + 1
-
-    def inner(value):
-        return value * 2
-
-    skip_code(outer.__code__)
-    backend = Compilations()
-    compiled = torch.compile(outer, backend=backend)
-    assert compiled(torch.ones(2)).tolist() == [3, 3]
-    assert len(backend.of_graph) == 1  # of inner
-    compiled = torch.compile(lambda value: outer(value), backend=backend, fullgraph=True)
-    assert compiled(torch.ones(2)).tolist() == [3, 3]

@@ -29,6 +29,7 @@ from tools.survey.measure import VARIANTS
 from tools.tiny_model import tiny_model
 
 TWO_LAYERS = {"num_hidden_layers": 2}
+LONG, DYNAMIC = (VARIANTS[name][1] for name in ("phi3 with longrope", "llama with dynamic rope"))
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 
 TRAITS = {
@@ -47,14 +48,8 @@ TRAITS = {
     "a window in the mask alone": ("qwen2_moe", "causal", EXPERTS, "varlen", {}),
     "a chunk in the mask alone": ("llama4_text", "causal", {"attn_temperature_tuning": False}, "varlen", {}),
     "an indexer that reads the mask": ("deepseek_v32", "causal", {}, "segments", {"DeepseekV32Attention": 4}),
-    "longrope": ("phi3", "causal", VARIANTS["phi3 with longrope"][1], "varlen + segments", {"Phi3RotaryEmbedding": 1}),
-    "dynamic rope": (
-        "llama",
-        "causal",
-        VARIANTS["llama with dynamic rope"][1],
-        "varlen + segments",
-        {"LlamaRotaryEmbedding": 1},
-    ),
+    "longrope": ("phi3", "causal", LONG, "varlen + segments", {"Phi3RotaryEmbedding": 1}),
+    "dynamic rope": ("llama", "causal", DYNAMIC, "varlen + segments", {"LlamaRotaryEmbedding": 1}),
     "a network over the row": ("fnet", "masked", {}, "segments", {"FNetBasicFourierTransform": 4}),
 }
 
@@ -70,10 +65,8 @@ BACKBONES = [(name, "backbone") for name in ("bert", "albert", "roberta", "deber
 BY_LENGTH = [("xlnet", SEQUENCE), ("funnel", SEQUENCE), ("bart", SEQUENCE), ("fnet", CHOICE), ("t5", TOKEN)]
 """Backbones that take no packed rows. Stock padding is wrong in some of them."""
 
-IN_TREES = [
-    (name, "causal") for name in ("gpt2", "llama", "mamba", "qwen3_next", "bloom", "rwkv", "jamba", "falcon_h1")
-]
-IN_TREES += [("recurrent_gemma", "causal"), ("lfm2", "causal"), "Mistral", "Gemma2", "GptOss", "DeepseekV3"]
+IN_TREES = ["gpt2", "llama", "mamba", "qwen3_next", "bloom", "rwkv", "jamba", "falcon_h1", "recurrent_gemma", "lfm2"]
+IN_TREES = [*((name, "causal") for name in IN_TREES), "Mistral", "Gemma2", "GptOss", "DeepseekV3"]
 
 CASES = [
     *((name, form) for name in (*SUPPORTED, *TRAITS) for form in ("packed", "two packed rows", "a fixed shape")),
@@ -182,19 +175,18 @@ RIGHT_BY_LENGTH = "right, by length"
 """The modules that run by segment in packed rows do not where the rows of a padded batch run by their length."""
 CHECKPOINTED = [
     *((name, "packed", way) for name in ("Llama", "attention and a state", "a state") for way in WAYS),
-    *(("Gemma2", "packed", way) for way in [*WAYS][:2]),
     *(
-        (name, "packed", way)
-        for name in ("linear attention", "alibi", "positions along the row")
+        (*case, way)
+        for case in (
+            *((name, "packed") for name in ("Gemma2", "linear attention", "alibi", "positions along the row")),
+            *((name, RIGHT_BY_LENGTH) for name in ("alibi", "a state")),
+            *((("llama", SEQUENCE), "both"), (("gpt2", "causal"), "a tree")),
+        )
         for way in [*WAYS][:2]
     ),
-    *((name, RIGHT_BY_LENGTH, way) for name in ("alibi", "a state") for way in [*WAYS][:2]),
-    *((("llama", SEQUENCE), "both", way) for way in [*WAYS][:2]),
-    *((("gpt2", "causal"), "a tree", way) for way in [*WAYS][:2]),
 ]
-FAST_WAYS = [("Llama", "packed", way) for way in WAYS] + [
-    ("alibi", form, "reentrant") for form in ("packed", RIGHT_BY_LENGTH)
-]
+FAST_WAYS = [("Llama", "packed", way) for way in WAYS]
+FAST_WAYS += [("alibi", form, "reentrant") for form in ("packed", RIGHT_BY_LENGTH)]
 FAST_WAYS += [(("gpt2", "causal"), "a tree", "not reentrant"), (("llama", SEQUENCE), "both", "reentrant")]
 
 

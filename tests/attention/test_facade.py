@@ -1,15 +1,9 @@
-"""What the attention room offers to others, and a route in one line."""
+"""A route in one line and in several."""
 
 import torch
 
-from hf_packing import attention
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.route import Facts, Method, Route
-
-
-def test_every_name_is_there():
-    assert sorted(attention.__all__) == attention.__all__
-    assert all(hasattr(attention, name) for name in attention.__all__)
 
 
 def test_a_route_in_one_line_and_in_several():

@@ -4,79 +4,24 @@ The kernels of FlexAttention need CUDA. On a CPU, torch computes it without kern
 attention and blocks are tested separately; and in one slow test together, where torch compiles it for the CPU.
 """
 
-from itertools import accumulate
-from typing import NamedTuple
-
 import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
-from forests import forests
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from kernel_stand_ins import assert_equal_with_gradients
+from kernel_stand_ins import LISTS, assert_equal_with_gradients
+from literal_masks import WIDE, Row, borders_of, calls, literal_mask, rows
 from torch._dynamo.utils import counters
 
 from hf_packing.attention import flex
 from hf_packing.attention.exact import attend_exactly
-from hf_packing.attention.flex import BLOCK, row_mask, tree_mask
-from hf_packing.attention.kernels import FlexKernel
+from hf_packing.attention.flex import BLOCK, attend_with_flex, row_mask, tree_mask
 from hf_packing.attention.layout import Layout
-from hf_packing.trees.segments import TreeSegments
 
 
-def borders_of(lengths):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-class Row(NamedTuple):
-    """The segments of a row of trees, or, without parents, of a packed row."""
-
-    lengths: tuple
-    parents: tuple = ()
-
-    @property
-    def trees(self):
-        return TreeSegments(self.lengths, self.parents or (-1,) * len(self.lengths))
-
-    def mask(self, *how):
-        if self.trees.has_branches:
-            return tree_mask(self.trees, *how[1:], torch.device("cpu"))
-        return row_mask(borders_of(self.lengths), sum(self.lengths), *how)
-
-    def with_flex(self, *tensors, **how):
-        return FlexKernel().attend(*tensors, Layout.of(self.trees), **how)
-
-    def exactly(self, *tensors, **how):
-        return attend_exactly(*tensors, Layout.of(self.trees), **how)
-
-
-def literal_mask(row, is_causal, window, chunk):
-    """What the tokens of each path see of it."""
-    mask = torch.zeros(row.trees.tokens, row.trees.tokens, dtype=torch.bool)
-    for segment in range(len(row.lengths)):
-        path = torch.from_numpy(row.trees.path_of(segment))
-        at = torch.arange(len(path))
-        back = at[:, None] - at
-        sees = (back >= 0) | torch.tensor(not is_causal)
-        sees &= back.abs() < (window or len(path))
-        sees &= at[:, None] // (chunk or len(path)) == at // (chunk or len(path))
-        mask[path[:, None], path] = sees
-    return mask
-
-
-@st.composite
-def rows(draw, *factors):
-    """Rows whose segments may be longer by one of these factors, and what masks are made of besides."""
-    window = draw(st.sampled_from([None, 1, 3, 40, BLOCK, BLOCK + 1, 300]))
-    lengths, parents = draw(forests(most=6))
-    lengths = tuple(length * draw(st.sampled_from([1, *factors])) for length in lengths)
-    chunk = draw(st.sampled_from([None, 7, 100, 256]))
-    if draw(st.booleans()):
-        return Row(lengths), (draw(st.booleans()), window, chunk)
-    return Row(lengths, parents), (True, window, chunk)
-
-
-WIDE = Row((300, 40, 200, 1, 129, 256), (-1, 0, 0, 2, 0, -1))
+def mask_of(row, *how):
+    if row.trees.has_branches:
+        return tree_mask(row.trees, *how[1:], torch.device("cpu"))
+    return row_mask(borders_of(row.lengths), sum(row.lengths), *how)
 
 
 @settings(max_examples=30)
@@ -86,7 +31,7 @@ WIDE = Row((300, 40, 200, 1, 129, 256), (-1, 0, 0, 2, 0, -1))
 def test_the_mask_is_the_literal_one(drawn):
     row, how = drawn
     place = torch.arange(row.trees.tokens)
-    assert torch.equal(row.mask(*how).mask_mod(0, 0, place[:, None], place), literal_mask(row, *how))
+    assert torch.equal(mask_of(row, *how).mask_mod(0, 0, place[:, None], place), literal_mask(row, *how))
 
 
 def listed(mask, name):
@@ -114,7 +59,7 @@ def listed(mask, name):
 def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
     """Blocks are those of torch's own mask, but in trees with windows or chunks, where there may be more."""
     row, how = drawn
-    ours, tokens = row.mask(*how), row.trees.tokens
+    ours, tokens = mask_of(row, *how), row.trees.tokens
     theirs = of_torch.create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu")
     assert ours.shape == theirs.shape == (1, 1, tokens, tokens)
     assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
@@ -135,15 +80,15 @@ def test_no_visible_block_is_missing_and_full_blocks_are_full(drawn):
 
 def test_a_row_has_full_blocks_and_others():
     """A test of the tests above: no kind of blocks is missing, and windows leave blocks out."""
-    mask = Row((300, 1, 99)).mask(True, None, None)
+    mask = mask_of(Row((300, 1, 99)), True, None, None)
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 3, 2]]]
     assert mask.full_kv_num_blocks.tolist() == [[[0, 1, 0, 0]]]
-    mask = WIDE.mask(True, None, None)
+    mask = mask_of(WIDE, True, None, None)
     partial, full = listed(mask, "kv"), listed(mask, "full_kv")
     assert full.any()
     assert partial.any()
     assert not (partial | full).tril().equal(torch.ones_like(full).tril())
-    assert listed(WIDE.mask(True, 20, None), "kv").sum() < (partial | full).sum()
+    assert listed(mask_of(WIDE, True, 20, None), "kv").sum() < (partial | full).sum()
 
 
 def test_borders_with_empty_segments_at_the_end():
@@ -157,39 +102,24 @@ def test_borders_with_empty_segments_at_the_end():
 
 @pytest.mark.usefixtures("on_cpu")
 @settings(max_examples=15)
-@given(
-    rows(12),
-    st.sampled_from([None, 1, 3, 40]),
-    st.sampled_from([None, 2.3]),
-    st.booleans(),
-    st.sampled_from([(4, 2), (3, 1)]),
-    st.sampled_from([(16, 16), (8, 6)]),
-)
-def test_is_exact_attention(drawn, window, softcap, has_sinks, heads, dims):
+@given(calls(12))
+def test_is_exact_attention(call):
     """Outputs and gradients, those of sinks included, in float64."""
-    row, (is_causal, _, chunk) = drawn
-    torch.manual_seed(0)
-    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
-    inputs = [torch.randn(1, each, row.trees.tokens, dim, dtype=torch.float64) for each, dim in shapes]
-    inputs = [each.requires_grad_() for each in [*inputs, *([torch.randn(heads[0]).double()] if has_sinks else [])]]
-    how = {"scale": 0.3, "is_causal": is_causal, "window": window, "chunk": chunk, "softcap": softcap}
-    how |= {"sinks": inputs[3]} if has_sinks else {}
-    assert_equal_with_gradients(row.with_flex(*inputs[:3], **how), row.exactly(*inputs[:3], **how), inputs)
+    row, inputs, how = call
+    ours, exact = (attend(*inputs[:3], row.layout, **how) for attend in (attend_with_flex, attend_exactly))
+    assert_equal_with_gradients(ours, exact, inputs)
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("row", "make"), [(WIDE, tree_mask), (Row((5, 7)), row_mask)])
 def test_a_mask_is_made_once_for_the_layers_of_a_model(monkeypatch, row, make):
-    layout, made = Layout.of(row.trees), []
+    layout, made = row.layout, []
     monkeypatch.setattr(flex, make.__name__, lambda *how: made.append(how) or make(*how))
     tensors = [torch.randn(1, 1, layout.tokens, 16) for _ in range(3)]
     with torch.no_grad():
         for window in (None, None, 3, None):
-            FlexKernel().attend(*tensors, layout, scale=0.3, is_causal=True, window=window)
+            attend_with_flex(*tensors, layout, scale=0.3, is_causal=True, window=window)
     assert len(made) == 2
-
-
-LISTS = [f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")]
 
 
 def parts_of_mask(borders, tokens, *how):
@@ -215,24 +145,12 @@ def test_a_compiled_model_makes_the_same_masks(how):
     torch._dynamo.reset()
 
 
-COMPILED = {
-    "packed rows": (
-        [Row(lengths) for lengths in ((300, 1, 99), (150, 130, 600), (400, 300, 1000), (131, 2, 700))],
-        [{"is_causal": True, "window": window} for window in (None, 64, 300, None)],
-    ),
-    "trees": (
-        [
-            WIDE,
-            Row((150, 130, 600), (-1, 0, 0)),
-            Row((400, 300, 20, 1000), (-1, 0, 1, 0)),
-            Row((131, 2, 700), (-1, 0, -1)),
-        ],
-        [
-            {"is_causal": True, "window": window, "chunk": chunk}
-            for window, chunk in ((None, None), (64, None), (None, 256), (300, 100))
-        ],
-    ),
-}
+COMPILED = [
+    (WIDE, {}),
+    (Row((150, 130, 600), (-1, 0, 0)), {"window": 64}),
+    (Row((400, 300, 20, 1000), (-1, 0, 1, 0)), {"chunk": 256}),
+    (Row((131, 2, 700), (-1, 0, -1)), {"window": 300, "chunk": 100}),
+]
 
 
 @pytest.mark.slow
@@ -241,8 +159,8 @@ COMPILED = {
     reason="torch compiles no FlexAttention for processors without vector instructions",
 )
 @pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
-@pytest.mark.parametrize("kind", COMPILED)
-def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path, kind):
+@pytest.mark.parametrize("has_branches", [False, True])
+def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path, has_branches):
     """torch's CPU code goes through blocks too. Two sizes are compiled, then no size, shape, window or soft cap is.
 
     torch's cache of compiled code does not tell values of ATEN_CPU_CAPABILITY apart, so the test has its own.
@@ -253,13 +171,15 @@ def test_compiled_code_fits_rows_of_any_size(monkeypatch, tmp_path, kind):
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    for softcap in (None, 3.0, 4.0) if kind == "packed rows" else (None,):
-        for number, (row, how) in enumerate(zip(*COMPILED[kind], strict=True)):
+    for softcap in (None,) if has_branches else (None, 3.0, 4.0):
+        for number, (row, how) in enumerate(COMPILED):
             torch.manual_seed(number)
             tensors = [torch.randn(1, heads, sum(row.lengths), 32) for heads in (4, 2, 2)]
-            how = how | {"scale": 0.1 + number / 10, "softcap": softcap}
+            layout = row.layout if has_branches else Layout.of(row.lengths)
+            how = how | {"scale": 0.1 + number / 10, "softcap": softcap, "is_causal": True}
             with torch.no_grad():
-                assert torch.allclose(row.with_flex(*tensors, **how), row.exactly(*tensors, **how), atol=1e-5)
+                ours, exact = (attend(*tensors, layout, **how) for attend in (attend_with_flex, attend_exactly))
+            assert torch.allclose(ours, exact, atol=1e-5)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1:4] == [2, 2, 2]
     assert graphs[5:] == graphs[4:5] * len(graphs[5:])

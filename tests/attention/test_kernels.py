@@ -3,12 +3,10 @@
 The kernels need CUDA. The functions of kernel_stand_ins stand in their place.
 """
 
-import copy
 import re
 import sys
-import warnings
 from itertools import pairwise
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_stand_ins import (
     KNOWN,
+    LISTS,
     NEWEST,
     TORCH,
     VARLEN,
@@ -30,16 +29,16 @@ from kernel_stand_ins import (
     stand_in,
     tensors,
 )
-from patched_models import patched, patched_tiny
+from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
+from training_by_hand import batch_of
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels, patch, prove_on_batch
 from hf_packing.attention.exact import TracedRow, attend_exactly
-from hf_packing.attention.function import packed_varlen
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel, fallbacks, kernel_of
-from hf_packing.attention.layout import Layout, current_layout, within
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.route import route_of
 from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import PAGE, call, newest_of_each_minor, with_tables
@@ -79,6 +78,8 @@ def test_a_call_is_right_or_refused(name, signature, is_causal, asked):
 
 TORCH_KERNEL = "torch varlen_attn"
 
+EXACT = "exact attention, segment by segment"
+
 
 @pytest.mark.parametrize(
     ("name", "asked", "reason"),
@@ -110,17 +111,13 @@ def test_dropout_and_determinism_are_passed_on():
 
 
 def test_masks_are_made_with_arguments_that_all_versions_have():
-    ours = {"seq_lengths", "BLOCK_SIZE", "mask_mod"}
-    ours |= {
-        f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")
-    }
+    ours = {"seq_lengths", "BLOCK_SIZE", "mask_mod", *LISTS}
     for signature in KNOWN["torch BlockMask"].values():
         required = set(re.sub(r", \*|, \w+=[^,(]+|, \w+=\([^)]*\)", "", signature).split(", ")) - {"self"}
         assert required <= ours <= set(re.findall(r"\w+", signature))
     for signature in KNOWN["torch flex_attention"].values():
-        assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "kernel_options"} <= set(
-            re.findall(r"\w+", signature)
-        )
+        passed = {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "kernel_options"}
+        assert passed <= set(re.findall(r"\w+", signature))
 
 
 def test_the_page_has_the_tables_of_these_signatures():
@@ -133,26 +130,29 @@ def test_the_newest_release_of_each_minor_version():
     assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
 
 
-def test_the_first_kernel_that_takes_a_call_runs_it():
-    kernels.KERNELS[:] = [
-        VarlenKernel("flash-attn 3", lambda: None),
-        stand_in("flash-attn 2", NEWEST),
-        stand_in("torch varlen_attn", TORCH["2.13.0"]),
-        FlexOnCpu(),
-    ]
-    assert choose() == choose(window=3) == choose(softcap=2.0) == choose(in_trees=True) == "flash-attn 2"
-    assert choose(sinks=torch.zeros(4)) == "FlexAttention"
-    kernels.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
-    kernels._chosen.clear()
-    assert choose() == "torch varlen_attn"
-    with pytest.warns(UserWarning, match="attention runs segment by segment"):
-        assert choose(dropout=0.1) is None
-
-
 class FlexOnCpu(FlexKernel):
     """FlexAttention in place of exact attention, so that it is quick and gives gradients on a CPU."""
 
     attend = staticmethod(attend_exactly)
+
+
+SECOND = stand_in(TORCH_KERNEL, TORCH["2.13.0"])
+
+
+def use(*table):
+    kernels.KERNELS[:] = table
+    kernels._chosen.clear()
+
+
+def test_the_first_kernel_that_takes_a_call_runs_it():
+    absent = VarlenKernel("flash-attn 3", lambda: None)
+    use(absent, stand_in("flash-attn 2", NEWEST), SECOND, FlexOnCpu())
+    assert choose() == choose(window=3) == choose(softcap=2.0) == choose(in_trees=True) == "flash-attn 2"
+    assert choose(sinks=torch.zeros(4)) == "FlexAttention"
+    use(absent, SECOND, FlexOnCpu())
+    assert choose() == TORCH_KERNEL
+    with pytest.warns(UserWarning, match="attention runs segment by segment"):
+        assert choose(dropout=0.1) is None
 
 
 @pytest.mark.parametrize(
@@ -165,59 +165,16 @@ class FlexOnCpu(FlexKernel):
 )
 def test_a_warning_says_why_there_is_no_kernel(change, advice):
     """Rows of trees have a warning of their own."""
-    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    use(SECOND)
     slowly = "in rows of trees runs path by path" if "in_trees" in change else "runs segment by segment"
     with pytest.warns(UserWarning, match=f"^attention {slowly}, which is exact, but slow .*{advice}"):
         assert choose(**change) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose(**change, window=3) is None
-        assert choose() == "torch varlen_attn"
+    assert choose(**change, window=3) is None, "without another warning"
+    assert choose() == TORCH_KERNEL
 
 
-def forgets_the_scale(given):
-    return of_flash_attn(given | {"softmax_scale": None})
-
-
-def prove(model, stock, batch):
-    """A small proof, which runs on the kernels that are left."""
-    with fallbacks(model) as fall_back:
-        while True:
-            try:
-                assert torch.allclose(model(**batch).logits, stock(**batch).logits, atol=1e-4), "other logits"
-            except Exception as error:
-                if not fall_back(str(error)):
-                    raise
-            else:
-                return
-
-
-def model_and_stock(**options):
-    """A patched Llama whose attention has another scale than kernels have by default, and the same one unpatched."""
-    stock = tiny_model("llama", "causal")
-    for layer in stock.model.layers:
-        layer.self_attn.scaling *= 2
-    with kernels.switched_off():
-        return hfp.patch_model(copy.deepcopy(stock), **options), stock
-
-
-ONE = {"input_ids": torch.arange(5, 30)[None], "position_ids": torch.arange(25)[None]}
-"""A document alone, whose logits the unpatched model knows."""
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize(("body", "reason"), [(forgets_the_scale, "other logits"), (lambda _: 1 / 0, "division by")])
-def test_a_kernel_that_is_wrong_or_raises_is_passed_over_with_a_warning(body, reason):
-    model, stock = model_and_stock()
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    message = rf"^an attention kernel failed \(flash-attn 2: {reason}.*\). torch varlen_attn runs instead"
-    with pytest.warns(UserWarning, match=message):
-        prove(model, stock, ONE)
-    assert kernel_of(model) == "torch varlen_attn"
-    other, stock = model_and_stock()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        prove(other, stock, ONE)  # another model does not try it again
+def has_another_scale(given):
+    return of_flash_attn(given | {"softmax_scale": 2 * given["softmax_scale"]})
 
 
 def forgets_a_border(given):
@@ -230,64 +187,58 @@ def has_no_gradient_for_keys(given):
     return of_flash_attn(given | {"k": given["k"].detach()})
 
 
+def llama():
+    return tiny_model("llama", "causal")
+
+
+def falls_back(name="flash-attn 2", reason=".*", to=TORCH_KERNEL):
+    return pytest.warns(UserWarning, match=rf"^an attention kernel failed \({name}: {reason}\)\. {to} runs instead")
+
+
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("body", [forgets_a_border, has_no_gradient_for_keys, lambda _: 1 / 0])
-def test_the_proof_of_a_model_finds_kernels_that_fail(body):
-    """And takes the next one, on the same route."""
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    with pytest.warns(UserWarning, match="an attention kernel failed .flash-attn 2: .* torch varlen_attn runs instead"):
-        model = hfp.patch_model(tiny_model("llama", "causal"))
-    assert (route_of(model).name, kernel_of(model)) == ("varlen", "torch varlen_attn")
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (forgets_a_border, "changing one document changed the logits of another.*"),
+        (has_no_gradient_for_keys, "a document's gradients differ by.*"),
+        (has_another_scale, "a document's logits differ by.*"),
+        (lambda _: 1 / 0, ".*division by.*"),
+    ],
+)
+def test_the_proof_of_a_model_finds_kernels_that_fail(body, reason):
+    """And takes the next one, on the same route, or exact attention. Another model does not try them again."""
+    failing = [stand_in(name, NEWEST, body) for name in ("flash-attn 3", "flash-attn 2")]
+    use(*failing, SECOND)
+    with falls_back(reason=f"{reason}; flash-attn 2: {reason}", name="flash-attn 3"):
+        model = hfp.patch_model(llama())
+    for each in (model, hfp.patch_model(llama())):
+        assert (route_of(each).name, kernel_of(each)) == ("varlen", TORCH_KERNEL)
+    use(*failing)
+    assert kernel_of(hfp.patch_model(llama())) == EXACT
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("body", [forgets_a_border, lambda _: 1 / 0])
 def test_the_first_batch_finds_kernels_that_fail(body):
     """A kernel may only run there, since the route was found on a small copy on the CPU."""
-    model = hfp.patch_model(tiny_model("llama", "causal"))
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, body), stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    kernels._chosen.clear()
-    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}, {"input_ids": [9, 7, 5]}])
-    with pytest.warns(UserWarning, match="an attention kernel failed .flash-attn 2: .* torch varlen_attn runs instead"):
-        proof = prove_on_batch(model, batch)
-    assert (proof.problem, proof.kernel) == ("", "torch varlen_attn")
+    model = hfp.patch_model(llama())
+    use(stand_in("flash-attn 2", NEWEST, body), SECOND)
+    with falls_back():
+        proof = prove_on_batch(model, batch_of([[5, 6, 7, 8], [9, 10, 11], [9, 7, 5]]))
+    assert (proof.problem, proof.kernel) == ("", TORCH_KERNEL)
 
 
-@pytest.mark.usefixtures("as_on_cuda")
-def test_a_model_that_leaks_is_refused_on_every_kernel():
-    """Its kernels are used for other models."""
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    model = hfp.patch_model(tiny_model("llama", "causal"))
-    model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output + output.mean(1, keepdim=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not hfp.check_isolation(model).isolated
-        hfp.patch_model(tiny_model("llama", "causal"))
-    assert not kernels._struck
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_where_all_kernels_fail_attention_is_exact():
-    model, stock = model_and_stock()
-    kernels.KERNELS[:] = [stand_in(name, NEWEST, forgets_the_scale) for name in ("flash-attn 3", "flash-attn 2")]
-    message = (
-        r"kernel failed \(flash-attn 3: other logits.*; flash-attn 2: other logits.* exact attention, segment by seg"
-    )
-    with pytest.warns(UserWarning, match=message):
-        prove(model, stock, ONE)
-    assert kernel_of(model) == "exact attention, segment by segment"
+ONE = {"input_ids": torch.arange(5, 30)[None], "position_ids": torch.arange(25)[None]}
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_kernels_are_not_to_blame_where_exact_attention_fails_too():
-    model, stock = model_and_stock()
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST), stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    stock.lm_head.weight.data += 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(AssertionError, match="other logits"):
-            prove(model, stock, ONE)
-    assert kernel_of(model) == "exact attention, segment by segment"
+    """A model that leaks is refused on every kernel; they run again, as after an error."""
+    use(stand_in("flash-attn 2", NEWEST), SECOND)
+    model = hfp.patch_model(llama())
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: output + output.mean(1, keepdim=True))
+    report = hfp.check_isolation(model)
+    assert (report.isolated, report.kernel) == (False, EXACT)
     model(**ONE)
     assert kernel_of(model) == "flash-attn 2"
     with pytest.raises(ZeroDivisionError), fallbacks(model) as fall_back:
@@ -296,22 +247,24 @@ def test_kernels_are_not_to_blame_where_exact_attention_fails_too():
     assert kernel_of(model) == "flash-attn 2"
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, while it traces
+@pytest.mark.filterwarnings("ignore:(?!an attention kernel)")  # of torch, while it traces
 @pytest.mark.usefixtures("as_on_cuda")
 def test_compiled_code_does_not_keep_a_kernel_that_has_failed():
-    model, stock = model_and_stock()
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, forgets_the_scale)]
+    model = hfp.patch_model(llama())
+    expected = model(**ONE).logits
+    use(stand_in("flash-attn 2", NEWEST, has_another_scale))
     compiled = torch.compile(model, backend="eager")
-    assert not torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
-    prove(model, stock, ONE)
-    assert torch.allclose(compiled(**ONE).logits, stock(**ONE).logits, atol=1e-4)
+    assert not torch.allclose(compiled(**ONE).logits, expected, atol=1e-4)
+    with falls_back(to=EXACT):
+        hfp.patch_model(llama())
+    assert torch.allclose(compiled(**ONE).logits, expected, atol=1e-4)
 
 
 @pytest.mark.usefixtures("as_on_cuda", "on_cpu")
 @pytest.mark.parametrize("kernel", [stand_in("flash-attn 2", NEWEST), FlexKernel()])
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2"], "Mistral"))
 def test_rows_of_trees_run_on_kernels(monkeypatch, name, kernel):
-    kernels.KERNELS[:] = [kernel]
+    use(kernel)
     stock, model = build(name, torch.float64), patched(name, torch.float64)
     monkeypatch.setattr(function, "attend_exactly", lambda *_, **__: pytest.fail("not on the kernel"))
     hfp.patch_model(model, trees=True)
@@ -353,23 +306,20 @@ def with_first_keys(given):
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_the_proof_of_trees_finds_kernels_that_are_right_only_in_packed_rows():
-    kernels.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys), FlexOnCpu()]
+    use(stand_in("flash-attn 2", NEWEST, with_first_keys), FlexOnCpu())
     model = patched("Llama")
-    with pytest.warns(UserWarning, match="failed .flash-attn 2: .*FlexAttention runs instead"):
+    with falls_back(to="FlexAttention"):
         hfp.patch_model(model, trees=True)
     model(**inputs_of(CHAT))
     assert kernel_of(model) == "FlexAttention"
 
 
 def test_packages_are_loaded_if_they_are_installed(monkeypatch):
-    for module in ("flash_attn_interface", "flash_attn", "torch.nn.attention.varlen"):
-        installed = ModuleType(module)
-        installed.attend = print
-        monkeypatch.setitem(sys.modules, module, installed)
-        assert kernels._find(module, "attend") is print
-        assert kernels._find(module) is None
-        monkeypatch.setitem(sys.modules, module, None)
-        assert kernels._find(module, "attend") is None
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=print))
+    for found in (print, None):
+        assert kernels._find("flash_attn") is found
+        assert kernels._find("flash_attn", "absent") is None
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
 
 
 HUB = "kernels-community/flash-attn2"
@@ -377,63 +327,51 @@ HUB = "kernels-community/flash-attn2"
 
 def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
     """transformers has loaded it; no other name is ever asked for, and no other model runs on it."""
-    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    layer, other, asked = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), []
     kernel = stand_in(HUB, KNOWN[HUB][next(iter(KNOWN[HUB]))])
-    asked = []
-    monkeypatch.setattr(
-        kernels,
-        "lazy_import_flash_attention",
-        lambda name: asked.append(name) or ((None, kernel.function, None, None, None), None),
-    )
-    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    assert choose(layer=layer) == "torch varlen_attn"
+    loaded = (None, kernel.function, None, None, None), None
+    monkeypatch.setattr(kernels, "lazy_import_flash_attention", lambda name: asked.append(name) or loaded)
+    use(SECOND)
+    assert choose(layer=layer) == TORCH_KERNEL
     assert asked == []
     setattr(layer, kernels.HUB_KERNEL, HUB)
     assert choose(layer=layer) == HUB
     assert asked == [HUB]
-    assert choose() == choose(layer=other) == "torch varlen_attn"
+    assert choose() == choose(layer=other) == TORCH_KERNEL
     with pytest.warns(UserWarning, match="attention runs segment by segment"):  # nor is it tried for another model
         assert choose(layer=other, dropout=0.1) is None
     monkeypatch.setattr(kernels, "lazy_import_flash_attention", lambda _: int("not trusted"))  # a ValueError
     setattr(other, kernels.HUB_KERNEL, "someone/else")
-    assert choose(layer=other) == "torch varlen_attn"
+    assert choose(layer=other) == TORCH_KERNEL
 
 
-@pytest.mark.parametrize(("attention", "asked"), [("sdpa", []), (HUB, [HUB])])
+@pytest.mark.parametrize(("attention", "asked"), [("sdpa", None), (HUB, HUB)])
 def test_patch_model_asks_for_the_kernel_of_the_model(attention, asked):
-    model = tiny_model("llama", "causal")
+    model = llama()
     model.config._attn_implementation_internal = attention
     patch._use_hub_kernels_of(model)
     layers = [module for module in model.modules() if type(module).__name__ == "LlamaAttention"]
-    assert len(layers) > 1
-    assert all(getattr(layer, kernels.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
+    assert [getattr(layer, kernels.HUB_KERNEL, None) for layer in layers] == [asked] * 4
 
 
 def test_the_report_names_the_kernel(request, monkeypatch):
+    """On a CPU, no kernel is looked for."""
     with monkeypatch.context() as on_cpu:
         on_cpu.setattr(kernels, "DEVICES", {"cuda"})
-        model = patched_tiny("llama", "causal", num_hidden_layers=1)
+        on_cpu.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
+        model = patched("Llama", trees=True)
+        model(**inputs_of(CHAT))
+        assert kernel_of(model) == "exact attention, path by path"
         report = hfp.check_isolation(model)
-    assert report.kernel == kernel_of(model) == "exact attention, segment by segment"
-    assert str(report).endswith("\nkernel: exact attention, segment by segment")
+    assert report.kernel == kernel_of(model) == EXACT
+    assert str(report).endswith(f"\nkernel: {EXACT}")
     request.getfixturevalue("as_on_cuda")
-    kernels.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    use(SECOND)
     report = hfp.check_isolation(model)
     assert report.isolated
-    assert report.kernel == kernel_of(model) == "torch varlen_attn"
-    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}])
-    assert hfp.check_isolation(model, batch=batch).kernel == "torch varlen_attn"
-    unpatched = tiny_model("llama", "causal", num_hidden_layers=1)
+    assert report.kernel == kernel_of(model) == TORCH_KERNEL
+    assert hfp.check_isolation(model, batch=batch_of([[5, 6, 7, 8], [9, 10, 11]])).kernel == TORCH_KERNEL
+    unpatched = llama()
     report = hfp.check_isolation(unpatched)
     assert report.kernel == kernel_of(unpatched) == ""
     assert "kernel" not in str(report)
-
-
-def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
-    monkeypatch.setattr(kernels, "_choose", lambda *_: pytest.fail("looked for"))
-    with within(current_layout, Layout.of([5, 3, 4])):
-        packed_varlen(torch.nn.Identity(), *tensors(), None)
-    model = patched("Llama", trees=True)
-    model(**inputs_of(CHAT))
-    assert kernel_of(model) == "exact attention, path by path"

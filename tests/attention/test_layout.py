@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.layout import (
-    MAX_PADDING,
-    Layout,
-    borders_from_positions,
-    current_layout,
-    group_lengths,
-    read_layout,
-    within,
-)
+from hf_packing.attention.layout import MAX_PADDING, borders_from_positions, group_lengths, read_layout
 from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 
@@ -22,29 +14,14 @@ BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
 
 
-class TestSharing:
-    def test_groups(self):
-        assert group_lengths([3, 5, 3, 3, 2], "none") == [[1], [0], [2], [3], [4]]
-        assert group_lengths([3, 5, 3, 3, 2], "equal") == [[1], [0, 2, 3], [4]]
-        assert group_lengths([3, 5, 3, 3, 2], "ragged") == [[1, 0, 2, 3, 4]]
-        assert group_lengths([3, 5, 3, 3, 2], "ragged", most_tokens=10) == [[1, 0], [2, 3, 4]]
-
-    @given(st.lists(st.integers(1, 99), min_size=1), st.integers(1, 500))
-    def test_no_segment_gets_much_padding(self, lengths, most):
-        groups = group_lengths(lengths, "ragged", most)
-        assert sorted(segment for group in groups for segment in group) == [*range(len(lengths))]
-        for group in groups:
-            longest = max(lengths[segment] for segment in group)
-            assert all(longest <= MAX_PADDING * lengths[segment] for segment in group)
-            assert len(group) == 1 or longest * len(group) <= most
-
-    def test_a_row_is_what_runs_inside(self):
-        row = Layout.of([2, 3])
-        assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
-        assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with within(current_layout, row):
-            assert current_layout.get() is row
-        assert current_layout.get() is None
+@given(st.lists(st.integers(1, 99), min_size=1), st.integers(1, 500))
+def test_segments_that_share_a_call_get_little_padding(lengths, most):
+    groups = group_lengths(lengths, "ragged", most)
+    assert sorted(segment for group in groups for segment in group) == [*range(len(lengths))]
+    for group in groups:
+        longest = max(lengths[segment] for segment in group)
+        assert all(longest <= MAX_PADDING * lengths[segment] for segment in group)
+        assert len(group) == 1 or longest * len(group) <= most
 
 
 class Anything(torch.nn.Module):
@@ -58,35 +35,33 @@ def told(**inputs):
     return Method().build(Signature(Anything()), inputs if rows is None else rows.lay_end_to_end(inputs), layout)
 
 
-class TestBorders:
-    def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
-        assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
+def test_positions_that_go_on_after_a_gap_and_rows_begin_a_segment():
+    assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
+    assert borders_from_positions(torch.arange(6).view(2, 3)).tolist() == [0, 3, 6]
 
-    def test_rows_always_begin_a_segment(self):
-        assert borders_from_positions(torch.arange(6).view(2, 3)).tolist() == [0, 3, 6]
 
-    @pytest.mark.parametrize(
-        "borders",
-        [
-            {"cu_seq_lens_q": BORDERS},
-            {"position_ids": POSITIONS},
-            {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
-            {"seq_lengths": torch.tensor([[5, 3, 4]])},
-        ],
-    )
-    def test_inputs_get_all_of_them(self, borders):
-        inputs = told(input_ids=torch.zeros(1, 12, dtype=torch.long), **borders)
-        assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
-        assert inputs["max_length_q"] == inputs["max_length_k"] == 5
-        assert torch.equal(inputs["position_ids"], POSITIONS)
-        assert borders_from_positions(inputs["seq_idx"], step=0).tolist() == BORDERS.tolist()
-        assert inputs["use_cache"] is False
-        rows = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "seq_lengths": torch.tensor([[5, 1], [2, 4]])}
-        assert read_layout(rows).lengths == (5, 1, 2, 4)
+@pytest.mark.parametrize(
+    "borders",
+    [
+        {"cu_seq_lens_q": BORDERS},
+        {"position_ids": POSITIONS},
+        {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
+        {"seq_lengths": torch.tensor([[5, 3, 4]])},
+    ],
+)
+def test_models_get_all_kinds_of_borders(borders):
+    inputs = told(input_ids=torch.zeros(1, 12, dtype=torch.long), **borders)
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 5
+    assert torch.equal(inputs["position_ids"], POSITIONS)
+    assert borders_from_positions(inputs["seq_idx"], step=0).tolist() == BORDERS.tolist()
+    assert inputs["use_cache"] is False
 
-    def test_plain_rows_are_one_segment_each(self):
-        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4))
-        assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
-        assert inputs["inputs_embeds"].shape == (1, 8, 8)
-        assert "attention_mask" not in inputs
-        assert inputs["use_cache"] is False
+
+def test_rows_of_one_length():
+    rows = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "seq_lengths": torch.tensor([[5, 1], [2, 4]])}
+    assert read_layout(rows).lengths == (5, 1, 2, 4)
+    inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4))
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
+    assert inputs["inputs_embeds"].shape == (1, 8, 8)
+    assert "attention_mask" not in inputs

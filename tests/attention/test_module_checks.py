@@ -8,18 +8,13 @@ from hf_packing.attention.module_checks import WatchFunctions, outputs_differ
 from hf_packing.attention.token_axes import TokenAxes
 
 ROW = Layout.of((5, 8, 4))
-WIDTH = 6
-
-
-def hidden():
-    return torch.randn(1, ROW.tokens, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("function", ["topk", "sort", "argsort", "argmax", "argmin", "kthvalue"])
 def test_ranking_is_noticed_along_tokens_only(function):
     arguments = [2] if function in ("topk", "kthvalue") else []
     with WatchFunctions(ROW.tokens) as seen:
-        getattr(torch, function)(torch.randn(3, WIDTH), *arguments)
+        getattr(torch, function)(torch.randn(3, 6), *arguments)
         torch.randn(3, ROW.tokens).cumsum(1)
         assert not seen.ranks
         getattr(torch, function)(torch.randn(3, ROW.tokens), *arguments)
@@ -44,7 +39,7 @@ def test_outputs_that_differ_by_more_than_rounding(dtype, difference, expected):
 
 
 def test_in_half_precision_most_of_the_tokens_beside_borders_differ():
-    one = torch.ones(1, ROW.tokens, WIDTH, dtype=torch.bfloat16)
+    one = torch.ones(1, ROW.tokens, 6, dtype=torch.bfloat16)
     axes = TokenAxes("Module (name)", ROW.tokens)
     at_borders, elsewhere = one.clone(), one.clone()
     at_borders[:, [5, 13]] += 1
@@ -55,7 +50,7 @@ def test_in_half_precision_most_of_the_tokens_beside_borders_differ():
 
 def test_what_has_no_tokens_is_not_compared():
     axes = TokenAxes("Module (name)", ROW.tokens)
-    one, other = ({"hidden": hidden(), "state": torch.full((1, 4), value)} for value in (0.0, 1.0))
+    one, other = ({"hidden": torch.ones(1, ROW.tokens, 6), "state": torch.full((1, 4), value)} for value in (0.0, 1.0))
     assert not outputs_differ(one, other, axes, ROW.slices)
     assert outputs_differ(one["state"], other["state"])
 

@@ -53,31 +53,12 @@ def test_a_backbone_is_checked_by_its_hidden_states():
 
 def test_a_classifier_is_checked_on_a_padded_batch():
     """Stock rows do not affect each other, unless the model mixes the rows of a batch."""
-
-    class Mixing(torch.nn.Module):
-        def forward(self, hidden):
-            return hidden + 0.01 * hidden.mean(0)
-
     model = tiny_model("bert", "sequence classification", num_hidden_layers=1)
     assert hfp.check_isolation(model).isolated
-    model.classifier = torch.nn.Sequential(Mixing(), model.classifier)
+    model.classifier.register_forward_pre_hook(lambda _, given: (given[0] + 0.01 * given[0].mean(0),))
     report = hfp.check_isolation(model)
     assert not report.isolated
     assert "changing one document changed the logits of another document" in report.reason
-    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported: changing one"):
-        hfp.patch_model(model)
-    assert not is_patched(model)
-    assert "forward" not in vars(model.bert.pooler)
-
-
-@pytest.mark.usefixtures("one_method")
-def test_nothing_is_proven_where_nothing_could_leak():
-    """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
-    model = llama()
-    for layer in model.model.layers:
-        torch.nn.init.constant_(layer.self_attn.o_proj.weight, 1e-12)
-    with pytest.raises(hfp.ModelNotSupportedError, match="isolation cannot be tested, since changing the first tokens"):
-        hfp.patch_model(model)
 
 
 @pytest.mark.usefixtures("one_method")
@@ -90,14 +71,6 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     monkeypatch.setattr(forward, "read_layout", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one document changed the logits of another"):
         hfp.patch_model(llama())
-
-
-@pytest.mark.usefixtures("one_method")
-def test_nan_logits_are_no_proof():
-    model = llama()
-    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
-    with pytest.raises(hfp.ModelNotSupportedError, match="LlamaForCausalLM returns no finite logits"):
-        hfp.patch_model(model)
 
 
 def test_logits_set_to_minus_infinity_are_left_out():
@@ -137,57 +110,12 @@ def test_bad_collators_and_rows_are_refused(options, message):
         hfp.check_isolation(llama(), **options)
 
 
-class OtherGradient(torch.nn.Module):
-    """Returns what it is given; its gradient is another one, always or in training mode alone."""
-
-    def __init__(self, norm, change, only_training=False):
-        super().__init__()
-        self.norm, self.change, self.only_training = norm, change, only_training
-
-    def forward(self, hidden):
-        hidden = self.norm(hidden)
-        if hidden.requires_grad and (self.training or not self.only_training):
-            hidden.register_hook(self.change)
-        return hidden
-
-
-def with_gradient(*how):
-    model = llama(use_cache=False)
-    model.model.norm = OtherGradient(model.model.norm, *how)
-    return model
-
-
-def from_the_next_token(gradient):
-    return gradient + 0.5 * gradient.roll(1, dims=1)
-
-
-@pytest.mark.parametrize("only_training", fast_only([False, True], True))
-def test_gradients_that_cross_borders(only_training):
-    mode = "in training mode, " if only_training else ""
-    report = hfp.check_isolation(with_gradient(from_the_next_token, only_training))
-    assert not report.isolated
-    assert report.max_leak < 1e-4
-    assert report.max_gradient_leak > 1e-3
-    assert f"{mode}gradients of one document reach another" in report.reason
-    with pytest.raises(hfp.ModelNotSupportedError, match=f"{mode}gradients of one document reach another"):
-        hfp.patch_model(with_gradient(from_the_next_token, only_training))
-
-
-@pytest.mark.usefixtures("one_method")
-def test_gradients_that_are_not_those_of_documents_alone_are_refused():
-    with pytest.raises(hfp.ModelNotSupportedError, match="a document's gradients differ by"):
-        hfp.patch_model(with_gradient(lambda gradient: gradient * (1.5 if gradient.shape[1] > 30 else 1.0)))
-
-
 def test_the_attention_written_out_is_a_reference_beside_the_models_own(monkeypatch):
     """Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
     model = llama(attn_implementation="sdpa")
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS,
-        "sdpa",
-        lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs),
-    )
+    scaled = lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", scaled)
     assert route_of(hfp.patch_model(model)).name == "varlen"
 
 

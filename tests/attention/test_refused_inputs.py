@@ -105,8 +105,3 @@ def test_modules_that_run_by_segment_refuse_calls_that_were_not_proven():
 def test_more_arguments_than_a_forward_has():
     with pytest.raises(hfp.PackingError, match="forward: expected at most"):
         patched_tiny(*LLAMA, num_hidden_layers=1)(ROW["input_ids"], *[None] * 19)
-
-
-def test_encoders_take_no_trees():
-    with pytest.raises(hfp.PackingError, match="the outputs for a prefix are not stable"):
-        hfp.patch_model(patched_tiny("bert", "masked", num_hidden_layers=1), trees=True)

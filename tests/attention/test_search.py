@@ -1,6 +1,6 @@
 """The search on small modules: which of them are segment-local, which run by segment and how, which cannot."""
 
-import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,24 @@ WIDTH = 6
 POSITIONS = Layout.of(LENGTHS).position_ids
 
 
+class Of(nn.Module):
+    """Computes a function of tokens."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden):
+        return self.function(hidden)
+
+
+class At(Of):
+    """Computes a function of tokens and their positions."""
+
+    def forward(self, hidden, positions):
+        return self.function(hidden, positions)
+
+
 class Model(nn.Module):
     """Token embeddings, and layers."""
 
@@ -21,7 +39,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(32, WIDTH)
-        self.inner = nn.ModuleList(each() for each in inner)
+        self.inner = nn.ModuleList(each if isinstance(each, nn.Module) else each() for each in inner)
 
     def get_input_embeddings(self):
         return self.words
@@ -29,16 +47,15 @@ class Model(nn.Module):
     def forward(self, ids):
         hidden = self.words(ids)
         for inner in self.inner:
-            takes_positions = "positions" in inspect.signature(type(inner).forward).parameters
-            hidden = inner(hidden, positions=POSITIONS) if takes_positions else inner(hidden)
+            hidden = inner(hidden, positions=POSITIONS) if isinstance(inner, At) else inner(hidden)
         return hidden
 
 
-def search(*inner, lengths=LENGTHS):
+def search(*inner):
     """The plans of modules that have to run by segment, and errors of those that cannot, both by name."""
     model = Model(*inner).eval()
-    ids = torch.randint(32, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    searched = Search(model, Layout.of(lengths))
+    ids = torch.randint(32, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    searched = Search(model, Layout.of(LENGTHS))
     with torch.no_grad(), within(current_layout, searched.row):
         plans = searched.run(lambda **_: model(ids))
     assert not any(vars(module).get("forward") for module in model.modules())
@@ -46,95 +63,48 @@ def search(*inner, lengths=LENGTHS):
     return {plan.name: plan for plan in plans}, searched.unsliceable
 
 
-class Sum(nn.Module):
-    """Of a token and all before it."""
-
-    def forward(self, hidden):
-        return hidden.cumsum(1)
-
-
-class SumFromTheEnd(nn.Module):
-    def forward(self, hidden):
-        return hidden.flip(1).cumsum(1).flip(1)
-
-
 class Convolution(nn.Module):
     """Every token sees three; outside a segment there are zeros, as in padding of zeros."""
 
-    ahead = 0
-
-    def __init__(self):
+    def __init__(self, ahead=0):
         super().__init__()
-        self.kernel = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.kernel, self.ahead = nn.Conv1d(WIDTH, WIDTH, 3), ahead
 
     def forward(self, hidden):
         return self.kernel(nn.functional.pad(hidden.transpose(1, 2), (2 - self.ahead, self.ahead))).transpose(1, 2)
 
 
-class ConvolutionAhead(Convolution):
-    ahead = 1
+class Table(At):
+    """Learned positions."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(64, WIDTH))
+
+    def forward(self, hidden, positions):
+        return hidden + self.function(positions)
 
 
-class Centered(nn.Module):
-    def forward(self, hidden):
-        return hidden - hidden.mean(1, keepdim=True)
-
-
-class CenteredOverRows(nn.Module):
-    """As in batch normalization."""
-
-    def forward(self, hidden):
-        return hidden - hidden.mean((0, 1), keepdim=True)
-
-
-class Best(nn.Module):
-    """Adds the token with the largest first entry to all, in the same order as they would be ranked alone."""
-
-    def forward(self, hidden):
-        best = hidden[..., 0].topk(1, dim=1).indices
-        return hidden + hidden.gather(1, best[..., None].expand(-1, 1, hidden.shape[2]))
-
-
-class Counted(nn.Module):
+class Counted(Of):
     """Learned positions along the row."""
 
     def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(64, WIDTH)
+        super().__init__(nn.Embedding(64, WIDTH))
 
     def forward(self, hidden):
-        return hidden + self.table(torch.arange(hidden.shape[1]))
+        return hidden + self.function(torch.arange(hidden.shape[1]))
 
 
 class Attention(nn.Module):
     """With projections before and after."""
 
-    is_causal = True
-
-    def __init__(self):
+    def __init__(self, is_causal=True):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.is_causal = is_causal
 
     def forward(self, hidden):
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
         return self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal))
-
-
-class AttentionInBothDirections(Attention):
-    is_causal = False
-
-
-class Remembering(nn.Module):
-    """Adds what it was given before."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = torch.zeros(WIDTH)
-
-    def forward(self, hidden):
-        hidden = hidden + self.before
-        self.before = self.before + hidden[0, -1]
-        return hidden
 
 
 class Gate(nn.Module):
@@ -146,97 +116,80 @@ class Gate(nn.Module):
         return hidden * self.weight(hidden).sigmoid()
 
 
-def norm():
-    return nn.LayerNorm(WIDTH)
-
-
-def layer():
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def block():
-    return nn.Sequential(norm(), layer(), nn.GELU(), nn.Dropout(0.5))
-
-
-class Temperature(nn.Module):
-    """Scales what is at position 8192 or later, and counts by itself."""
-
-    def forward(self, x):
-        positions = torch.arange(x.shape[1])
-        return x * (1 + (positions // 8192).float().clamp(max=1))[:, None]
-
-
-class TemperatureByPosition(nn.Module):
-    """The same, of positions that it is given."""
-
-    def forward(self, x, positions):
-        return x * (1 + (positions // 8192).float().clamp(max=1))[..., None]
-
-
-class Table(nn.Module):
-    """Learned positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(64, WIDTH)
-
-    def forward(self, x, positions):
-        return x + self.table(positions)
-
-
-class Rotary(nn.Module):
-    """Angles whose scale may depend on the last position."""
-
-    def __init__(self, grows):
-        super().__init__()
-        self.grows = grows
-
-    def forward(self, x, positions):
-        scale = 1 + (positions.max() // 4096) * self.grows
-        return x * (positions / scale)[..., None].cos()
-
-
-class RotaryThatRemembers(nn.Module):
+class RotaryThatRemembers(At):
     largest = 0
 
-    def forward(self, x, positions):
+    def forward(self, hidden, positions):
         self.largest = max(self.largest, int(positions.max()))
-        return x * (positions / (1 + self.largest // 4096))[..., None].cos()
+        return hidden * (positions / (1 + self.largest // 4096))[..., None].cos()
+
+
+def temperature(hidden, positions):
+    """Scales what is at position 8192 or later."""
+    return hidden * (1 + (positions // 8192).float().clamp(max=1))[..., None]
+
+
+def rotary(hidden, positions, grows):
+    """Angles whose scale may depend on the last position."""
+    return hidden * (positions / (1 + (positions.max() // 4096) * grows))[..., None].cos()
+
+
+def with_the_best(hidden):
+    """Adds the token with the largest first entry to all, in the same order as they would be ranked alone."""
+    best = hidden[..., 0].topk(1, dim=1).indices
+    return hidden + hidden.gather(1, best[..., None].expand(-1, 1, hidden.shape[2]))
+
+
+norm, layer = partial(nn.LayerNorm, WIDTH), partial(nn.Linear, WIDTH, WIDTH)
+total = partial(Of, partial(torch.cumsum, dim=1))
 
 
 @pytest.mark.parametrize(
-    "inner", [layer, norm, Gate, block, nn.Identity, TemperatureByPosition, Table, lambda: Rotary(0)]
+    "inner",
+    [
+        *(layer, norm, Gate, nn.Identity, Table),
+        lambda: nn.Sequential(norm(), layer(), nn.GELU(), nn.Dropout(0.5)),
+        lambda: At(temperature),
+        lambda: At(partial(rotary, grows=0)),
+    ],
 )
 def test_segment_local_modules_stay_packed(inner):
     assert search(inner, inner) == ({}, {})
 
 
-@pytest.mark.parametrize("inner", [Temperature, lambda: Rotary(1), RotaryThatRemembers])
-def test_rows_that_are_longer_and_far_positions_of_other_documents_are_tried(inner):
-    plans, errors = search(inner)
-    assert errors == {}
-    assert plans.keys() == {"inner.0"}
-
-
 @pytest.mark.parametrize(
-    ("inner", "sharing"),
+    "inner",
     [
-        (Sum, "ragged"),
-        (Convolution, "ragged"),
-        (ConvolutionAhead, "equal"),
-        (Counted, "ragged"),
-        (SumFromTheEnd, "equal"),
-        (Centered, "equal"),
-        (Best, "equal"),
-        (CenteredOverRows, "none"),
-        (Attention, "ragged"),
-        (AttentionInBothDirections, "equal"),
+        lambda: Of(lambda hidden: temperature(hidden, torch.arange(hidden.shape[1]))),
+        lambda: At(partial(rotary, grows=1)),
+        lambda: RotaryThatRemembers(None),
     ],
 )
-def test_others_run_by_segment_in_the_calls_that_change_nothing(inner, sharing):
+def test_rows_that_are_longer_and_far_positions_of_other_documents_are_tried(inner):
+    plans, errors = search(inner)
+    assert (plans.keys(), errors) == ({"inner.0"}, {})
+
+
+SHARING = {
+    "sum": (total, "ragged"),
+    "convolution": (Convolution, "ragged"),
+    "convolution ahead": (lambda: Convolution(1), "equal"),
+    "positions along the row": (Counted, "ragged"),
+    "sum from the end": (lambda: Of(lambda hidden: hidden.flip(1).cumsum(1).flip(1)), "equal"),
+    "centered": (lambda: Of(lambda hidden: hidden - hidden.mean(1, keepdim=True)), "equal"),
+    "best": (lambda: Of(with_the_best), "equal"),
+    "batch norm": (lambda: Of(lambda hidden: hidden - hidden.mean((0, 1), keepdim=True)), "none"),
+    "attention": (Attention, "ragged"),
+    "attention in both directions": (lambda: Attention(False), "equal"),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_others_run_by_segment_in_the_calls_that_change_nothing(name):
+    inner, sharing = SHARING[name]
     plans, errors = search(layer, inner, layer)
     assert errors == {}
-    assert {name: (plan.kind, plan.sharing) for name, plan in plans.items()} == {"inner.1": (inner.__name__, sharing)}
+    assert {name: plan.sharing for name, plan in plans.items()} == {"inner.1": sharing}
 
 
 class Shifted(Attention):
@@ -255,7 +208,7 @@ class Twice(Attention):
         (Attention, ["query", "key", "value", "out"]),
         (Shifted, ["out"]),  # the others are given something else
         (Twice, ["key", "value"]),  # the query is called twice
-        (Sum, []),
+        (total, []),
     ],
 )
 def test_projections_of_tokens_stay_packed(inner, packed):
@@ -264,78 +217,70 @@ def test_projections_of_tokens_stay_packed(inner, packed):
 
 
 def test_a_module_that_changes_itself_is_noted():
-    plans, _ = search(Remembering, Sum)
+    class Remembering(nn.Module):
+        """Adds what it was given before."""
+
+        def __init__(self):
+            super().__init__()
+            self.before = torch.zeros(WIDTH)
+
+        def forward(self, hidden):
+            hidden = hidden + self.before
+            self.before = self.before + hidden[0, -1]
+            return hidden
+
+    plans, _ = search(Remembering, total)
     assert {name: plan.is_stateful for name, plan in plans.items()} == {"inner.0": True, "inner.1": False}
 
 
-def test_every_module_is_tried_on_what_it_will_be_given():
-    """The second sum is segment-local only once the first one runs by segment."""
+class Around(nn.Module):
+    """A function of tokens and of what another module makes of them."""
 
-    class Normed(nn.Module):
-        def forward(self, hidden):
-            return hidden / (1 + hidden.abs().amax())
+    def __init__(self, inner, function):
+        super().__init__()
+        self.inner, self.function = inner, function
 
-    assert set(search(Sum, layer, Sum, layer)[0]) == {"inner.0", "inner.2"}
-    assert set(search(Sum, Normed)[0]) == {"inner.0", "inner.1"}
-
-
-def test_the_smallest_module_that_does_it_runs_by_segment():
-    assert set(search(lambda: nn.Sequential(norm(), Sum()))[0]) == {"inner.0.1"}
+    def forward(self, hidden):
+        return self.function(hidden, self.inner(hidden))
 
 
-def test_a_module_around_another_takes_its_place():
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sum, self.layer = Sum(), layer()
-
-        def forward(self, hidden):
-            return self.sum(hidden) + self.layer(hidden).flip(1)
-
-    plans, _ = search(Around)
-    assert set(plans) == {"inner.0"}
+def of_one_length(hidden):
+    if hidden.shape[1] != sum(LENGTHS):
+        raise ValueError("another length")
+    return hidden.cumsum(1)
 
 
-def test_a_module_that_cannot_be_cut_leaves_it_to_the_one_around_it():
-    class OfOneLength(nn.Module):
-        def forward(self, hidden):
-            if hidden.shape[1] != sum(LENGTHS):
-                raise ValueError("another length")
-            return hidden.cumsum(1)
-
-    plans, errors = search(OfOneLength)
-    assert plans == {}
-    assert errors["inner.0"] == "ValueError: another length"
-
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = Last()
-
-        def forward(self, hidden):
-            return hidden + self.last(hidden)[1]
-
-    class Last(nn.Module):
-        """Whose second output has an axis of something else."""
-
-        def forward(self, hidden):
-            return hidden, hidden.sum(1).unsqueeze(0).expand(3, -1, -1)[:1]
-
-    plans, errors = search(Around)
-    assert set(plans) == {"inner.0"}
+def with_an_axis_of_something_else(hidden):
+    return hidden, hidden.sum(1).unsqueeze(0).expand(3, -1, -1)[:1]
 
 
-def test_a_module_without_tokens_is_left_alone():
-    class Constant(nn.Module):
-        def forward(self, _):
-            return torch.ones(3)
+WHICH = {
+    "the second sum is local once the first runs by segment": ([total, layer, total, layer], ["inner.0", "inner.2"]),
+    "every module is tried on what it will be given": (
+        [total, Of(lambda hidden: hidden / (1 + hidden.abs().amax()))],
+        ["inner.0", "inner.1"],
+    ),
+    "the smallest module that does it": ([nn.Sequential(norm(), total())], ["inner.0.1"]),
+    "a module around another takes its place": (
+        [Around(total(), lambda hidden, summed: summed + hidden.flip(1))],
+        ["inner.0"],
+    ),
+    "one that cannot be cut leaves it to the one around it": (
+        [Around(Of(with_an_axis_of_something_else), lambda hidden, outputs: hidden + outputs[1])],
+        ["inner.0"],
+    ),
+    "a module without tokens is left alone": (
+        [Around(Of(lambda _: torch.ones(3)), lambda hidden, ones: hidden + ones.sum())],
+        [],
+    ),
+}
 
-    class Adding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.constant = Constant()
 
-        def forward(self, hidden):
-            return hidden + self.constant(hidden.shape[-1]).sum()
+@pytest.mark.parametrize("trait", WHICH)
+def test_which_modules_run_by_segment(trait):
+    inner, names = WHICH[trait]
+    assert sorted(search(*inner)[0]) == names
 
-    assert search(Adding) == ({}, {})
+
+def test_a_module_that_cannot_be_cut():
+    assert search(Of(of_one_length)) == ({}, {"inner.0": "ValueError: another length"})

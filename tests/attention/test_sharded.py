@@ -192,33 +192,23 @@ def test_fsdp_inside_a_module_that_runs_by_segment_is_refused(of_fsdp):
     assert all(words in of_rank["refused"] for of_rank in of_fsdp["jamba", "inside"])
 
 
-@pytest.fixture
-def on_two_ranks(monkeypatch):
-    """A patched Jamba, and its modules that run by segment."""
+def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(monkeypatch):
+    """But not of what stays packed inside, nor where the module is a leaf."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     model = patched_tiny("jamba", "causal")
-    return model, route_of(model).by_segment
-
-
-def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(on_two_ranks):
-    model, steps = on_two_ranks
+    steps = route_of(model).by_segment
+    assert all(step.packed_modules() == ["in_proj", "out_proj"] for step in steps)
+    for step in steps:
+        model.get_submodule(step.name).in_proj.weight.ds_id = 0  # as DeepSpeed marks it
     refuse_uneven_gathers(model, steps)
+    model.get_submodule(steps[0].name).conv1d.weight.ds_id = 0
+    with pytest.raises(hfp.PackingError, match="those of Conv1d .* are gathered at every call"):
+        refuse_uneven_gathers(model, steps)
     for parameter in model.parameters():
-        parameter.ds_id = 0  # as DeepSpeed marks it
+        parameter.ds_id = 0
     with pytest.raises(hfp.PackingError, match=r"set_z3_leaf_modules\(model, \[JambaMambaMixer\]\)"):
         refuse_uneven_gathers(model, steps)
     for step in steps:
         model.get_submodule(step.name.rpartition(".")[0])._z3_leaf = True
     refuse_uneven_gathers(model, steps)
-
-
-def test_zero_3_of_what_stays_packed_inside(on_two_ranks):
-    model, steps = on_two_ranks
-    assert all(step.packed_modules() == ["in_proj", "out_proj"] for step in steps)
-    for step in steps:
-        model.get_submodule(step.name).in_proj.weight.ds_id = 0
-    refuse_uneven_gathers(model, steps)
-    model.get_submodule(steps[0].name).conv1d.weight.ds_id = 0
-    with pytest.raises(hfp.PackingError, match="those of Conv1d .* are gathered at every call"):
-        refuse_uneven_gathers(model, steps)

@@ -1,10 +1,8 @@
 """What a forward changes in a model is restored: attributes, buffers, modules and weights."""
 
-import pytest
 import torch
 
-from hf_packing.attention import snapshot
-from hf_packing.attention.snapshot import restored
+from hf_packing.attention.snapshot import WeightSnapshot, restored
 
 
 def test_attributes_buffers_and_modules_are_restored():
@@ -21,18 +19,6 @@ def test_attributes_buffers_and_modules_are_restored():
     assert not hasattr(module, "more")
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_every_module_has_its_own_mode_again(training):
-    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout()))
-    model.train(training)
-    model[1][0].train(not training)
-    before = [module.training for module in model.modules()]
-    for mode in (True, False):
-        with snapshot.in_mode(model, mode):
-            assert all(module.training == mode for module in model.modules())
-        assert [module.training for module in model.modules()] == before
-
-
 def test_every_way_to_write_to_a_weight_is_seen():
     ways = (
         lambda weight: weight.mul_(2),
@@ -46,7 +32,7 @@ def test_every_way_to_write_to_a_weight_is_seen():
     for write in ways:
         module = torch.nn.Linear(3, 3)
         before = module.weight.detach().clone()
-        with torch.no_grad(), snapshot.WeightSnapshot(module) as kept:
+        with torch.no_grad(), WeightSnapshot(module) as kept:
             write(module.weight)
         assert not torch.equal(module.weight, before)
         kept.restore()

@@ -10,21 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_packing.attention.token_axes import (
-    TokenAxes,
-    counts_along,
-    cut_inputs,
-    join_outputs,
-    leaves,
-    map_leaves,
-    split_outputs,
-    tensors_in,
-)
+from hf_packing.attention.token_axes import TokenAxes, counts_along, cut_inputs, join_outputs, split_outputs, tensors_in
 from hf_packing.errors import PackingError
 
 TOKENS = 7
 SLICES = [(0, 3), (3, 5), (5, 7)]
-LENGTHS = [end - start for start, end in SLICES]
 
 
 class Pair(NamedTuple):
@@ -46,31 +36,14 @@ def row(*shape):
     return (torch.arange(1, size + 1).float() ** 1.5).view(shape)
 
 
-def test_nests_keep_their_kind():
-    value = Pair(row(2), {"a": [row(3), None, 5], "b": (True, "text")})
-    doubled = map_leaves(value, lambda _, leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf)
-    assert isinstance(doubled, Pair)
-    assert torch.equal(doubled.second["a"][0], 2 * row(3))
-    assert doubled.second["a"][1:] == [None, 5]
-    assert doubled.second["b"] == (True, "text")
-    assert [path for path, _ in leaves(value)][:2] == [(0,), (1, "a", 0)]
-    assert len(tensors_in(value)) == 2
-    changed = map_leaves(BaseModelOutput(last_hidden_state=row(2)), lambda _, leaf: leaf + 1)
-    assert isinstance(changed, BaseModelOutput)
-    assert torch.equal(changed.last_hidden_state, row(2) + 1)
-    assert changed.hidden_states is None
-
-
 def test_axes_are_known_by_their_place_once_they_were_seen():
     value = {"hidden": row(1, TOKENS, 4), "scores": row(1, TOKENS, TOKENS), "width": row(4), "number": TOKENS}
     axes = recorded(value)
-    assert {path[0]: axes.of(path, leaf) for path, leaf in leaves(value)} == {
+    assert {path[0]: found for path, _, found in axes.found_in(value)} == {
         "hidden": (1,),
         "scores": (1, 2),
-        "width": (),
         "number": (0,),
     }
-    assert [path[0] for path, _, _ in axes.found_in(value)] == ["hidden", "scores", "number"]
     assert axes.of(("hidden",), row(1, 4, 4)) == (1,)
     assert axes.of(("width",), row(TOKENS)) == ()
     message = r"Module \(name\): the tensor other.0 of shape \[7, 2\] did not occur when the model was patched"
@@ -81,16 +54,11 @@ def test_axes_are_known_by_their_place_once_they_were_seen():
 @pytest.mark.parametrize(
     ("at_first", "fits", "wrong", "message"),
     [
+        (row(1, 7, 4), row(1, 9, 4), row(1, 7, 4), r"9 tokens along axis 1 of the tensor each, got shape \[1, 7"),
         (
-            row(1, TOKENS, 4),
-            row(1, 9, 4),
-            row(1, TOKENS, 4),
-            r"9 tokens along axis 1 of the tensor each, got shape \[1, 7",
-        ),
-        (
-            torch.arange(TOKENS)[None],
+            torch.arange(7)[None],
             torch.arange(2, 11)[None],
-            torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]]),
+            torch.arange(9)[None] % 5,
             "the values of each to rise by 1",
         ),
     ],
@@ -133,13 +101,12 @@ def test_what_counts_along_a_row(tensor, along, expected):
 
 def test_segments_that_share_a_call_are_padded_on_the_right():
     value = {"hidden": row(1, TOKENS, 2), "number": TOKENS}
-    batch = cut_inputs(value, recorded(value), SLICES)
-    assert (batch["hidden"].shape, batch["number"]) == ((3, 3, 2), 3)
-    assert torch.equal(batch["hidden"][0], value["hidden"][0, :3])
-    assert torch.equal(batch["hidden"][1, :2], value["hidden"][0, 3:5])
-    assert not batch["hidden"][1, 2].any()
-    filled = cut_inputs(value, recorded(value), SLICES, lambda tensor, shape: torch.full(shape, -1.0).to(tensor))
-    assert filled["hidden"][1, 2].tolist() == [-1, -1]
+    for filler, fill in ((0, []), (-1, [lambda tensor, shape: torch.full(shape, -1.0).to(tensor)])):
+        batch = cut_inputs(value, recorded(value), SLICES, *fill)
+        assert (batch["hidden"].shape, batch["number"]) == ((3, 3, 2), 3)
+        assert torch.equal(batch["hidden"][0], value["hidden"][0, :3])
+        assert torch.equal(batch["hidden"][1, :2], value["hidden"][0, 3:5])
+        assert batch["hidden"][1, 2].tolist() == [filler] * 2
 
 
 def test_segments_cannot_share_a_call_without_an_axis_for_rows():
@@ -147,6 +114,10 @@ def test_segments_cannot_share_a_call_without_an_axis_for_rows():
     assert cut_inputs(value, recorded(value), SLICES[:1])["hidden"].shape == (3, 2)
     with pytest.raises(PackingError, match=re.escape("Module (name): expected hidden to have an axis for rows")):
         cut_inputs(value, recorded(value), SLICES)
+    axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
+    for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):
+        with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
+            split_outputs(wrong, axes, [3, 2])
 
 
 def run(value, slices_of_calls, tokens=TOKENS):
@@ -167,19 +138,18 @@ def test_what_was_cut_is_joined_again(lengths_of_calls):
     ends, tokens = [*accumulate(lengths)], sum(lengths)
     places = iter(zip([0, *ends], ends, strict=False))
     calls = [[next(places) for _ in call] for call in lengths_of_calls]
-    value = {"hidden": (row(1, tokens, 60), row(1, 55, tokens, 60)), "scores": row(1, tokens, tokens), "number": tokens}
+    value = {
+        "hidden": Pair(row(1, tokens, 60), [row(1, 55, tokens, 60)]),
+        "output": BaseModelOutput(row(1, tokens, 60)),
+    }
+    value |= {"scores": row(1, tokens, tokens), "number": tokens}
     value |= {"positions": torch.arange(tokens)[None] + 2, "state": row(1, 56), "text": "a", "flag": True}
     found = run(value, calls, tokens)
-    assert all(map(torch.equal, found["hidden"], value["hidden"]))
+    assert (type(found["hidden"]), type(found["output"])) == (Pair, BaseModelOutput)
+    assert all(map(torch.equal, tensors_in(found["hidden"]), tensors_in(value["hidden"])))
+    assert torch.equal(found["output"].last_hidden_state, value["output"].last_hidden_state)
     same = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool()
     assert torch.equal(found["scores"], value["scores"].where(same, 0))
     assert torch.equal(found["state"], value["state"])
     assert (found["number"], found["text"], found["flag"]) == (tokens, "a", True)
     assert found["positions"].tolist() == [[2 + place for length in lengths for place in range(length)]]
-
-
-def test_a_shared_call_whose_output_has_no_axis_for_rows():
-    axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
-    for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):
-        with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
-            split_outputs(wrong, axes, [3, 2])

@@ -1,6 +1,7 @@
 """What rounding explains is measured on the model in hand; a fault in its attention is found beside it."""
 
 from contextlib import nullcontext, suppress
+from itertools import product
 
 import pytest
 import torch
@@ -24,16 +25,19 @@ def model_in_which_roundings_grow(**changes):
     return model
 
 
-def rounding_of(model):
+def case_of(model):
     case = RowCase(Runner(model))
     case.examine()
-    return case.known[0].noise
+    return case
 
 
 def test_rounding_is_measured_on_the_model():
-    assert 0 < rounding_of(build("Mistral")) < ALWAYS_ALLOWED[torch.float32] / PROBE.factor
-    assert ALWAYS_ALLOWED[torch.float32] / PROBE.factor < rounding_of(model_in_which_roundings_grow())
-    assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
+    usual, growing, double = (
+        case_of(model).known[0].noise
+        for model in (build("Mistral"), model_in_which_roundings_grow(), model_in_which_roundings_grow().double())
+    )
+    assert 0 < usual < ALWAYS_ALLOWED[torch.float32] / PROBE.factor < growing
+    assert double < 1e-10
 
 
 @pytest.mark.parametrize("measured", fast_only([True, False], True))
@@ -76,10 +80,7 @@ def has_another_first_key(exact):
 
 
 def has_a_window_one_wider(exact):
-    def attend(*args, window, **options):
-        return exact(*args, window=None if window is None else window + 1, **options)
-
-    return attend
+    return lambda *args, window, **options: exact(*args, window=None if window is None else window + 1, **options)
 
 
 def scaled_by_one_percent(exact):
@@ -148,12 +149,14 @@ def test_one_wrong_position_is_found(monkeypatch, name):
 
 
 def test_what_is_allowed():
-    usual = Tolerance(torch.float32, False, 1e-6)
-    assert usual.limit == ALWAYS_ALLOWED[torch.float32]
-    assert Tolerance(torch.float32, False, 1e-4).limit == PROBE.factor * 1e-4
-    assert Tolerance(torch.float32, False, 0.1).limit == NEVER_ALLOWED[torch.float32]
+    for noise, limit in (
+        (1e-6, ALWAYS_ALLOWED[torch.float32]),
+        (1e-4, PROBE.factor * 1e-4),
+        (0.1, NEVER_ALLOWED[torch.float32]),
+    ):
+        assert Tolerance(torch.float32, False, noise).limit == limit
     assert Tolerance(torch.float32, False, 0.1, BATCH).limit == BATCH.factor * 0.1
-    logits = torch.randn(5, 7)
+    usual, logits = Tolerance(torch.float32, False, 1e-6), torch.randn(5, 7)
     assert usual.explains(apart(logits + 5e-5, logits))
     assert not usual.explains(apart(logits + 5e-4, logits))
     assert not usual.explains(apart(logits * torch.nan, logits))
@@ -161,13 +164,12 @@ def test_what_is_allowed():
 
 def test_half_precision():
     exact = torch.randn(50, 64)
-    moved = exact.clone()
-    moved[:1] += 1  # a token that went to another expert
     assert Tolerance(torch.bfloat16).explains(apart(exact + 0.04, exact))
     assert not Tolerance(torch.bfloat16).explains(apart(exact + 0.3, exact))
-    for profile in (PROBE, BATCH):
-        assert Tolerance(torch.bfloat16, True, profile=profile).explains(apart(moved, exact))
-        assert not Tolerance(torch.bfloat16, False, profile=profile).explains(apart(moved, exact))
+    moved = exact.clone()
+    moved[:1] += 1  # a token that went to another expert
+    for profile, has_experts in product((PROBE, BATCH), (True, False)):
+        assert Tolerance(torch.bfloat16, has_experts, profile=profile).explains(apart(moved, exact)) == has_experts
 
 
 class Quantised(torch.nn.Module):
@@ -184,15 +186,9 @@ class Quantised(torch.nn.Module):
 @pytest.mark.parametrize("dtype", fast_only([torch.bfloat16, torch.float16], torch.float16))
 def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
     model = build("Llama")
-    for layer in model.model.layers:
-        for part in (layer.mlp, layer.self_attn):
-            for name, linear in list(part.named_children()):
-                if isinstance(linear, torch.nn.Linear):
-                    setattr(part, name, Quantised(linear, dtype))
-    case = RowCase(Runner(model))
-    case.examine()
-    assert case.runner.dtype == dtype
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.model.layers.set_submodule(name, Quantised(module, dtype))
+    assert case_of(model).runner.dtype == dtype
     assert hfp.check_isolation(hfp.patch_model(model)).isolated
-    usual = RowCase(Runner(build("Llama")))
-    usual.examine()
-    assert usual.runner.dtype == torch.float32
+    assert case_of(build("Llama")).runner.dtype == torch.float32

@@ -6,11 +6,8 @@ import transformers.modeling_flash_attention_utils as flash_utils
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DataCollatorWithFlattening,
-)
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
@@ -24,26 +21,27 @@ def stacked(rows, names=("input_ids", "position_ids")):
     return {name: torch.tensor([row[name] for row in rows]) for name in names}
 
 
-def with_a_mask_of_ones(rows):
-    batch = stacked(rows)
-    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+def with_mask(mask, columns=0):
+    """A function that stacks rows, with a mask and columns of padding."""
+
+    def collate(rows):
+        batch = {name: functional.pad(value, (0, columns)) for name, value in stacked(rows).items()}
+        return batch if mask is None else batch | {"attention_mask": mask(batch["input_ids"], rows)}
+
+    return collate
 
 
-def padded_without_a_mask(rows):
-    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+def ones(ids, _):
+    return torch.ones_like(ids)
 
 
-def padded_with_a_mask(rows):
-    batch = padded_without_a_mask(rows)
-    mask = torch.ones_like(batch["input_ids"])
-    mask[:, -5:] = 0
-    return {**batch, "attention_mask": mask}
+def ones_and_zeros(ids, _):
+    return torch.ones_like(ids).index_fill(1, torch.arange(ids.shape[1])[-5:], 0)
 
 
-def with_a_mask_of_numbers(rows):
+def numbers(_, rows):
     """1, 1, 2, 2, ..., the number of the document."""
-    mask = [[number + 1 for number, n in enumerate(row["seq_lengths"]) for _ in range(n)] for row in rows]
-    return {**stacked(rows), "attention_mask": torch.tensor(mask)}
+    return torch.tensor([[number + 1 for number, n in enumerate(row["seq_lengths"]) for _ in range(n)] for row in rows])
 
 
 def with_positions_that_go_on(rows):
@@ -52,13 +50,13 @@ def with_positions_that_go_on(rows):
 
 
 LEAKS = {
-    "a mask of ones": with_a_mask_of_ones,
-    "a mask of a padded packed row": padded_with_a_mask,
-    "a mask of numbers": with_a_mask_of_numbers,
+    "a mask of ones": with_mask(ones),
+    "a mask of a padded packed row": with_mask(ones_and_zeros, 5),
+    "a mask of numbers": with_mask(numbers),
     "positions that go on": with_positions_that_go_on,
     "input_ids alone": lambda rows: stacked(rows, ["input_ids"]),
 }
-HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_mask, "ours": hfp.PackingCollator()}
+HOLDS = {"positions": stacked, "right padding without a mask": with_mask(None, 5), "ours": hfp.PackingCollator()}
 
 
 @pytest.mark.parametrize("attention", fast_only(["eager", "sdpa"], "sdpa"))
@@ -86,10 +84,8 @@ def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
 
     def plain(q, k, v, *_, softmax_scale=None, causal=True, **__):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
-        )
-        return attended.transpose(1, 2)
+        how = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+        return functional.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
 
     def varlen(q, k, v, cu_seqlens_q, *_, softmax_scale=None, causal=True, **__):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
@@ -120,13 +116,12 @@ def test_collators_of_others_on_patched_models(name):
     assert hfp.check_isolation(model, collator=trl, rows=2).isolated
 
     def one_document_a_row(rows):
-        documents = [
-            {"input_ids": row["input_ids"][start : start + length]}
-            for row in rows
-            for start, length in zip(
-                [sum(row["seq_lengths"][:n]) for n in range(len(row["seq_lengths"]))], row["seq_lengths"], strict=True
-            )
-        ]
-        return flattening(documents)
+        return flattening(
+            [
+                {"input_ids": tokens.tolist()}
+                for row in rows
+                for tokens in torch.tensor(row["input_ids"]).split(list(row["seq_lengths"]))
+            ]
+        )
 
     assert hfp.check_isolation(model, collator=one_document_a_row).isolated

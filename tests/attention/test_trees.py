@@ -3,12 +3,10 @@
 import copy
 import re
 import warnings
-from functools import cache
 
 import pytest
 import torch
 from compare_trees import CHAT, inputs_of
-from forms import check, tree
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
@@ -60,54 +58,44 @@ def test_a_model_takes_trees_once_they_are_proven():
 
 
 def test_modules_run_few_paths_at_once(monkeypatch):
-    stock = tiny_model("mamba", "causal", torch.float64, num_hidden_layers=1)
-    model, calls = of_trees("mamba"), []
+    model, shapes = of_trees("mamba"), []
     trees = TreeSegments((10, *[6] * 5), (-1, *[0] * 5))
-    module = next(each for each in model.modules() if type(each).__name__ == "MambaMixer")
-    own = type(module).forward
-    monkeypatch.setattr(
-        type(module), "forward", lambda self, x, *a, **k: calls.append(x.shape) or own(self, x, *a, **k)
-    )
-    with torch.no_grad():
-        expected = model(**inputs_of(trees)).logits
-    assert max(shape[0] for shape in calls) == 5
-    calls.clear()
-    monkeypatch.setattr(layout, "MOST_TOKENS_OF_CALL", 32)
-    check(stock, model, tree(trees), close=1e-5)
-    assert max(shape[0] for shape in calls if shape[1] == 16) == 2
-    with torch.no_grad():
-        assert torch.allclose(model(**inputs_of(trees)).logits, expected, atol=1e-4)
+    module = next(type(each) for each in model.modules() if type(each).__name__ == "MambaMixer")
+    own = module.forward
+    monkeypatch.setattr(module, "forward", lambda self, x, *a, **k: shapes.append(x.shape[:2]) or own(self, x, *a, **k))
+    found = []
+    for most, paths in ((layout.MOST_TOKENS_OF_CALL, 5), (32, 2)):
+        monkeypatch.setattr(layout, "MOST_TOKENS_OF_CALL", most)
+        shapes.clear()
+        found.append(model(**inputs_of(trees)).logits)
+        assert max(number for number, length in shapes if length == 16) == paths
+    assert torch.allclose(*found, atol=1e-4)
 
 
-def without_window(*arguments, **options):
-    return attend_exactly(*arguments, **options | {"window": None})
+def with_window(window):
+    return lambda *arguments, **options: attend_exactly(*arguments, **options | {"window": window})
 
 
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [
-        ("Mistral", without_window, "logits differ by .* between the row of trees and the document alone"),
+        ("Mistral", with_window(None), "logits differ by .* between the row of trees and the document alone"),
         ("Llama", with_far_gradients, "gradients of one document reach another"),
+        ("Llama", to_the_whole_row, "changing one segment of a tree changed the logits"),
     ],
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
-    assert route_of(patched(name, trees=True)).facts.takes_trees, "without the fault"
+    """And leaves a patched model as it was."""
     model = patched(name)
     break_trees(monkeypatch, fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
-        prove_trees(model)
-    assert not route_of(model).facts.takes_trees
-
-
-def test_trees_that_cannot_be_proven_leave_a_patched_model_as_it_was(monkeypatch):
-    model = llama()
-    break_trees(monkeypatch, to_the_whole_row)
-    with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changed the logits"):
         hfp.patch_model(model, trees=True)
-    monkeypatch.undo()
+    report = hfp.check_isolation(model, trees=True)
+    assert not report.isolated
+    assert re.search(message, report.reason)
     assert not route_of(model).facts.takes_trees
-    hfp.patch_model(model, trees=True)
-    assert route_of(model).facts.takes_trees
+    monkeypatch.undo()
+    assert route_of(hfp.patch_model(model, trees=True)).facts.takes_trees
 
 
 @pytest.mark.parametrize("name", fast_only(["xlnet", "cpmant"], "cpmant"))
@@ -120,6 +108,8 @@ def test_unstable_prefixes_are_refused_in_those_words(name):
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
         hfp.patch_model(model, trees=True)
     assert route_of(model) is not None, "the model was patched before"
+    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
+        hfp.patch_model(patched_tiny("bert", "masked", num_hidden_layers=1), trees=True)
 
 
 @pytest.mark.slow
@@ -154,13 +144,6 @@ def test_a_batch_of_trees_is_proven(name, training):
     assert proof.max_leak == 0
 
 
-@cache
-def llama_of_trees():
-    model = llama(trees=True)
-    assert not prove_on_batch(model, tree_batch()).problem, "without a fault"
-    return model
-
-
 def with_far_outputs(query, key, value, row, **options):
     first = value.repeat_interleave(query.shape[1] // value.shape[1], 1)[:, :, 15:16]
     return attend_exactly(query, key, value, row, **options) + first * 1e-2
@@ -172,19 +155,16 @@ def with_far_outputs(query, key, value, row, **options):
         (with_far_outputs, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (to_the_whole_row, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (with_far_gradients, "gradients of one document reach another document"),
-        (
-            lambda *args, **options: attend_exactly(*args, **options | {"window": 3}),
-            "logits differ.*LlamaAttention",
-        ),
+        (with_window(3), "logits differ.*LlamaAttention"),
     ],
 )
 def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
-    model = copy.deepcopy(llama_of_trees())
+    model = llama(trees=True)
     break_trees(monkeypatch, fault)
     assert re.search(message, prove_on_batch(model, tree_batch()).problem)
 
 
-def test_reports_of_trees(monkeypatch):
+def test_reports_of_trees():
     with pytest.raises(hfp.PackingError, match="trees: expected a model patched by patch_model"):
         hfp.check_isolation(build("Llama"), trees=True)
     model = llama()
@@ -195,7 +175,3 @@ def test_reports_of_trees(monkeypatch):
     assert (report.max_leak, report.max_gradient_leak) == (0, 0)
     assert "trees: shared prefixes are computed once" in str(report)
     assert hfp.check_isolation(model, batch=tree_batch()).isolated
-    break_trees(monkeypatch, to_the_whole_row)
-    report = hfp.check_isolation(model, trees=True)
-    assert not report.isolated
-    assert "changing one segment of a tree changed" in report.reason

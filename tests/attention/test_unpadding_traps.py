@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from forms import Batch, alone, check, outputs_of
+from forms import packed as packed_rows
 from padded_models import CHOICE, SEQUENCE, TOKEN, documents, padded
 from patched_models import patched_tiny
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched
-from tools.tiny_model import tiny_model
+from tools.tiny_model import tiny_config, tiny_model
 
 DOUBLE = torch.float64
 
@@ -57,22 +57,9 @@ def test_a_pooler_that_looks_for_the_end_token():
     check(stock, model, rows_of(rows, pad=1), SEQUENCE, close=1e-5)
 
 
-@pytest.mark.parametrize("kind", fast_only(["GPT2", "OpenAIGPT"], "GPT2"))
-def test_two_heads_are_refused(kind):
-    """They take rows of several choices, each with several tokens."""
-    config = getattr(transformers, f"{kind}Config")(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    model = getattr(transformers, f"{kind}DoubleHeadsModel")(config).eval()
-    with pytest.raises(hfp.ModelNotSupportedError, match="one head, .* returns also mc_logits"):
-        hfp.patch_model(model)
-    assert not is_patched(model)
-
-
 @pytest.mark.usefixtures("one_method")
 def test_two_texts_are_refused():
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
-    config = transformers.BartConfig(vocab_size=99, **sizes, **heads)
-    model = hfp.patch_model(transformers.BartModel(config).double().eval())
+    model = hfp.patch_model(tiny_model("bart", SEQUENCE, DOUBLE).base_model)
     batch, _ = padded([[5, 6, 7, 8, 2], [9, 2]], "right", pad=1)
     with pytest.raises(hfp.PackingError, match="decoder_input_ids: expected a padded batch of one text for each row"):
         model(**batch, decoder_input_ids=batch["input_ids"])
@@ -80,30 +67,23 @@ def test_two_texts_are_refused():
 
 def test_a_loop_that_generates_in_another_thread():
     stock, model = both("llama", "causal")
-    rows = documents()
-    batch = rows_of(rows)
-    packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in rows])
-    packed.pop("labels")
-    with torch.no_grad():
-        expected = torch.cat([each for each, *_ in alone(stock, rows)])
-    done = threading.Event()
+    rows, done = documents(), threading.Event()
+    expected = [each.detach() for each, *_ in alone(stock, rows)]
 
     def generate():
         while not done.is_set():
             model.generate(torch.tensor([[9, 10, 11]]), max_new_tokens=2, do_sample=False)
 
     @torch.no_grad()
-    def padded_logits():
-        return torch.cat([each for each, *_ in outputs_of(model, batch)])
-
-    @torch.no_grad()
-    def packed_logits():
-        return model(**packed).logits[0]
+    def logits_of(batch):
+        return [each for each, *_ in outputs_of(model, batch)]
 
     with ThreadPoolExecutor(4) as threads:
         generating = threads.submit(generate)
-        found = [threads.submit(run) for _ in range(5) for run in (padded_logits, padded_logits, packed_logits)]
-        assert all(torch.allclose(each.result(), expected, atol=1e-5) for each in found)
+        batches = [rows_of(rows), rows_of(rows), packed_rows(rows)] * 5
+        for found in [threads.submit(logits_of, batch) for batch in batches]:
+            for one, other in zip(found.result(), expected, strict=True):
+                assert torch.allclose(one, other, atol=1e-5)
         done.set()
         generating.result()
 
@@ -115,8 +95,7 @@ def test_a_mask_that_the_model_changes_is_refused():
                 attention_mask = attention_mask * (input_ids != 102).long()
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Masking(transformers.BertConfig(vocab_size=100, **sizes))  # the proof has no such token
+    model = Masking(tiny_config("bert", SEQUENCE, vocab_size=100, num_hidden_layers=1))  # the proof has no such token
     hfp.patch_model(model)
     model.resize_token_embeddings(128)
     model(input_ids=torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
@@ -158,17 +137,13 @@ def test_an_encoder_that_was_replaced_is_refused():
 
 
 def test_packed_rows_are_the_same_before_and_after_a_padded_batch():
-    sizes = {"vocab_size": 128, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
-    config = transformers.AlbertConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
-    stock = transformers.AlbertForPreTraining(config).double().eval()
-    model = hfp.patch_model(copy.deepcopy(stock))
-    packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents()])
-    labels = packed.pop("labels")
-    before = model(**packed).prediction_logits
+    stock = transformers.AlbertForPreTraining(tiny_config("albert", "masked")).double().eval()
+    model, batch = hfp.patch_model(copy.deepcopy(stock)), packed_rows(documents())
+    before = model(**batch.inputs).prediction_logits
     hfp.patch_model(model, padded=True)
     check(stock, model, rows_of(documents()), SEQUENCE, close=1e-5)
-    assert torch.equal(model(**packed).prediction_logits, before)
-    assert before.shape[:2] == labels.shape
+    assert torch.equal(model(**batch.inputs).prediction_logits, before)
+    assert before.shape[:2] == batch.inputs["input_ids"].shape
 
 
 def test_a_generate_of_the_users():
@@ -229,6 +204,7 @@ def test_several_choices_in_each_row():
     assert torch.allclose(model(**batch).logits, expected, atol=1e-12)
 
 
+NO_WEIGHTS = "output_attentions: expected False on a patched model and"
 WEIGHTS = [("gpt2", "causal"), ("llama", "causal"), ("bloom", "causal"), ("bert", SEQUENCE), ("t5", TOKEN)]
 
 
@@ -239,22 +215,22 @@ def test_attention_weights_are_refused_on_every_route(name, kind):
     with suppress(ValueError):  # T5 has no other
         stock.set_attn_implementation("eager")
     model = hfp.patch_model(copy.deepcopy(stock), padded=True)
-    rows = documents()
+    rows, refused = documents(), partial(pytest.raises, hfp.PackingError, match=NO_WEIGHTS)
     batches = [padded(rows, "right")[0]]
     if kind == "causal":
-        batches.append(hfp.PackingCollator()([{"input_ids": tokens} for tokens in rows]))
+        batches.append(packed_rows(rows).inputs)
         filled = {"input_ids": torch.tensor([[5, 6, 7]]), "use_cache": True, "output_attentions": True}
         assert torch.equal(model(**filled).attentions[0], stock(**filled).attentions[0])  # as without the patch
     for batch in batches:
-        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
+        with refused():
             model(**batch, output_attentions=True)
         model(**batch, output_attentions=False)
         model.config.__dict__["_output_attentions"] = True  # as a configuration that was loaded with it
-        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
+        with refused():
             model(**batch)
         model.config.__dict__["_output_attentions"] = False
     with hfp.unpatch_model(model):
         assert len(model(**batches[0], output_attentions=True).attentions[0]) == len(rows)
     stock.config.output_attentions = True
-    with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model and"):
+    with refused():
         hfp.patch_model(stock)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 from transformers.masking_utils import (
     causal_mask_function,
@@ -26,9 +24,9 @@ class Attention(torch.nn.Module):
     is_causal = True
 
 
-def tensors(rows=1, tokens=12):
+def tensors():
     torch.manual_seed(0)
-    return [torch.randn(rows, heads, tokens, 8) for heads in (4, 2, 2)]
+    return [torch.randn(1, heads, 12, 8) for heads in (4, 2, 2)]
 
 
 LENGTHS = [5, 3, 4]
@@ -61,49 +59,46 @@ def test_outside_of_a_patched_model():
         packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 12]), max_length_q=7)
 
 
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    size=st.integers(1, 10),
-    kind=st.sampled_from(["window", "chunk"]),
-)
-@example(lengths=[5, 3, 4], size=2, kind="chunk")
-@example(lengths=[5, 3, 4], size=2, kind="window")
-def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind):
-    query, key, value = tensors(tokens=sum(lengths))
-    attended = attend(Attention(), query, key, value, LocalMask(**{kind: size}), lengths)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.cat([torch.arange(length) for length in lengths])
-    visible = (document[:, None] == document) & (place[:, None] >= place)
-    if kind == "window":
-        visible &= place[:, None] - place < size
-    else:
-        visible &= place[:, None] // size == place // size
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
-    assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
+SINKS = torch.arange(4) / 4
+GIVEN = [
+    (None, {}, {}),
+    (LocalMask(window=3), {}, {"window": 3}),
+    (LocalMask(chunk=2), {}, {"chunk": 2}),
+    (LocalMask(chunk=2), {"softcap": 2.0, "sliding_window": 3}, {"chunk": 2, "softcap": 2.0, "window": 3}),
+    (None, {"s_aux": SINKS}, {"sinks": SINKS}),
+]
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
-def test_what_a_kernel_is_given(mask):
+@pytest.mark.parametrize(("mask", "more", "options"), GIVEN)
+def test_what_exact_attention_and_kernels_are_given(mask, more, options):
     class Kernel(kernels.FlexKernel):
         attend = staticmethod(attend_exactly)
 
-    for more in ({}, {"s_aux": torch.arange(4) / 4}, {"softcap": 2.0, "sliding_window": 3}):
-        layer, given = Attention(), (*tensors(), mask)
-        with kernels.switched_off():
-            loop = attend(layer, *given, **more)
-        assert kernel_of(layer) == "exact attention, segment by segment"
-        kernels.KERNELS[:] = [Kernel("a kernel")]
-        assert torch.equal(attend(layer, *given, **more), loop)
-        assert kernel_of(layer) == "a kernel"
+    layer, given = Attention(), tensors()
+    expected = attend_exactly(*given, Layout.of(LENGTHS), scale=8**-0.5, is_causal=True, **options).transpose(1, 2)
+    with kernels.switched_off():
+        assert torch.equal(attend(layer, *given, mask, **more), expected)
+    assert kernel_of(layer) == "exact attention, segment by segment"
+    kernels.KERNELS[:] = [Kernel("a kernel")]
+    assert torch.equal(attend(layer, *given, mask, **more), expected)
+    assert kernel_of(layer) == "a kernel"
 
 
-def test_masks_of_custom_functions_are_refused():
-    overlaid = or_masks(causal_mask_function, causal_mask_function)
-    for how in ({"mask_function": overlaid}, {"use_vmap": True}):
-        with pytest.raises(hfp.PackingError, match="does not support a mask made of custom functions"):
-            packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, **how)
+LOCAL = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"mask_function": or_masks(causal_mask_function, causal_mask_function)}, "a mask made of custom functions"),
+        ({"use_vmap": True}, "a mask made of custom functions"),
+        *(({"config": LOCAL, "local_size": size}, f"got a local mask of {size} tokens") for size in (3, 5)),
+    ],
+)
+def test_masks_of_other_kinds_are_refused(how, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        packed_varlen_mask(batch_size=1, q_length=9, kv_length=9, **how)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +114,7 @@ def test_masks_of_transformers(create, sizes, mask):
     register()
     config = PreTrainedConfig(attn_implementation=NAME, **sizes)
     given = {"inputs_embeds": torch.zeros(1, 9, 2), "attention_mask": None}
-    if "bidirectional" not in create.__name__:
-        given |= {"cache": None}
+    given |= {} if "bidirectional" in create.__name__ else {"cache": None}
     assert create(config, **given) == mask
     given["attention_mask"] = torch.ones(1, 9, dtype=torch.bool).tril(-1)
     assert isinstance(create(config, **given), torch.Tensor)
-
-
-def test_a_local_mask_of_another_kind_is_refused():
-    config = PreTrainedConfig(sliding_window=3, attention_chunk_size=3)
-    for size in (3, 5):
-        with pytest.raises(hfp.PackingError, match=f"got a local mask of {size} tokens"):
-            packed_varlen_mask(batch_size=1, q_length=9, kv_length=9, config=config, local_size=size)

@@ -30,6 +30,9 @@ TORCH = KNOWN["torch varlen_attn"]
 
 NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
 
+LISTS = [f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")]
+"""The arguments of a BlockMask that list blocks."""
+
 
 def of_torch(given):
     """torch: causal attention is a window up to 0, and heads must be equal."""
@@ -43,22 +46,10 @@ def of_flash_attn(given):
     """flash-attn: `causal` sets the right side of the window to 0."""
     left, right = given["window_size"]
     right = 0 if given["causal"] else right
-    rare = (
-        "s_aux",
-        "alibi_slopes",
-        "block_table",
-        "seqused_q",
-        "seqused_k",
-        "qv",
-        "q_descale",
-        "k_descale",
-        "v_descale",
-    )
-    assert all(given.get(name) is None for name in rare)
-    scale, softcap = given["softmax_scale"], given["softcap"] or None
-    output = exact(
-        given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, softcap=softcap
-    )
+    rare = "s_aux alibi_slopes block_table seqused_q seqused_k qv q_descale k_descale v_descale"
+    assert all(given.get(name) is None for name in rare.split())
+    scale, tensors, softcap = given["softmax_scale"], [given[each] for each in "qkv"], given["softcap"] or None
+    output = exact(*tensors, given, "cu_seqlens", "max_seqlen", scale, left, right, softcap=softcap)
     return (output, None) if "pack_gqa" in given else output  # flash-attn 3 also returns log-sum-exps
 
 
@@ -71,10 +62,10 @@ def exact(query, key, value, given, borders, longest, scale, left, right, **opti
     assert right in (0, left), "only windows to both sides, or to the left"
     tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
-    if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
-        return at_last_keys(*tensors, borders, window=None if left < 0 else left + 1, **options)[0].transpose(0, 1)
-    layout = Layout.of([length for length in borders[0].diff().tolist() if length])
     window = None if left < 0 else left + 1
+    if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
+        return at_last_keys(*tensors, borders, window=window, **options)[0].transpose(0, 1)
+    layout = Layout.of([length for length in borders[0].diff().tolist() if length])
     return attend_exactly(*tensors, layout, window=window, **options)[0].transpose(0, 1)
 
 

@@ -1,6 +1,7 @@
 """Llama with a module that lets documents affect each other in a regime that short documents do not reach."""
 
 import torch
+import transformers
 from tiny_models import build
 from torch import nn
 
@@ -139,3 +140,21 @@ def leaky(regime):
     wrapped = regime in ("token", "segments")
     setattr(model.get_submodule(parent), name, kind(inner) if wrapped else Behind(inner, kind()))
     return model, f"{kind.__name__} ({place if wrapped else f'{place}.leak'})"
+
+
+def with_embeddings(size, dtype, factor):
+    """A model whose norms undo the size of its embeddings, so that gradients are large or small where outputs are not,
+    and whose head multiplies the gradients of padded batches by a factor."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=128, pad_token_id=0, num_labels=3, **sizes)
+    model = transformers.LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(size)
+
+    def change(_, __, output):
+        if len(output) > 1 and output.requires_grad:
+            output.register_hook(lambda gradient: factor * gradient)
+
+    model.score.register_forward_hook(change)
+    return model.to(dtype)

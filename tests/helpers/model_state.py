@@ -18,6 +18,8 @@ def state_of(model):
         "hooks": [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in modules],
         "modes": [module.training for module in modules],
         "gradients": [(parameter.requires_grad, parameter.grad is None) for parameter in parameters],
-        "values": {name: hash(tuple(tensor.double().flatten().tolist())) for name, tensor in tensors.items()},
+        "values": {
+            name: hash(tuple(tensor.double().nan_to_num(0.5).flatten().tolist())) for name, tensor in tensors.items()
+        },
         "chance": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
     }
