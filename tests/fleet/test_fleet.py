@@ -31,11 +31,6 @@ from hf_packing.fleet.pack_files import group_files
 pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("fleet") / "files")
-
-
 def check_law(packed, strategy=STRATEGY, **settings):
     """Check that each packed file has the rows that `pack` makes of the files of its task, and return all rows."""
     tables = []
@@ -294,14 +289,3 @@ def test_the_command(files, tmp_path, capsys):
     check_law(read_manifest(str(tmp_path / "array")))
     check_complete(tmp_path / "array")
     assert read_manifest(str(tmp_path / "array")).counts["num_documents"] == facts["num_documents"]
-
-
-def test_flags_that_do_not_fit(files, tmp_path, capsys):
-    out = ["--output", str(tmp_path / "out")]
-    for named, flags in (
-        ("--task", [files[0], *out, "--task", "4/3"]),
-        ("--overwrite", [files[0], *out, "--workers", "1", "--overwrite"]),
-        ("DATA", [*files, *out]),
-    ):
-        assert main(["pack", *flags]) == 2
-        assert named in capsys.readouterr().err
