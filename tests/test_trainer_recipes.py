@@ -248,6 +248,11 @@ REFUSED = [
     ("mlm", None, ("--model", MODEL), "--model: expected one whose tokenizer has a mask token"),
     ("mlm", None, ("--mlm_probability", "1.5"), "mlm_probability should be between 0 and 1"),
     ("mlm", None, ("--no_such_flag", "1"), "--no_such_flag"),
+    *(
+        (loop, None, (flag, "0"), f"{flag}: expected an integer from 1, got 0")
+        for loop in ("accelerate_loop", "pretrain_bucket")
+        for flag in ("--gradient_accumulation_steps", "--num_train_epochs", "--save_steps")
+    ),
     ("squad", [{"question": "a", "context": "b"}], (), "--data: expected columns question, context, answers, got no a"),
     (
         "squad",
@@ -287,6 +292,10 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path, capsys):
     with pytest.raises(ValueError, match="--learning_rate: expected .*, as in the checkpoint, got 0.5"):
         MAIN[recipe]([*flags, *LAST, "--learning_rate", "0.5", "--max_steps", "3"])
     assert written == (out.stat().st_mtime_ns, (out / "model.safetensors").stat().st_mtime_ns)
+    (out / "model.safetensors").unlink()  # as if it was killed before it saved the model
+    with pytest.raises(SystemExit, match="^0$"):
+        MAIN[recipe]([*flags, *LAST])
+    assert weights(out) == trained
     (out / "model.safetensors").unlink()
     state = out / "checkpoint-2" / "trainer_state.json"
     state.write_text(state.read_text()[:100])

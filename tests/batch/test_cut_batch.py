@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_packing as hfp
 from hf_packing.batch.segments import with_segments_cut
@@ -44,9 +43,6 @@ def test_borders_are_those_of_cut_rows(lengths, of_copy, copy_first, longest):
             assert cut[name].dtype == wanted.dtype
         else:
             assert cut[name] == wanted
-    found = find_packed_sequence_indices(cut["position_ids"])  # law 9
-    segments = [number for number, length in enumerate(cut["cu_seq_lens_q"].diff().tolist()) for _ in range(length)]
-    assert found is None or found[0].tolist() == segments
     assert (cut["labels"] == -100).sum() == len(lengths) + len(of_copy)  # the first of each document, not of each piece
     assert (cut["seq_idx"] < 0).sum() == sum(of_copy)
 

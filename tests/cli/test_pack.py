@@ -10,22 +10,33 @@ import hf_packing as hfp
 from hf_packing.cli import main
 
 
-def test_pack(capsys, tmp_path, data, tokenizer, words):
-    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+@pytest.fixture
+def given(tmp_path, data, tokenizer):
+    return ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+
+
+def test_pack(capsys, tmp_path, given, monkeypatch):
+    """The plan is that of the rows, also where planning twice would give two plans, as with a time limit."""
+    plans = []
+    plan_lengths = hfp.BestFit.plan_lengths
+
+    def planned(_, lengths):
+        plans.append(lengths)
+        return plan_lengths(hfp.BestFit(16, seed=len(plans)), lengths)
+
+    monkeypatch.setattr(hfp.BestFit, "plan_lengths", planned)
     assert main(given) == 0
     assert "300 documents" in capsys.readouterr().out
-    packed = datasets.load_from_disk(tmp_path / "packed")
-    lengths = [number % 13 + 1 for number in range(300)]
-    assert sorted(length for row in packed["seq_lengths"][:] for length in row) == sorted(lengths)
-    assert set(packed.column_names) == {"input_ids", "labels", "position_ids", "seq_lengths"}
-    assert (
-        hfp.unpack(packed, hfp.PackingPlan.load(tmp_path / "packed" / "plan"))["input_ids"][12] == [words["one"]] * 13
-    )
+    packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert hfp.unpack(packed, plan)["input_ids"][:] == [[2] * (number % 13 + 1) for number in range(300)]
+    assert len(plans) == 2, "once to see that the strategy can plan, and once for the documents"
     assert main(given) == 2
     assert "--output: expected a folder that does not exist" in capsys.readouterr().err
     assert main([*given, "--overwrite", "--strategy", "first_come", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_documents"] == 300
-    assert len(datasets.load_from_disk(tmp_path / "packed")) > len(packed)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_documents"], found["strategy"]) == (300, "FirstCome(16)")
+    assert found["rows"] == found["num_packs"] == len(datasets.load_from_disk(tmp_path / "packed")) > len(packed)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
@@ -90,36 +101,14 @@ def test_lines_with_tokens_need_no_tokenizer(tmp_path, flags):
     assert main([*given, *flags, "--skip-bad"]) == 2
 
 
-def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
-    assert main(["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path), "--overwrite"]) == 2
+def test_only_a_dataset_is_overwritten(capsys, tmp_path, given):
+    assert main([*given[:-1], str(tmp_path), "--overwrite"]) == 2
     assert "--overwrite: expected a saved dataset to replace" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
 
 
-def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
-    """Also where planning twice would give two plans, as with a time limit."""
-    plans = []
-    plan_lengths = hfp.BestFit.plan_lengths
-
-    def planned(_, lengths):
-        plans.append(lengths)
-        return plan_lengths(hfp.BestFit(16, seed=len(plans)), lengths)
-
-    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
-    monkeypatch.setattr(hfp.BestFit, "plan_lengths", planned)
-    assert main([*given, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
-    assert found["rows"] == found["num_packs"] == len(packed) == plan.num_packs
-    assert found["strategy"] == "BestFit(16)"
-    lengths = [number % 13 + 1 for number in range(300)]
-    assert list(map(len, hfp.unpack(packed, plan)["input_ids"][:])) == lengths
-    assert len(plans) == 2, "once to see that the strategy can plan, and once for the documents"
-
-
 @pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack.put_in_place"])
-def test_an_interrupted_run_leaves_nothing_and_changes_nothing(capsys, tmp_path, data, tokenizer, monkeypatch, where):
-    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+def test_an_interrupted_run_leaves_nothing_and_changes_nothing(capsys, tmp_path, given, monkeypatch, where):
     for before in (set(), {"packed"}):
         if before:
             assert main(given) == 0
@@ -132,8 +121,7 @@ def test_an_interrupted_run_leaves_nothing_and_changes_nothing(capsys, tmp_path,
     assert datasets.load_from_disk(tmp_path / "packed").to_dict() == rows
 
 
-def test_what_another_run_has_written_meanwhile_is_not_overwritten(capsys, tmp_path, data, tokenizer, monkeypatch):
-    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
+def test_what_another_run_has_written_meanwhile_is_not_overwritten(capsys, tmp_path, given, monkeypatch):
     save = datasets.Dataset.save_to_disk
 
     def save_twice(dataset, folder):
@@ -156,11 +144,8 @@ def test_documents_without_tokens_are_refused(capsys, tmp_path, tokenizer):
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_dataset_is_written_where_a_link_points(tmp_path, data, tokenizer):
-    (tmp_path / "link").symlink_to(tmp_path / "large_disk")
-    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "link")]
-    assert main(given) == 0
-    assert main(given) == 2
-    assert main([*given, "--overwrite"]) == 0
-    assert (tmp_path / "link").is_symlink()
+def test_a_dataset_is_written_where_a_link_points(tmp_path, given):
+    (tmp_path / "packed").symlink_to(tmp_path / "large_disk")
+    assert [main(given), main(given), main([*given, "--overwrite"])] == [0, 2, 0]
+    assert (tmp_path / "packed").is_symlink()
     assert len(datasets.load_from_disk(tmp_path / "large_disk")) > 0

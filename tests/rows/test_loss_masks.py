@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.columns import apply_loss_masks, find_unmasked_label
+from hf_packing.columns import apply_loss_masks
 
 NAMES = ("completion_mask", "assistant_masks")
 
@@ -53,7 +53,9 @@ def test_pack_and_map_apply_masks(columns):
     assert set(NAMES).isdisjoint(mapped)
 
 
-def test_pack_says_so_and_also_from_the_cache(tmp_path):
+def test_map_and_pack_say_so_and_pack_also_from_the_cache(tmp_path):
+    with pytest.warns(UserWarning, match="packing applies assistant_masks to labels: tokens with a 0 are not"):
+        assert hfp.BestFit(8)({"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]})["labels"] == [[-100, 6]]
     columns = {"input_ids": [[5, 6, 7, 8], [9, 10]], "completion_mask": [[0, 0, 1, 1], [1, 1]]}
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "documents")
     dataset = datasets.load_from_disk(tmp_path / "documents")
@@ -63,27 +65,9 @@ def test_pack_says_so_and_also_from_the_cache(tmp_path):
     assert sorted(label for row in packed["labels"] for label in row) == [-100, -100, -100, 7, 8, 10]
 
 
-def test_map_says_so():
-    batch = {"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]}
-    expected = "packing applies assistant_masks to labels: tokens with a 0 are not trained on"
-    with pytest.warns(UserWarning, match=expected):
-        assert hfp.BestFit(8)(batch)["labels"] == [[-100, 6]]
-
-
 @pytest.mark.parametrize("kind", [np.int8, np.uint16, np.uint32, np.int32, np.int64])
 def test_any_integers_are_masked(kind):
     labels = np.array([5, 6, 7], dtype=kind)
-    masked = apply_loss_masks(
-        labels, {"completion_mask": np.array([True, False, True]), "assistant_masks": np.array([1, 1, 0])}
-    )
-    assert masked.tolist() == [5, -100, -100]
+    masks = {"completion_mask": np.array([True, False, True]), "assistant_masks": np.array([1, 1, 0])}
+    assert apply_loss_masks(labels, masks).tolist() == [5, -100, -100]
     assert labels.tolist() == [5, 6, 7]
-
-
-def test_the_first_label_that_a_mask_leaves_out():
-    labels, masks = (
-        np.array([-100, 6, 7]),
-        {"completion_mask": np.array([0, 1, 1]), "assistant_masks": np.array([0, 1, 0])},
-    )
-    assert find_unmasked_label(labels, masks) == ("assistant_masks", 2)
-    assert find_unmasked_label(apply_loss_masks(labels, masks), masks) is None

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from tiers import fast_only
 
 import hf_packing as hfp
+from hf_packing.sampling.sizes import sizes_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To copy construct from a tensor:UserWarning",  # of datasets
@@ -63,16 +64,13 @@ class TestFormats:
         assert rows_of(packed) == PACKED
 
     def test_streams_that_would_keep_or_lose_columns(self, documents, form):
-        stream = documents.to_iterable_dataset().with_format(form)
-        tables = form in ("arrow", "pandas")
-        packed = stream.map(STRATEGY, batched=True, remove_columns=documents.column_names if tables else ["text"])
-        expected = (
-            r"expected no columns of packed rows, got \['input_ids', 'labels'\]"
-            if tables
-            else r"expected \['attention_mask'\] to be removed, .* map\(strategy, batched=True, remove_columns="
-        )
+        stream, columns = documents.to_iterable_dataset().with_format(form), ["text"]
+        expected = r"expected \['attention_mask'\] to be removed, .* map\(strategy, batched=True, remove_columns="
+        if form in ("arrow", "pandas"):
+            columns = documents.column_names
+            expected = r"expected no columns of packed rows, got \['input_ids', 'labels'\]"
         with pytest.raises(hfp.PackingError, match=f"remove_columns: {expected}"):
-            next(iter(packed))
+            next(iter(stream.map(STRATEGY, batched=True, remove_columns=columns)))
 
 
 def test_columns_that_are_left_out_unasked_are_named(documents):
@@ -94,21 +92,15 @@ def test_processes(documents, form):
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"with_indices": True}, "list"),
-        ({"input_columns": ["input_ids", "labels"]}, "list"),
-        ({"fn_kwargs": {"max_length": 8}}, "max_length"),
+        ({"with_indices": True}, "no arguments besides the batch, got list; call map without"),
+        ({"input_columns": ["input_ids", "labels"]}, "no arguments besides the batch, got list; call map without"),
+        ({"fn_kwargs": {"max_length": 8}}, "no arguments besides the batch, got max_length; call map without"),
+        ({"input_columns": "input_ids"}, "a mapping of .* got list; .* do not set input_columns"),
     ],
 )
 def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
-    with pytest.raises(
-        hfp.PackingError, match=f"expected no arguments besides the batch, got {given}; call map without"
-    ):
+    with pytest.raises(hfp.PackingError, match=f"expected {given}"):
         documents.map(STRATEGY, batched=True, **options)
-
-
-def test_a_single_input_column(documents):
-    with pytest.raises(hfp.PackingError, match="expected a mapping of .* got list; .* do not set input_columns"):
-        documents.map(STRATEGY, batched=True, input_columns="input_ids")
 
 
 @pytest.mark.parametrize("form", [None, "numpy", "torch"])
@@ -124,6 +116,15 @@ def test_a_batch_that_was_changed_before_it_is_packed(documents):
 
     packed = documents.map(without_labels, batched=True, remove_columns=documents.column_names)
     assert packed["labels"][:] == [[-100] * 4, [-100] * 2]
+
+
+def test_a_first_batch_without_tokens():
+    """Its lists have no type; weights of the next batch are no integers."""
+    document = {"input_ids": [5, 6], "weights": [0.5, 1.0]}
+    documents = Dataset.from_list([{name: [] for name in document}] * 2 + [document])
+    for source in (documents, documents.to_iterable_dataset()):
+        packed = source.map(STRATEGY, batched=True, batch_size=2, remove_columns=list(document))
+        assert [row["weights"] for row in packed] == [[0.5, 1.0]]
 
 
 def test_batches_by_hand():
@@ -147,3 +148,6 @@ class TestTransforms:
         with pytest.warns(UserWarning, match=r"map keeps the transform of a dataset.*with_format\(None\)"):
             packed = transformed.map(STRATEGY, batched=True, remove_columns=documents.column_names)
         assert packed.with_format(None)["labels"][:] == [[-100] * 4, [-100] * 2]
+        with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths .*with_format"):
+            sizes_of(packed)
+        assert sizes_of(packed.with_format(None)).packed

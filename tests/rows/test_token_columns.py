@@ -4,14 +4,14 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
 import hf_packing.rows.token_columns
 from hf_packing.planning.lengths import Pieces
-from hf_packing.rows.token_columns import TokenColumn, blocks_of_rows
+from hf_packing.rows.token_columns import TokenColumn
 
 STRATEGY = hfp.BestFit(8)
 
@@ -45,37 +45,10 @@ def test_gather_is_slicing(case, data):
     assert gathered.dtype == column.type.value_type.to_pandas_dtype()
 
 
-def test_fixed_size_lists_and_booleans():
-    column = TokenColumn(
-        "mask", pa.chunked_array([pa.array([[True, False], [True, True]], type=pa.list_(pa.bool_(), 2))])
-    )
-    assert column.gather_rows(np.array([1, 0])).tolist() == [True, True, True, False]
-
-
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
-def test_blocks_cover_all_rows_within_their_budget(row_tokens, tokens):
-    blocks = list(blocks_of_rows(np.array(row_tokens, dtype=np.int64), tokens))
-    assert [row for first, end in blocks for row in range(first, end)] == list(range(len(row_tokens)))
-    assert all(end - first == 1 or sum(row_tokens[first:end]) <= tokens for first, end in blocks)
-
-
-def test_a_batch_of_a_stream_without_a_token():
-    weights = {"input_ids": [5, 6], "weights": [0.5, 1.0], "labels": [5, 6]}
-    rows = [{name: [] for name in weights}] * 2 + [weights] * 2
-    stream = IterableDataset.from_generator(lambda: iter(rows)).map(STRATEGY, batched=True, batch_size=2)
-    (packed,) = stream
-    assert packed["weights"] == [0.5, 1.0] * 2
-
-
 def test_lists_that_are_empty_beside_tokens_are_left_out():
     with pytest.warns(UserWarning, match="leaves out columns without one number for each token: 'tools'"):
         packed = hfp.pack(Dataset.from_dict({"input_ids": [[5, 6], [7]], "tools": [[], []]}), STRATEGY)
     assert "tools" not in packed.column_names
-
-
-def test_a_split_without_rows_or_types():
-    packed = hfp.pack(Dataset.from_dict({"input_ids": [], "labels": [], "attention_mask": []}), STRATEGY)
-    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
 
 
 @pytest.mark.parametrize("padded", [0, 1, 3])

@@ -102,16 +102,6 @@ def test_the_cache_knows_what_is_hidden(documents):
     assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
 
 
-class TestTransforms:
-    def test_one_that_map_has_kept_hides_no_borders(self, documents):
-        transformed = documents.with_transform(lambda batch: {"input_ids": batch["input_ids"]})
-        with pytest.warns(UserWarning, match="map keeps the transform"):
-            packed = transformed.map(hfp.BestFit(8), batched=True, remove_columns=documents.column_names)
-        with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths .*with_format"):
-            sizes_of(packed)
-        assert sizes_of(packed.with_format(None)).packed
-
-
 @pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
 def test_what_map_would_hide_of_packed_rows(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")

@@ -87,22 +87,6 @@ def test_map_stores_int32(strategy, form):
     assert packed.with_format(None)[:] == strategy(BATCH)
 
 
-def test_map_over_numpy_torch_and_streams():
-    documents = Dataset.from_dict(BATCH).select_columns(["input_ids", "labels"])
-    expected = hfp.BestFit(4)(BATCH)["labels"]
-    for form in ("numpy", "torch"):
-        packed = documents.with_format(form).map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
-        assert packed.with_format(None)["labels"][:] == expected
-    stream = documents.to_iterable_dataset().map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
-    assert [row["labels"] for row in stream] == expected
-
-
-def test_map_over_a_first_batch_without_tokens():
-    documents = Dataset.from_dict({"input_ids": [[], [], [1, 2]], "weights": [[], [], [0.5, 1.0]]})
-    packed = documents.map(hfp.BestFit(32), batched=True, batch_size=2, remove_columns=documents.column_names)
-    assert packed["weights"][:] == [[0.5, 1.0]]
-
-
 def test_map_is_cached_by_version(tmp_path, monkeypatch):
     Dataset.from_dict(BATCH).save_to_disk(tmp_path / "documents")
     documents = Dataset.load_from_disk(tmp_path / "documents")
@@ -131,9 +115,6 @@ def test_a_batch_without_documents():
     assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
     assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
     assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
-    with pytest.warns(UserWarning, match="pack skips 2 documents without a token"):
-        packed = hfp.pack(Dataset.from_dict({"input_ids": [[], []]}), hfp.BestFit(4))
-    assert len(packed) == 0
 
 
 def test_lengths_are_those_of_a_dataset():
@@ -155,9 +136,7 @@ def test_lengths_are_those_of_a_dataset():
 def test_texts_are_told_how_to_become_tokens(columns):
     documents = Dataset.from_dict(columns)
     for call in (hfp.pack, hfp.plan_packing, lambda rows, _: hfp.packing_report(rows)):
-        with pytest.raises(
-            hfp.PackingError, match="column 'input_ids': .*; hf_packing.tokenize makes it from texts and chats"
-        ):
+        with pytest.raises(hfp.PackingError, match="column 'input_ids': .*; hf_packing.tokenize makes it from texts"):
             call(documents, hfp.BestFit(4))
 
 

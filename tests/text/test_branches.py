@@ -99,17 +99,17 @@ REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next"}
 """The first two open the thinking in the generation prompt, but not in turns. The last one needs lists of parts."""
 
 
+assert len(FROM_TRL) > 60
+assert {f"{name}_training" for name in REFUSED} | REFUSED <= FROM_TRL.keys()
+
+
 @pytest.mark.filterwarnings("ignore:branches")
 @pytest.mark.parametrize("name", FROM_TRL)
 def test_templates_of_published_models(name):
     special = re.findall(r"<[|\uff5c][^<>]*?[|\uff5c]>|<turn\|>|<(?:end_of_turn|end_of_utterance)>", FROM_TRL[name])
     tokenizer = tokenizer_with(FROM_TRL[name], ["<s>", *sorted({*special, "<|endoftext|>"})])
-    first, last = ("thought one", "thought two")
     messages = [
-        user("one"),
-        assistant("two", first, thinking=first),
-        user("three"),
-        assistant("four", last, thinking=last),
+        {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in CHAT
     ]
     if name.removesuffix("_training") in REFUSED:
         with pytest.raises(PackingError, match="^message 1: expected "):
@@ -119,11 +119,6 @@ def test_templates_of_published_models(name):
         messages = PLAIN
     documents = hfp.branches(messages, tokenizer)
     check(tokenizer, documents, messages, (1, 3))
-
-
-def test_there_are_many_templates_of_published_models():
-    assert len(FROM_TRL) > 60
-    assert {f"{name}_training" for name in REFUSED} | REFUSED <= FROM_TRL.keys()
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +150,8 @@ def test_arguments_for_the_template(qwen3):
     check(qwen3, documents, plain, (1,), **quiet)
     assert trained(qwen3, documents) == ["two<|im_end|>"]
     batch = {"messages": [plain] * 2, "chat_template_kwargs": [{"enable_thinking": True}, None]}
-    assert trained(qwen3, hfp.branches(batch, qwen3, chat_template_kwargs=quiet)) == [
-        "<think>\n\n</think>\n\ntwo<|im_end|>",
-        "two<|im_end|>",
-    ]
+    texts = trained(qwen3, hfp.branches(batch, qwen3, chat_template_kwargs=quiet))
+    assert texts == ["<think>\n\n</think>\n\ntwo<|im_end|>", "two<|im_end|>"]
     with pytest.raises(PackingError, match=r"message 1: .*the prompt has .*'enable_thinking': False"):
         hfp.branches(CHAT, qwen3, chat_template_kwargs=quiet)
 
@@ -166,9 +159,8 @@ def test_arguments_for_the_template(qwen3):
 def test_only_turns_of_the_completion_make_documents():
     tokenizer = TOKENIZERS["stripped"]
     batch = {"prompt": [CHAT[:3], CHAT[:1]], "completion": [CHAT[3:], CHAT[1:]], "other": [1, 2]}
-    first, last = ({name: column[:1] for name, column in hfp.branches(CHAT[:n], tokenizer).items()} for n in (2, 4))
-    last = {name: column[-1:] for name, column in hfp.branches(CHAT, tokenizer).items()}
-    assert hfp.branches(batch, tokenizer) == {name: last[name] + first[name] + last[name] for name in last}
+    both = hfp.branches(CHAT, tokenizer)
+    assert hfp.branches(batch, tokenizer) == {name: [last, first, last] for name, (first, last) in both.items()}
 
 
 def test_map_makes_documents_that_can_be_packed():
@@ -281,19 +273,14 @@ def test_bad_conversations_can_be_left_out():
     batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
     with pytest.raises(PackingError, match="^row 1 of the batch, message 2: "):
         hfp.branches(batch, tokenizer)
-    message = (
-        "2 of 4 conversations cannot be used and are left out, the first because of row 1 of the batch, message 2: "
-    )
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch, message 2: "):
         documents = hfp.branches(batch, tokenizer, skip_bad=True)
     assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
 
 
 def test_tokenizers_without_a_template_are_refused():
     for tokenizer in tokenizer_with(None), object():
-        with pytest.raises(
-            PackingError, match=f"expected a tokenizer with a chat template, got {type(tokenizer).__name__}"
-        ):
+        with pytest.raises(PackingError, match=f"tokenizer with a chat template, got {type(tokenizer).__name__}"):
             hfp.branches(CHAT, tokenizer)
 
 
@@ -302,12 +289,7 @@ def test_a_tokenizer_that_cannot_tokenize_turns_alone_is_refused():
     known = {each: number for number, each in enumerate(["▁", "A", "b", "▁A", "Ab", "▁Ab", "</s>"])}
     backend = Tokenizer(models.BPE(known, [("▁", "A"), ("▁A", "b")]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    template = (
-        "{{ messages[1].content }}{% if add_generation_prompt %}A{% else %}A{{ messages[-1].content }}{% endif %}"
-    )
+    template = "{{ messages[1].content }}A{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
-    message = (
-        "message 2: expected a tokenizer that can tokenize a turn apart from its prompt, but 'A' and 'b</s>' become"
-    )
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(PackingError, match=r"message 2: .* tokenize a turn apart from .*, but 'A' and 'b</s>' become"):
         hfp.branches([user(""), user(""), assistant("b</s>")], tokenizer)

@@ -35,10 +35,9 @@ def zipped(*texts):
 def read(tmp_path, words):
     """A function that returns the texts of documents, and what it has read them with."""
 
-    def read_texts(data, tokenizer=None, **options):
+    def read_texts(data, **options):
         documents = Documents(str(data), **options)
-        tokenizer = replace(text_tokenizer(tokenizer or words), end=None)
-        tokens = documents.tokens(tokenizer, tmp_path / "tokens.arrow")
+        tokens = documents.tokens(replace(text_tokenizer(words), end=None), tmp_path / "tokens.arrow")
         return [words.decode(ids) for ids in tokens["input_ids"]], documents
 
     return read_texts
@@ -162,29 +161,20 @@ def test_the_format_of_a_saved_dataset_does_not_change_rows(tmp_path, read, form
         ({"data": "{folder}/splits", "split": "test"}, "data"),
         ({"data": "{folder}/saved", "split": "test"}, "data"),
         ({"data": "nobody/nothing"}, "data"),
+        ({"data": "{folder}/a.txt", "tokenizer": None}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl"}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl", "tokenizer": None, "skip_bad": True}, "skip_bad"),
     ],
 )
-def test_refused(tmp_path, read, options, argument):
+def test_refused(tmp_path, words, options, argument):
     (tmp_path / "a.txt").write_text("one")
+    write_lines(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2]}])
     write_splits(tmp_path / "splits", ROWS)
     write_saved(tmp_path / "saved", ROWS)
-    options = {name: value.format(folder=tmp_path) for name, value in options.items()}
+    options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
+    tokenizer = options.pop("tokenizer", words)
     with pytest.raises(PackingError, match=f"^{argument}: expected "):
-        read(options.pop("data"), **options)
-
-
-@pytest.mark.parametrize(
-    ("row", "tokenizer", "options", "argument"),
-    [
-        ({"text": "one"}, False, {}, "tokenizer"),
-        ({"input_ids": [1, 2]}, True, {}, "tokenizer"),
-        ({"input_ids": [1, 2]}, False, {"skip_bad": True}, "skip_bad"),
-    ],
-)
-def test_arguments_that_do_not_fit_the_rows(tmp_path, words, row, tokenizer, options, argument):
-    documents = Documents(str(write_lines(tmp_path / "a.jsonl", [row])), **options)
-    with pytest.raises(PackingError, match=f"^{argument}: expected "):
-        documents.tokens(text_tokenizer(words) if tokenizer else None, tmp_path / "tokens.arrow")
+        Documents(options.pop("data"), **options).tokens(tokenizer and text_tokenizer(tokenizer), tmp_path / "t.arrow")
 
 
 @pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])

@@ -1,7 +1,6 @@
 """A row as text: which field it is known by, what chats become, and what is not trained on."""
 
 import json
-from itertools import pairwise
 
 import pytest
 from chat_templates import tokenizer_with
@@ -43,51 +42,39 @@ def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
     assert render(row, text_field=field).text == text
 
 
-def test_a_prompt_is_masked_with_the_separator():
-    row = {"prompt": "one", "completion": "two"}
-    assert render(row)[:2] == ("onetwo", [(3, 6)])
-    assert render(row, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
+def test_the_separator_belongs_to_the_prompt():
+    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
 
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
 TURN = ASKED + BEGUN + ANSWERED
+PAIR = {"prompt": [USER], "completion": [ASSISTANT]}
 
 
 @pytest.mark.parametrize(
-    ("row", "train_on", "pieces"),
+    ("row", "train_on", "text"),
     [
-        ({"messages": [USER, ASSISTANT]}, "all", [(TURN, True)]),
-        ({"messages": [USER, ASSISTANT] * 2}, None, [(ASKED + BEGUN, False), (ANSWERED, True)] * 2),
-        (
-            {"messages": [USER, ASSISTANT, USER]},
-            "assistant",
-            [(ASKED + BEGUN, False), (ANSWERED, True), (ASKED, False)],
-        ),
-        ({"messages": [ASSISTANT, USER]}, None, [(BEGUN, False), (ANSWERED, True), (ASKED, False)]),
-        ({"messages": [USER]}, "assistant", [(ASKED, False)]),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, None, [(ASKED + BEGUN, False), (ANSWERED, True)]),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, "all", [(TURN, True)]),
-        (
-            {"prompt": [USER], "completion": [ASSISTANT, USER]},
-            "completion",
-            [(ASKED + BEGUN, False), (ANSWERED + ASKED, True)],
-        ),
-        (
-            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
-            "assistant",
-            [(TURN + ASKED + BEGUN, False), (ANSWERED, True)],
-        ),
+        ({"prompt": "one", "completion": "two"}, None, "one[two]"),
+        ({"messages": [USER, ASSISTANT]}, "all", TURN),
+        ({"messages": [USER, ASSISTANT] * 2}, None, f"{ASKED}{BEGUN}[{ANSWERED}]" * 2),
+        ({"messages": [USER, ASSISTANT, USER]}, "assistant", f"{ASKED}{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [ASSISTANT, USER]}, None, f"{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [USER]}, "assistant", ASKED),
+        (PAIR, None, f"{ASKED}{BEGUN}[{ANSWERED}]"),
+        (PAIR, "all", TURN),
+        ({"prompt": [USER], "completion": [ASSISTANT, USER]}, "completion", f"{ASKED}{BEGUN}[{ANSWERED}{ASKED}]"),
+        (PAIR | {"prompt": [USER, ASSISTANT, USER]}, "assistant", f"{TURN}{ASKED}{BEGUN}[{ANSWERED}]"),
     ],
 )
-def test_pieces_that_are_trained_on(row, train_on, pieces):
+def test_what_is_trained_on(row, train_on, text):
+    """It stands in brackets, but for rows of which all is trained on."""
     rendered = render(row, train_on=train_on)
-    assert rendered.text == "".join(text for text, _ in pieces)
-    ends = [0]
-    for text, _ in pieces:
-        ends.append(ends[-1] + len(text))
-    spans = [span for span, (_, trained) in zip(pairwise(ends), pieces, strict=True) if trained]
-    assert rendered.trained == (None if train_on == "all" else spans)
+    marked = rendered.text
+    for begin, end in reversed(rendered.trained or []):
+        marked = f"{marked[:begin]}[{marked[begin:end]}]{marked[end:]}"
+    assert marked == text
+    assert (rendered.trained is None) == (train_on == "all")
 
 
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "Finds what is lost"}}]

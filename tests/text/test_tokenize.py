@@ -35,13 +35,10 @@ def columns(dataset):
 
 def of_trl(rows, tokenizer, **settings):
     """The tokens and labels that SFTTrainer trains on."""
-    args = SFTConfig(
-        "unused", use_cpu=True, bf16=False, report_to="none", max_length=None, shuffle_dataset=False, **settings
-    )
-    model = build("Llama", vocab_size=len(tokenizer))
-    return SFTTrainer(
-        model, args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
-    ).train_dataset
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
+    model, data = build("Llama", vocab_size=len(tokenizer)), datasets.Dataset.from_list(rows)
+    return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
 
 
 def ours(rows, template=CHATML, **settings):
@@ -169,8 +166,6 @@ def test_templates_that_rewrite_earlier_turns(template):
         (CHATS, {"train_on": "user"}, "train_on: "),
         (CHATS, {"train_on": "completion"}, "row 0: .*train_on='completion'"),
         ([{"body": "a"}], {}, "row 0: .*text_field"),
-        ([{"input_ids": [1]}], {}, "row 0: .*input_ids"),
-        ([{"body": 1}], {"text_field": "body"}, "row 0: .*'body'"),
     ],
 )
 def test_refused(rows, settings, message):
