@@ -34,21 +34,19 @@ def tiny_model(tmp_path_factory):
 LAST = ("--resume_from_checkpoint", "last")
 
 
-def options_of(data, model):
-    return "--data", data, "--model", model, "--max_tokens", 512
-
-
 @pytest.mark.slow
 def test_all_processes_have_the_same_bucket_each_time(tiny_model, tmp_path):
     """As accelerate starts them."""
-    command = [
-        Path(sys.executable).parent / "accelerate",
-        "launch",
-        "--config_file",
-        CPU,
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", CPU]
+    command += [
         RECIPES / "pretrain_bucket.py",
+        "--data",
+        write(tmp_path / "text.jsonl", texts()),
+        "--model",
+        tiny_model,
+        "--max_tokens",
+        512,
     ]
-    command += ["--data", write(tmp_path / "text.jsonl", texts()), "--model", tiny_model, "--max_tokens", 512]
     command += ["--buckets", 64, 128, 256, 512, "--output_dir", tmp_path / "out", "--max_steps", -1]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=HANGS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -68,18 +68,15 @@ def python(code: str) -> str:
 LOADED = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
 
 
-def test_importing_loads_nothing_heavy():
+def test_importing_and_planning_load_nothing_heavy():
     assert python(f"import hf_packing; {LOADED}") == "[]"
+    code = f"import hf_packing as hfp; hfp.plan_packing([1, 2], hfp.BestFit(4)).metrics(); {LOADED}"
+    assert python(code) == "[]"
 
 
 @pytest.mark.slow
 def test_that_the_import_test_would_see_torch():
     assert "torch" in python(f"import torch; import hf_packing; {LOADED}")
-
-
-def test_planning_needs_neither_torch_nor_datasets():
-    code = f"import hf_packing as hfp; hfp.plan_packing([1, 2], hfp.BestFit(4)).metrics(); {LOADED}"
-    assert python(code) == "[]"
 
 
 def test_namespace():
@@ -101,6 +98,7 @@ def imports_of(file: Path) -> set[str]:
 
 
 def test_imports_only_go_down():
+    assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "table.py")
     for file in PACKAGE.rglob("*.py"):
         if file == PACKAGE / "__init__.py":
             continue
@@ -114,10 +112,6 @@ def test_imports_only_go_down():
                 assert is_upward or not inner or inner[0] in allowed, f"{file} imports {name}"
             elif top not in sys.stdlib_module_names:
                 assert top in THIRD_PARTY[home], f"{file} imports {name}"
-
-
-def test_the_floor_test_sees_imports():
-    assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "table.py")
 
 
 def modules() -> dict[str, Path]:
@@ -142,17 +136,14 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_two_modules_import_each_other():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})
     files = modules()
     assert len(files) > 80
     called = {name for _, name in UPWARD}
     inside = {name: imports_of(file) & files.keys() - called for name, file in files.items() if name != "hf_packing"}
     assert sum(map(len, inside.values())) > 200
     assert not circles(inside)
-
-
-def test_the_circle_test_sees_circles():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert not circles({"a": {"b", "c"}, "b": {"c"}})
 
 
 @pytest.mark.parametrize("room", ["attention"])
@@ -162,11 +153,8 @@ def test_a_facade_is_the_only_door(room):
     assert doors == {f"hf_packing.{room}"}
 
 
-def test_errors_are_what_callers_catch():
+def test_errors_are_what_callers_catch_and_types_are_installed():
     assert issubclass(hfp.PackingError, ValueError)
     assert issubclass(hfp.MissingDependencyError, ImportError)
     assert issubclass(hfp.ModelNotSupportedError, hfp.PackingError)
-
-
-def test_typed():
     assert (PACKAGE / "py.typed").is_file()

@@ -98,11 +98,8 @@ def test_token_types_and_workers():
     assert all(torch.equal(batch[name], expected[name]) for name in expected)
 
 
-def test_a_row_without_tokens_counts_nothing():
+def test_rows_without_tokens_and_columns_of_the_documents():
     empty = {name: [] for name in ROW}
     batch, alone = hfp.PackingCollator()([empty, ROW, empty]), hfp.PackingCollator()([ROW])
     assert all(torch.equal(batch[name], alone[name]) for name in KEYS)
-
-
-def test_a_document_may_have_such_a_column_of_its_own():
     assert "ends" not in hfp.PackingCollator()([{"input_ids": [1, 2], "ends": [3], "trained": "yes"}])

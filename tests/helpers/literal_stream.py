@@ -1,5 +1,7 @@
 """The rows of a packed stream, made with lists in the plainest way, to compare packed streams with."""
 
+from plans import packs_of
+
 from hf_packing.planning.lengths import check_lengths
 
 
@@ -20,13 +22,7 @@ def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict
             window.append(left.pop(0))
             age.append(0)
         plan, is_open, all_wait, _ = strategy.plan_window(check_lengths([len(each) for each in window]), number)
-        packs = [
-            [
-                (int(plan.segment_document[s]), int(plan.segment_start[s]), int(plan.segment_length[s]))
-                for s in range(plan.pack_offsets[p], plan.pack_offsets[p + 1])
-            ]
-            for p in range(plan.num_packs)
-        ]
+        packs = packs_of(plan)
         capacity = plan.pack_capacity.tolist()
         free = [1 - sum(length for *_, length in pack) / capacity[p] for p, pack in enumerate(packs)]
         may_wait = [p for p in range(len(packs)) if is_open[p]]

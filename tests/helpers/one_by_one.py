@@ -1,25 +1,25 @@
 """Best fit and first fit, one document after the other: the packs, as lists of lengths."""
 
+from collections.abc import Callable, Iterable
 
-def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+Packs = list[list[int]]
+
+
+def best_fit(lengths: list[int], capacity: int) -> Packs:
     """Each document, the longest first, goes into the fullest pack that holds it."""
-    packs: list[list[int]] = []
-    for length in sorted(lengths, reverse=True):
-        pack = max((pack for pack in packs if sum(pack) + length <= capacity), key=sum, default=None)
-        if pack is None:
-            packs.append([length])
-        else:
-            pack.append(length)
-    return packs
+    return _place(lengths, capacity, lambda fitting: max(fitting, key=sum, default=None))
 
 
-def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+def first_fit(lengths: list[int], capacity: int) -> Packs:
     """Each document, the longest first, goes into the first pack that holds it."""
-    packs: list[list[int]] = []
+    return _place(lengths, capacity, lambda fitting: next(iter(fitting), None))
+
+
+def _place(lengths: list[int], capacity: int, choose: Callable[[Iterable[list[int]]], list[int] | None]) -> Packs:
+    packs: Packs = []
     for length in sorted(lengths, reverse=True):
-        pack = next((pack for pack in packs if sum(pack) + length <= capacity), None)
+        pack = choose(pack for pack in packs if sum(pack) + length <= capacity)
         if pack is None:
-            packs.append([length])
-        else:
-            pack.append(length)
+            packs.append(pack := [])
+        pack.append(length)
     return packs

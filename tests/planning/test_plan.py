@@ -24,9 +24,19 @@ def make(**changes):
     return hfp.PackingPlan(**(arrays | {name: np.array(value) for name, value in changes.items()}))
 
 
-def test_a_plan_that_keeps_the_laws():
+def test_a_plan_is_a_read_only_value():
     assert repr(make()) == "PackingPlan(2 documents, 3 segments, 2 packs, efficiency 0.5714)"
     assert make().pack_of_segment().tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        make().segment_length[0] = 1
+    lengths = np.array([5, 3, 6, 2], dtype=np.int32)
+    plan = hfp.plan_packing(lengths, hfp.BestFit(8))
+    lengths[:] = 1
+    assert plan.document_length.tolist() == [5, 3, 6, 2]
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != make(pack_capacity=[7, 8])
+    assert make() != "a plan"
 
 
 REFUSED = [
@@ -86,11 +96,6 @@ def test_long_documents_are_stored_in_64_bits():
     assert plan.segment_length.dtype == np.int32
 
 
-def test_read_only():
-    with pytest.raises(ValueError, match="read-only"):
-        make().segment_length[0] = 1
-
-
 def is_mapped(array):
     """Whether the memory that an array views is that of a file."""
     return isinstance(array, np.memmap | mmap.mmap) or (array is not None and is_mapped(getattr(array, "base", None)))
@@ -105,13 +110,6 @@ def test_saved_and_memory_mapped(tmp_path, rng):
     assert loaded.note == plan.note != ""
     assert all(is_mapped(array) for array in loaded.arrays().values())
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan"]
-
-
-def test_the_callers_array_is_not_the_plans():
-    lengths = np.array([5, 3, 6, 2], dtype=np.int32)
-    plan = hfp.plan_packing(lengths, hfp.BestFit(8))
-    lengths[:] = 1
-    assert plan.document_length.tolist() == [5, 3, 6, 2]
 
 
 def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
@@ -201,13 +199,6 @@ def test_loading_what_is_no_plan_or_damaged(tmp_path, file, content, message):
         path.write_text(content)
     with pytest.raises(hfp.PackingError, match=f"^{message}"):
         hfp.PackingPlan.load(tmp_path / "plan")
-
-
-def test_equality_is_of_content():
-    assert make() == make()
-    assert hash(make()) == hash(make())
-    assert make() != make(pack_capacity=[7, 8])
-    assert make() != "a plan"
 
 
 def test_packs_that_are_taken_keep_what_is_known_of_them():

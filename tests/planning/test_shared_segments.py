@@ -63,8 +63,11 @@ def test_a_plan_that_breaks_a_law(shared, changes, message):
         make(segment_shared=shared, **changes)
 
 
-def test_the_fingerprint_knows_what_is_shared():
+def test_what_is_shared_counts_in_fingerprints_and_shuffles():
     assert make(pack_capacity=[9, 9], segment_shared=[0, 3, 3, 0, 1, 0]) != make(pack_capacity=[9, 9])
+    plan = hfp.plan_packing(list(range(1, 30)), hfp.BestFit(40))
+    roots = hfp.PackingPlan(**plan.arrays(), segment_shared=np.zeros(plan.num_segments, dtype=int))
+    assert roots.shuffle(3).segment_document.tolist() == plan.shuffle(3).segment_document.tolist()
 
 
 def trees_of(plan):
@@ -91,13 +94,7 @@ def test_shuffling_keeps_trees_together_and_in_order():
     assert len(orders) == 4  # two packs, one with two trees
 
 
-def test_a_plan_without_trees_is_shuffled_as_before():
-    plan = hfp.plan_packing(list(range(1, 30)), hfp.BestFit(40))
-    roots = hfp.PackingPlan(**plan.arrays(), segment_shared=np.zeros(plan.num_segments, dtype=int))
-    assert roots.shuffle(3).segment_document.tolist() == plan.shuffle(3).segment_document.tolist()
-
-
-def test_saved_loaded_and_copied(tmp_path):
+def test_saved_loaded_copied_and_replaced(tmp_path):
     plan = make()
     plan.save(tmp_path / "plan")
     loaded = hfp.PackingPlan.load(tmp_path / "plan")
@@ -108,9 +105,6 @@ def test_saved_loaded_and_copied(tmp_path):
     (tmp_path / "plan" / "segment_shared.npy").unlink()
     with pytest.raises(hfp.PackingError, match="^segment_length: expected .* got 16"):
         hfp.PackingPlan.load(tmp_path / "plan")
-
-
-def test_plans_with_and_without_trees_replace_each_other(tmp_path):
     plain = hfp.plan_packing([5, 3], hfp.BestFit(8))
     for plan in (make(), plain, make()):
         plan.save(tmp_path / "plan")

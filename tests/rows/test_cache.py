@@ -181,14 +181,11 @@ def test_a_stream_that_ends_between_two_blocks_is_packed_again(folder, monkeypat
         assert len(pack(folder)[1]) == 3
 
 
-def test_unpack_of_damaged_files_says_what_to_do(folder):
+def test_unpack_says_what_is_damaged_or_of_other_rows(folder):
     stored, packed = pack(folder)
     cut(stored / "packing.json", "half")
     with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* the documents again"):
         hfp.unpack(packed)
-
-
-def test_the_plan_of_other_rows_is_refused(folder):
     stored, packed = pack(folder)
     hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(stored / "plan")
     with pytest.raises(hfp.PackingError, match="plan: expected the plan that these rows were packed with"):

@@ -24,11 +24,13 @@ def documents(**more):
     return Dataset.from_dict({"input_ids": ROWS, "labels": LABELS, **more})
 
 
-def test_columns_types_and_values():
+def test_columns_types_values_and_format():
     packed = hfp.pack(documents(), hfp.BestFit(4, seed=None))
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
     assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
     assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
+    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
+    assert isinstance(packed[0]["input_ids"], np.ndarray)
 
 
 @few_examples
@@ -96,11 +98,6 @@ def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     assert unpacked[:] == columns
     assert rows.schema.field("seq_lengths").type == pa.list_(pa.int32())
     assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
-
-
-def test_the_format_is_kept():
-    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
-    assert isinstance(packed[0]["input_ids"], np.ndarray)
 
 
 def test_what_is_dropped_skipped_or_left_out_is_said_on_a_hit_too():

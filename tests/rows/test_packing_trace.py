@@ -28,7 +28,7 @@ def test_a_dataset_says_that_it_is_packed_beside_its_own_description():
     assert is_packed(hfp.pack(documents.to_iterable_dataset(), hfp.BestFit(4)))
 
 
-def test_datasets_keeps_the_trace(tmp_path):
+def test_datasets_and_wrappers_keep_the_trace(tmp_path):
     rows = packed()
     rows.save_to_disk(tmp_path)
     kept = [
@@ -46,6 +46,8 @@ def test_datasets_keeps_the_trace(tmp_path):
         .select_columns("input_ids"),
     ]
     assert all(map(is_packed, kept))
+    rows = packed()
+    assert stored_datasets(ConcatDataset([Subset(rows, [0]), DOCUMENTS])) == [rows, DOCUMENTS]
 
 
 def test_rows_packed_again():
@@ -56,8 +58,3 @@ def test_rows_packed_again():
     again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
     with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
         has_packs(again, names)
-
-
-def test_datasets_inside_wrappers():
-    rows = packed()
-    assert stored_datasets(ConcatDataset([Subset(rows, [0]), DOCUMENTS])) == [rows, DOCUMENTS]

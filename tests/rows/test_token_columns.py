@@ -45,10 +45,13 @@ def test_gather_is_slicing(case, data):
     assert gathered.dtype == column.type.value_type.to_pandas_dtype()
 
 
-def test_lists_that_are_empty_beside_tokens_are_left_out():
+def test_empty_lists_and_hidden_columns_are_not_packed():
     with pytest.warns(UserWarning, match="leaves out columns without one number for each token: 'tools'"):
         packed = hfp.pack(Dataset.from_dict({"input_ids": [[5, 6], [7]], "tools": [[], []]}), STRATEGY)
     assert "tools" not in packed.column_names
+    documents = Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [5] * 8], "bucket": [1, 2]})
+    hidden = documents.with_format(columns=["input_ids"])
+    assert sorted(hfp.pack(hidden, hfp.Bucket((4, 8)))["bucket"]) == [4, 8]
 
 
 @pytest.mark.parametrize("padded", [0, 1, 3])
@@ -83,9 +86,3 @@ def test_lists_of_several_kinds(ids, others, share_prefixes):
     assert isinstance(packed.features[tokens], datasets.LargeList) == (ids == "large_list")
     assert isinstance(packed.features[segments], datasets.List)
     assert hfp.unpack(packed)[:] == columns
-
-
-def test_a_hidden_column_with_the_name_of_one_that_is_made():
-    documents = Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [5] * 8], "bucket": [1, 2]})
-    hidden = documents.with_format(columns=["input_ids"])
-    assert sorted(hfp.pack(hidden, hfp.Bucket((4, 8)))["bucket"]) == [4, 8]

@@ -60,7 +60,7 @@ def test_rows_of_one_bucket_on_every_rank():
     assert set(largest[:, 0].tolist()) == {8, 16, 32}
 
 
-def test_leftovers_move_to_the_next_larger_bucket():
+def test_leftovers_move_to_the_next_larger_bucket_or_make_a_small_step():
     sizes = full_rows([10, 3, 1])
     batches = hfp.BucketBatches(32)
     plan = batches.plan(sizes, Epoch(0, 2))
@@ -74,9 +74,6 @@ def test_leftovers_move_to_the_next_larger_bucket():
     assert sorted(row for rows in of_bucket[32] for row in rows) == [(13, False), (13, True)]
     assert plan.num_micro_batches == 3
     assert plan.num_copies == 1
-
-
-def test_rows_that_make_no_whole_step_make_a_small_one():
     sizes = full_rows([100, 0, 0])
     plan = hfp.BucketBatches(65536).plan(sizes, Epoch(0, 64))
     assert (plan.num_micro_batches, plan.num_copies) == (1, 28)

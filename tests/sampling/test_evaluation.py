@@ -21,10 +21,12 @@ def sizes_of_lists(packs, bucket=None):
     return sizes_of_packs(lengths, np.cumsum([0, *map(len, packs)]), bucket)
 
 
-def test_one_segment_is_left_for_the_padding():
+def test_limits_of_fixed_shapes_are_kept_and_reached():
     assert hfp.TokenBudget(100).within((128, 8)) == hfp.TokenBudget(100, max_documents=7)
     assert hfp.TokenBudget(100, max_documents=3).within((128, 8)).max_documents == 3
     assert hfp.BucketBatches(100).within((100, 8)) == hfp.BucketBatches(100, max_documents=7)
+    sizes = sizes_of_lists([[1] * 4] * 4, np.full(4, 4))
+    assert hfp.BucketBatches(16, max_documents=16).plan(sizes).per_micro_batch(sizes.segments).max() == 16
 
 
 @given(
@@ -78,8 +80,3 @@ def test_bucket_batches_never_exceed_the_limit_that_they_accept(rows, world_size
         assert plan.per_micro_batch(sizes.segments).max() <= most
     with pytest.raises(PackingError, match=f"max_documents: expected (at least {most}|an integer from 1)"):
         replace(batching, max_documents=most - 1).plan(sizes, Epoch(0, world_size))
-
-
-def test_the_limit_of_bucket_batches_is_reached():
-    sizes = sizes_of_lists([[1] * 4] * 4, np.full(4, 4))
-    assert hfp.BucketBatches(16, max_documents=16).plan(sizes).per_micro_batch(sizes.segments).max() == 16

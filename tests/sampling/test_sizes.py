@@ -14,12 +14,19 @@ from hf_packing.sampling.sizes import sizes_of
 from hf_packing.trees.segments import TreeSegments
 
 
-def test_sizes_of_documents(documents):
+def test_documents_of_any_kind_are_read_once(documents):
     sizes = sizes_of(documents)
     assert sizes.tokens.tolist() == [3, 1, 0, 5]
     assert sizes.squared_lengths.tolist() == [9, 1, 0, 25]
     assert sizes.segments.tolist() == [1, 1, 0, 1]
     assert not sizes.packed
+    plain = Plain([{"input_ids": row} for row in documents["input_ids"]])
+    assert sizes_of(plain).tokens.tolist() == sizes_of(documents).tokens.tolist()
+    transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
+    assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]
+    packed = Plain([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "bucket": 4}])
+    assert sizes_of(packed).squared_lengths.tolist() == [5]
+    assert sizes_of(packed).bucket.tolist() == [4]
 
 
 @pytest.mark.parametrize("change", [lambda d: d, lambda d: d.select([1, 0]), lambda d: d.shuffle(seed=1)])
@@ -38,23 +45,10 @@ def test_sizes_of_packed_rows(documents, strategy, change):
         assert sizes.bucket.tolist() == packed["bucket"][:]
 
 
-def test_other_map_style_datasets_are_read_once(documents):
-    plain = Plain([{"input_ids": row} for row in documents["input_ids"]])
-    assert sizes_of(plain).tokens.tolist() == sizes_of(documents).tokens.tolist()
-    transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
-    assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]
-    packed = Plain([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "bucket": 4}])
-    assert sizes_of(packed).squared_lengths.tolist() == [5]
-    assert sizes_of(packed).bucket.tolist() == [4]
-
-
-def test_documents_may_have_a_bucket_that_is_none_of_ours():
+def test_what_does_not_change_sizes():
     rows = [{"input_ids": [1, 2], "bucket": "news"}, {"input_ids": [3]}]
     assert sizes_of(rows).tokens.tolist() == [2, 1]
     assert sizes_of(rows).bucket is None
-
-
-def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
     rows = [{"input_ids": [1, 2, 3]}]
     before = sizes_of(Plain(rows)).fingerprint
     assert sizes_of(Plain([{"input_ids": [1, 9, 3]}])).fingerprint == before

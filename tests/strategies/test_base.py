@@ -58,9 +58,12 @@ def test_lists_in_lists_out():
     }
 
 
-def test_a_square_array_is_rows_of_tokens():
+def test_batches_of_arrays_and_of_no_documents():
     square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
     assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
+    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -111,13 +114,7 @@ def test_transformers_finds_exactly_our_segments(rows, max_length, seed):
         assert (found[0].tolist() if found is not None else [0] * len(positions)) == expected
 
 
-def test_a_batch_without_documents():
-    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
-    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
-    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
-
-
-def test_lengths_are_those_of_a_dataset():
+def test_lengths_are_those_of_a_dataset_or_of_a_column(monkeypatch):
     lengths = [5, 3, 0, 7]
     documents = Dataset.from_dict({"input_ids": [[1] * length for length in lengths], "id": list(range(4))})
     for dataset, expected in (
@@ -130,6 +127,9 @@ def test_lengths_are_those_of_a_dataset():
         assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
     advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
     assert str(advice[0]) == str(advice[1])
+    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
+    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
+    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
 
 
 @pytest.mark.parametrize("columns", [{"messages": [[]]}, {"prompt": ["a"], "completion": ["b"]}, {"text": ["a"]}])
@@ -162,12 +162,6 @@ def test_texts_are_told_how_to_become_tokens(columns):
 def test_bad_batches(argument, batch):
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
         hfp.BestFit(4)(batch)
-
-
-def test_a_column_of_lengths_is_read_at_once(monkeypatch):
-    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
-    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
-    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
 
 
 @pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
@@ -207,12 +201,9 @@ def test_a_token_column_bucket_is_a_column_like_any_other():
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
 
 
-def test_every_registered_strategy_is_public():
+def test_registered_strategies_are_public_or_ones_own(monkeypatch):
     assert len(base.registered_strategies()) >= 9
     assert all(getattr(hfp, each.__name__) is each for each in base.registered_strategies().values())
-
-
-def test_a_strategy_of_ones_own_is_found_by_its_name(monkeypatch):
     monkeypatch.setattr(base, "_REGISTERED", dict(base._REGISTERED))
 
     @base.register_strategy

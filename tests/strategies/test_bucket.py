@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lengths import refinedweb_like
 from one_by_one import first_fit
+from plans import packs_of
 
 import hf_packing as hfp
 from hf_packing.planning.best_fit import first_fit_patterns
@@ -52,10 +53,9 @@ def algorithm_1(lengths, capacities, threshold):
     return packs, cut
 
 
-def packs_of(plan):
-    ends = zip(plan.pack_offsets, plan.pack_offsets[1:], strict=False)
-    lengths = [sorted(plan.segment_length[a:b].tolist()) for a, b in ends]
-    return sorted(zip(plan.pack_capacity.tolist(), lengths, strict=True))
+def fills_of(plan):
+    packs = [sorted(length for *_, length in pack) for pack in packs_of(plan)]
+    return sorted(zip(plan.pack_capacity.tolist(), packs, strict=True))
 
 
 cases = st.tuples(
@@ -72,7 +72,7 @@ def test_same_packs_as_algorithm_1(case):
     strategy = hfp.Bucket(capacities, padding_threshold=threshold)
     plan = hfp.plan_packing(lengths, strategy)
     packs, cut = algorithm_1(lengths, capacities, threshold)
-    assert packs_of(plan) == sorted((capacity, sorted(pack)) for capacity, pack in packs)
+    assert fills_of(plan) == sorted((capacity, sorted(pack)) for capacity, pack in packs)
     assert plan.metrics().num_cut_documents == len(cut)
 
 
@@ -81,11 +81,11 @@ def test_same_packs_as_algorithm_1(case):
 def test_one_bucket_without_cuts_is_first_fit_decreasing(case):
     lengths, capacity = case
     plan = hfp.plan_packing(lengths, hfp.Bucket((capacity,), padding_threshold=1))
-    assert sorted(pack for _, pack in packs_of(plan)) == sorted(map(sorted, first_fit(lengths, capacity)))
+    assert sorted(pack for _, pack in fills_of(plan)) == sorted(map(sorted, first_fit(lengths, capacity)))
     counts = np.bincount(lengths, minlength=1)
     cuts = hfp.plan_counts(counts, hfp.BestFit(capacity)).cuts
     table = PatternTable(patterns=first_fit_patterns(counts, capacity), cuts=cuts, seed=0)
-    assert packs_of(table.plan(np.array(lengths, dtype=np.int32))) == packs_of(plan)
+    assert fills_of(table.plan(np.array(lengths, dtype=np.int32))) == fills_of(plan)
 
 
 def test_which_of_equal_documents_is_cut_is_random():
@@ -140,10 +140,8 @@ def test_bucket_by_length_document_by_document(case):
         packs += [(capacity, tokens[i : i + capacity]) for i in range(0, len(tokens), capacity)]
     for seed in (None, 0):
         plan = hfp.plan_packing(lengths, hfp.BucketByLength(capacities, seed=seed))
-        made = []
-        for pack, capacity in enumerate(plan.pack_capacity.tolist()):
-            segments = slice(*plan.pack_offsets[pack : pack + 2])
-            made.append((capacity, np.repeat(plan.segment_document[segments], plan.segment_length[segments]).tolist()))
+        documents = [[document for document, _, n in pack for _ in range(n)] for pack in packs_of(plan)]
+        made = list(zip(plan.pack_capacity.tolist(), documents, strict=True))
         if seed is None:
             assert made == packs
         assert sorted((c, sorted(p)) for c, p in made) == sorted((c, sorted(p)) for c, p in packs)

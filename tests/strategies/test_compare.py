@@ -34,10 +34,13 @@ def test_a_bound_that_one_strategy_proves_holds_for_the_others(rng):
     assert longer.metrics.lower_bound == hfp.plan_packing(lengths, hfp.BestFit(401)).metrics().lower_bound
 
 
-def test_a_bound_under_a_limit_is_none_for_plans_without_one():
+def test_bounds_without_documents_and_without_a_limit():
     limited, free = hfp.compare([1] * 12, [hfp.BestFit(12, max_documents=2), hfp.BestFit(12)])
     assert limited.metrics.lower_bound == 6
     assert (free.metrics.lower_bound, free.metrics.num_packs, free.gap) == (1, 1, 0.0)
+    assert hfp.compare([], [hfp.BestFit(8)])[0].gap == 0
+    column = Dataset.from_dict({"length": [5, 3]})["length"]
+    assert hfp.compare(column, (strategy for strategy in [hfp.BestFit(8)]))[0].metrics.num_packs == 1
 
 
 def test_printed_as_a_table():
@@ -49,12 +52,6 @@ def test_printed_as_a_table():
     assert best_fit.startswith("BestFit(30, overflow='drop')  25.000%      0.000%  30.769%")
     assert bucket.startswith("Bucket((10, 30), seed=1)")
     assert len({len(line) for line in (header, best_fit, bucket)}) == 1
-
-
-def test_no_documents_and_lazy_columns():
-    assert hfp.compare([], [hfp.BestFit(8)])[0].gap == 0
-    column = Dataset.from_dict({"length": [5, 3]})["length"]
-    assert hfp.compare(column, (strategy for strategy in [hfp.BestFit(8)]))[0].metrics.num_packs == 1
 
 
 @pytest.mark.parametrize("strategies", [[], hfp.BestFit(8), "best fit", None, [hfp.BestFit]])

@@ -66,27 +66,12 @@ def test_published_pack_count_of_bert_wikipedia(bert_wikipedia):
     assert hfp.plan_counts(bert_wikipedia, hfp.NonNegativeLeastSquares(512)).num_packs <= 8_155_059
 
 
-def test_too_many_ways_to_fill_a_pack():
+def test_limits_that_allow_too_many_ways_to_fill_a_pack():
     with pytest.raises(
         hfp.PackingError,
         match=r"at most 2\*\*23 ways to fill a pack exactly, got max_length=512 and max_documents=6; ",
     ):
         hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(512, max_documents=6))
-
-
-def test_a_limit_beyond_the_capacity():
     assert hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(8, max_documents=10**6)).num_packs == 1
     with pytest.raises(hfp.PackingError, match="max_length and max_documents: expected at most"):
         hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
-
-
-@given(st.integers(1, 20), st.integers(1, 4))
-def test_all_ways_to_fill_a_pack(capacity, limit):
-    expected = {
-        tuple(sorted(way, reverse=True))[:capacity]
-        for way in combinations_with_replacement(range(capacity + 1), limit)
-        if sum(way) == capacity
-    }
-    found = [tuple(way) for way in nnls._full_packs(capacity, limit).tolist()]
-    assert len(found) == len(set(found))
-    assert set(found) == expected

@@ -1,12 +1,11 @@
 """FixedLength, FirstCome and Multipack against literal loops."""
 
-from itertools import pairwise
-
 import numpy as np
 from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from one_by_one import best_fit, first_fit
+from plans import packs_of
 
 import hf_packing as hfp
 from hf_packing.planning.permutation import random_order
@@ -14,13 +13,6 @@ from hf_packing.planning.permutation import random_order
 lengths_lists = st.lists(st.integers(0, 30), max_size=50)
 
 Segment = tuple[int, int, int]
-
-
-def packs_of(plan: hfp.PackingPlan) -> list[list[Segment]]:
-    segments = list(
-        zip(plan.segment_document.tolist(), plan.segment_start.tolist(), plan.segment_length.tolist(), strict=True)
-    )
-    return [segments[a:b] for a, b in pairwise(plan.pack_offsets.tolist())]
 
 
 def concatenate_and_cut(lengths: list[int], capacity: int) -> list[list[Segment]]:
@@ -60,9 +52,8 @@ def as_sets(packs: list[list[Segment]]) -> list[list[Segment]]:
 @many_examples
 @given(lengths_lists, st.integers(1, 20))
 def test_fixed_length(lengths, capacity):
-    assert packs_of(hfp.plan_packing(lengths, hfp.FixedLength(capacity, seed=None))) == concatenate_and_cut(
-        lengths, capacity
-    )
+    plan = hfp.plan_packing(lengths, hfp.FixedLength(capacity, seed=None))
+    assert packs_of(plan) == concatenate_and_cut(lengths, capacity)
 
 
 @many_examples

@@ -10,7 +10,6 @@ from document_streams import make_documents, names_in, stream_of, write_source
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only
-from torch.utils.data import DataLoader
 
 import hf_packing as hfp
 from hf_packing.streams.shards import equal_shares
@@ -71,16 +70,6 @@ def test_rows_do_not_depend_on_the_number_of_ranks(kind, streams, tmp_path):
         assert in_turn([turns_of(packed(), rank, ranks) for rank in range(ranks)], streams) == rows
         nodes = [split_dataset_by_node(packed(), rank, ranks) for rank in range(ranks)]
         assert Counter(names_in(row for node in nodes for row in node)) == Counter(range(240))
-
-
-@pytest.mark.slow
-def test_workers_of_a_loader_read_every_document_once(tmp_path):
-    packed = hfp.pack(write_source(tmp_path, "jsonl")(), hfp.BestFit(64), window_packs=4, streams=8)
-    rows = list(packed)
-    for workers in (1, 2):
-        read = list(DataLoader(packed, batch_size=None, num_workers=workers))
-        assert Counter(names_in(read)) == Counter(range(240))
-        assert read[:24] == rows[:24]
 
 
 def test_a_state_of_all_streams_serves_any_rank(tmp_path):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.streams import upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack reads:UserWarning")
 
@@ -74,28 +73,6 @@ def test_shares_in_logical_streams(change):
         assert max(sizes) < 1.25 * min(sizes)
 
 
-def test_differences_of_logical_streams_cancel():
-    """With documents of one length, the differences of 64 logical streams of up to half a document each add up to 0."""
-    sources = {
-        name: Dataset.from_dict({"input_ids": [[number] * length] * (200_000 // length)})
-        for number, (name, length) in enumerate({"a": 20, "b": 100, "c": 500}.items())
-    }
-    mixed = hfp.mix(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, stopping_strategy="all_exhausted")
-    examples = upstream.examples_of(mixed)
-    tokens = np.array([_first_tokens(examples.piece(stream, 64), 6200) for stream in range(64)])
-    by_source = np.array([(tokens == source).sum(1) for source in range(3)]) / 6200
-    assert by_source.mean(1) == pytest.approx([0.5, 0.3, 0.2], abs=0.001)
-    assert by_source[2].std() > 0.02
-
-
-def _first_tokens(examples, number):
-    tables = examples.tables()
-    found: list[int] = []
-    while len(found) < number:
-        found += next(tables).column("input_ids").combine_chunks().flatten().to_pylist()
-    return found[:number]
-
-
 def test_a_source_with_fewer_documents_than_logical_streams():
     sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
     shares = {"many": 0.8, "few": 0.2}
@@ -127,26 +104,18 @@ def test_pieces_of_joined_sharded_and_taken_mixtures(streams):
 
     names = sorted(names_in(mixed))
     assert len(names) == 60
-    assert packed(concatenate_datasets([mixed, mixed])) == sorted(2 * names)
-    assert packed(mixed.repeat(2)) == sorted(2 * names)
+    assert packed(concatenate_datasets([mixed, mixed])) == packed(mixed.repeat(2)) == sorted(2 * names)
     assert packed(mixed.take(40)) == sorted(names_in(mixed.take(40)))
-    assert mixed.shard(2, 0).num_shards == 15
-    assert sorted(name for number in range(2) for name in packed(mixed.shard(2, number))) == names
+    shards = [mixed.shard(2, number) for number in range(2)]
+    assert shards[0].num_shards == 15
+    assert sorted(name for shard in shards for name in packed(shard)) == names
+    assert sorted(name for shard in shards for name in names_in(shard.reshard())) == names
 
 
 def test_a_source_that_is_read_several_times_warns():
     mixed = hfp.mix({"a": generated([[[1]]]), "b": dataset(1, 90, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
-    with pytest.warns(
-        UserWarning, match=r"pack reads streams\['a'\] of the mixture about 4 times, since 4 .* 1 shards"
-    ):
+    with pytest.warns(UserWarning, match=r"pack reads streams\['a'\] of the mixture about 4 times, .* 4 .* 1 shards"):
         hfp.pack(mixed, hfp.BestFit(64), streams=4)
-
-
-def test_shards_of_a_mixture_after_reshard():
-    mixed = hfp.mix({"a": dataset(0, 90, 5), "b": dataset(1, 70, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
-    names = [name for number in range(2) for name in names_in(mixed.shard(2, number).reshard())]
-    assert sorted(names) == sorted(names_in(mixed))
-    assert len(names) == 160
 
 
 def make_mixture(share=0.5):

@@ -73,11 +73,6 @@ def test_other_columns_go_along():
     assert sum(weight for row in rows for weight in row["weights"]) == sum(map(sum, weights))
 
 
-def test_without_position_ids():
-    packed = hfp.pack(stream_of(make_documents(9)), hfp.BestFit(16), position_ids=False)
-    assert list(packed.features) == ["input_ids", "labels", "seq_lengths"] == list(next(iter(packed)))
-
-
 @pytest.mark.parametrize("streams", [None, 1, 5])
 def test_losses_are_counted(streams):
     documents = [*make_documents(40), [], []]

@@ -1,14 +1,13 @@
 """Packed streams whose documents share prefixes within a window."""
 
 from collections import Counter
-from functools import partial
 
 import datasets
 import numpy as np
 import pytest
 from any_strategy import few_examples
 from datasets import Dataset
-from document_streams import check_resumed, stream_of
+from document_streams import stream_of
 from hypothesis import given
 from hypothesis import strategies as st
 from literal_trie import forests
@@ -67,16 +66,3 @@ def test_relatives_of_a_window_share_and_some_wait():
     raw, unique = sum(map(len, documents)), sum(len(row["tree_input_ids"]) for row in rows)
     assert raw - unique > 0.9 * 20 * 3 * 200
     assert unique > 0.9 * 100 * len(rows)
-
-
-def test_a_resumed_stream_goes_on_with_the_next_row():
-    documents = alike(groups=40)
-
-    def packed(streams):
-        how = {"window_packs": 4, "share_prefixes": True, "streams": streams}
-        return hfp.pack(stream_of(documents), hfp.BestFit(100), **how)
-
-    for streams in (None, 1):
-        rows = list(packed(streams))
-        assert len(rows) > 20
-        check_resumed(partial(packed, streams), rows, [7, len(rows) - 9])

@@ -268,7 +268,7 @@ def test_turns_that_differ_from_their_prompt_are_refused():
         hfp.branches([user("one"), assistant("")], silent)
 
 
-def test_bad_conversations_can_be_left_out():
+def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
     tokenizer = TOKENIZERS["alternating"]
     batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
     with pytest.raises(PackingError, match="^row 1 of the batch, message 2: "):
@@ -276,9 +276,6 @@ def test_bad_conversations_can_be_left_out():
     with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch, message 2: "):
         documents = hfp.branches(batch, tokenizer, skip_bad=True)
     assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
-
-
-def test_tokenizers_without_a_template_are_refused():
     for tokenizer in tokenizer_with(None), object():
         with pytest.raises(PackingError, match=f"tokenizer with a chat template, got {type(tokenizer).__name__}"):
             hfp.branches(CHAT, tokenizer)

@@ -15,7 +15,7 @@ def render(row, source=CHATML, **options):
     return Renderer(TOKENIZER, source, **options).render(row)
 
 
-def test_without_a_template_chats_are_written_as_chatml():
+def test_chatml_is_the_template_of_those_without_one_and_separators_belong_to_prompts():
     calls = [{"name": "find", "arguments": {}}]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
@@ -26,6 +26,7 @@ def test_without_a_template_chats_are_written_as_chatml():
     text = render({"messages": [USER], "tools": TOOLS}).text
     assert text == f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n{ASKED}"
     assert render({"messages": [USER], "tools": None}).text == ASKED
+    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,6 @@ def test_without_a_template_chats_are_written_as_chatml():
 )
 def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
     assert render(row, text_field=field).text == text
-
-
-def test_the_separator_belongs_to_the_prompt():
-    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
 
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -24,14 +24,11 @@ class Mask:
 """
 
 
-def test_a_signature_is_that_of_the_last_definition_without_annotations():
+def test_signatures_are_read_and_kept():
     assert signature_in(SOURCE, "attend") == "q, k=(-1, -1), *, scale=None, **more"
     assert signature_in(SOURCE, "Mask.__init__") == "self, blocks, size=SIZE"
     assert signature_in(SOURCE, "Mask.attend") is None
     assert signature_in(SOURCE, "absent") is None
-
-
-def test_a_function_with_a_signature_takes_those_arguments_only():
     function = function_with("q, *, scale=None", lambda given: given)
     assert function(1, scale=2) == {"q": 1, "scale": 2}
     for wrong in ({"q": 1, "softcap": 2}, {}):

@@ -92,6 +92,8 @@ def test_gradients_in_float64(monkeypatch):
     assert measure_module._difference_in_float64(model, documents) <= 1e-6  # rotary positions are float32
     monkeypatch.setattr(measure_module, "patch_model", lambda model: model)
     assert measure_module._difference_in_float64(model, documents) > 1e-3
+    model = tiny_model("llama", "causal", num_hidden_layers=1)
+    assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
 
 
 def test_documents_are_longer_than_what_models_look_at():
@@ -188,11 +190,6 @@ def test_a_wrong_tree_is_noticed(monkeypatch, place, fault, wrong, reason):
     assert measured.reason.startswith(reason)
     assert bool(measured.reason) == bool(reason)
     assert [figure for figure in ("difference", "change", "gradient") if getattr(measured, figure) > EXACT] == wrong
-
-
-def test_gradients_of_trees_in_float64():
-    model = tiny_model("llama", "causal", num_hidden_layers=1)
-    assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
 
 
 @pytest.mark.usefixtures("one_layer")

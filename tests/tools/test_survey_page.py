@@ -85,9 +85,13 @@ def test_a_changed_page_is_noticed(was, becomes):
     assert any(disagreements(each, text.replace(was, becomes)) for each in everything)
 
 
-def test_other_numbers_in_a_reason_are_not():
+def test_pages_of_few_and_other_numbers():
     text = page(FOUR, "transformers 0").replace("1.8", "17")
     assert not any(disagreements(each, text) for each in FOUR)
+    text = page([*FOUR, replace(LLAMA, name="one", reason="a | b", route="segments")], "transformers 0")
+    assert "3 of 3 causal and 0 of 1 masked" in text
+    assert "| 2e-06 | 3e-07 | a \\| b |" in text
+    assert "| three | too large |" in text
 
 
 def test_sections_are_replaced():
@@ -175,13 +179,6 @@ def test_the_page_has_every_causal_architecture_and_no_tree_is_wrong():
     assert f"{len(unstable)} of those refused have prefixes that are not stable" in said
     column = {name: cells[0] for (title, name), cells in rows_of(PAGE).items() if title == COLUMN and cells[0]}
     assert column == dict.fromkeys(exact, "exact") | dict.fromkeys(unstable, "refused")
-
-
-def test_a_page_of_few():
-    text = page([*FOUR, replace(LLAMA, name="one", reason="a | b", route="segments")], "transformers 0")
-    assert "3 of 3 causal and 0 of 1 masked" in text
-    assert "| 2e-06 | 3e-07 | a \\| b |" in text
-    assert "| three | too large |" in text
 
 
 def test_what_is_wrong_is_shown():

@@ -32,10 +32,12 @@ def check_sharing(forest, values):
         assert left[:shared] == right[:shared]
 
 
-@given(forests(), st.integers(1, 5))
-def test_as_many_tokens_as_the_trie(documents, least):
-    found, _ = find(documents, least)
-    forest, filled = found.forest, [tuple(document) for document in documents if document]
+@given(forests(longest=16), st.integers(1, 5), st.integers(2, 6) | st.just(16))
+def test_as_many_tokens_as_the_trie(documents, least, capacity):
+    """Longer documents than the capacity are cut first."""
+    found, pieces = find(documents, least, capacity)
+    places = zip(pieces.document, pieces.start, pieces.length, strict=True)
+    forest, filled = found.forest, [tuple(documents[each][start : start + length]) for each, start, length in places]
     assert sorted(forest.order) == list(range(len(filled)))
     assert [len(filled[each]) for each in forest.order] == forest.length.tolist()
     check_sharing(forest, filled)
@@ -43,17 +45,6 @@ def test_as_many_tokens_as_the_trie(documents, least):
     assert found.splits == {}
     firsts = [min(forest.order[a:b]) for a, b in zip(forest.offsets[:-1], forest.offsets[1:], strict=True)]
     assert firsts == sorted(firsts)
-
-
-@given(forests(longest=16), st.integers(1, 4), st.integers(2, 6))
-def test_long_documents_are_cut_first(documents, least, capacity):
-    found, pieces = find(documents, least, capacity)
-    parts = [
-        tuple(documents[document][start : start + length])
-        for document, start, length in zip(pieces.document, pieces.start, pieces.length, strict=True)
-    ]
-    check_sharing(found.forest, parts)
-    assert found.forest.sizes.sum() == tokens_of_trie(parts, least)
 
 
 @given(forests(), st.integers(1, 3), st.data())
@@ -114,7 +105,7 @@ def test_columns_of_every_type(dtype):
     assert found.splits == {"kinds": 1}
 
 
-def test_blocks_change_nothing(monkeypatch, rng):
+def test_equal_hashes_and_blocks_change_nothing(monkeypatch, rng):
     prefixes = [rng.integers(0, 9, 30).tolist() for _ in range(9)]
     documents = [
         [*prefixes[rng.integers(9)][: rng.integers(30)], *rng.integers(0, 9, rng.integers(20)).tolist()]
@@ -128,9 +119,6 @@ def test_blocks_change_nothing(monkeypatch, rng):
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()
         assert np.array_equal(again.length, whole.length)
-
-
-def test_documents_with_equal_hashes_need_not_be_equal(monkeypatch):
     monkeypatch.setattr(find_module, "_hash", lambda rows: np.zeros(len(rows), dtype=np.uint64))
     documents = [[1, 2, 3], [4, 5, 6], [1, 2, 9], [7, 5, 6]]
     forest = find(documents, 2)[0].forest
