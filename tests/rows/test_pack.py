@@ -6,10 +6,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from any_strategy import few_examples
 from datasets import Dataset, DatasetDict, load_from_disk
-from hypothesis import given
-from hypothesis import strategies as st
 
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
@@ -31,22 +28,6 @@ def test_columns_types_values_and_format():
     assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
     packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
     assert isinstance(packed[0]["input_ids"], np.ndarray)
-
-
-@few_examples
-@given(
-    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=12), max_size=15),
-    st.sampled_from([hfp.BestFit(5), hfp.FixedLength(4), hfp.FirstCome(6, max_documents=2), hfp.BestFit(7, seed=None)]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_unpack_is_the_inverse(rows, strategy, with_labels, position_ids):
-    columns = {"input_ids": rows} | ({"labels": [[-7, *row[1:]] if row else [] for row in rows]} if with_labels else {})
-    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
-    options = {"position_ids": position_ids, "load_from_cache_file": False}
-    packed = hfp.pack(Dataset.from_dict(columns, features=features), strategy, **options)
-    assert ("position_ids" in packed.column_names) == position_ids
-    assert hfp.unpack(packed)[:] == columns
 
 
 def test_unpack_what_was_not_dropped():
@@ -98,6 +79,16 @@ def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     assert unpacked[:] == columns
     assert rows.schema.field("seq_lengths").type == pa.list_(pa.int32())
     assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
+
+
+def test_masks_that_are_applied_are_said_by_map_and_pack_also_from_the_cache():
+    with pytest.warns(UserWarning, match="packing applies assistant_masks to labels: tokens with a 0 are not"):
+        assert hfp.BestFit(8)({"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]})["labels"] == [[-100, 6]]
+    columns = {"input_ids": [[5, 6, 7, 8], [9, 10]], "completion_mask": [[0, 0, 1, 1], [1, 1]]}
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="pack applies completion_mask to labels: 3 of 6 tokens are trained on"):
+            packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(8))
+    assert sorted(label for row in packed["labels"] for label in row) == [-100, -100, -100, 7, 8, 10]
 
 
 def test_what_is_dropped_skipped_or_left_out_is_said_on_a_hit_too():
