@@ -44,15 +44,6 @@ def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
     assert [row["input_ids"] for row in rows.__getitems__([(1, False), (0, False)])] == [[3], [1, 2]]
 
 
-@pytest.mark.parametrize("kind", ["arrow", "plain"])
-def test_loss_masks_make_labels_where_there_are_none(documents, kind):
-    masked = documents.map(lambda row: {"completion_mask": [0] + [1] * (len(row["input_ids"]) - 1)})
-    dataset = masked if kind == "arrow" else Plain(list(masked))
-    row = sampled(dataset, hfp.TokenBudget(8))[0]
-    assert np.asarray(row["labels"]).tolist() == [-100, 6, 7]
-    assert "completion_mask" not in row
-
-
 def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(documents):
     masked = documents.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
     labelled = masked.map(lambda row: {"labels": row["input_ids"]})
@@ -85,14 +76,6 @@ def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
     assert rows[0]["input_ids"] == [5, 6, 7]
     with pytest.raises(PackingError, match=f"expected one row for each of 2 row numbers, got {2 * times} rows"):
         rows.__getitems__([(0, False), (1, False)])
-
-
-@pytest.mark.parametrize("kind", ["arrow", "plain"])
-def test_pieces_of_long_documents(documents, kind):
-    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in documents["input_ids"]])
-    rows = sampled(dataset, hfp.TokenBudget(2, overflow="split"))
-    pieces = [np.asarray(rows[index]["input_ids"]).tolist() for index in range(len(rows))]
-    assert sorted(pieces) == [[5, 6], [7], [8], [9, 10], [11, 12], [13]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

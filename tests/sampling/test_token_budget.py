@@ -52,6 +52,11 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         for of_row, most in ((sizes.segments, budget.max_documents), (sizes.patches, max_patches)):
             assert most is None or plan.per_micro_batch(of_row).max() <= most
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
+        work = [[sum(lengths[row] for row, _ in of_rank[n]) for of_rank in batches] for n in range(len(batches[0]))]
+        assert plan.per_micro_batch(sizes.tokens).tolist() == work
+        copied = plan.per_micro_batch(sizes.tokens, plan.is_copy).sum(axis=1)
+        busy = [(sum(step) - copies) / world_size / max(step) for step, copies in zip(work, copied, strict=True)]
+        assert plan.utilization(sizes.tokens) == pytest.approx(np.mean(busy))
         again = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
         assert [list(again.micro_batches(rank)) for rank in range(world_size)] == batches
 

