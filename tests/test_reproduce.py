@@ -153,7 +153,7 @@ def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
     assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
 
 
-def test_every_method_trains_on_every_token_once(modules, rng):  # noqa: ARG001
+def test_every_method_trains_on_every_token_once_and_needs_position_ids(modules, rng):  # noqa: ARG001
     from packing_with_flash_attention import METHODS, batch_of, rows_of
 
     documents = Dataset.from_dict({"input_ids": [rng.integers(1, 50, n).tolist() for n in rng.integers(1, 40, 60)]})
@@ -163,9 +163,6 @@ def test_every_method_trains_on_every_token_once(modules, rng):  # noqa: ARG001
         rows = rows_of(method, documents, 64)
         batches = [batch_of(method, rows[begin : begin + 4])["input_ids"] for begin in range(0, len(rows), 4)]
         assert Counter(token for ids in batches for token in ids[ids > 0].tolist()) == tokens, method
-
-
-def test_without_position_ids_a_row_is_one_document(modules):  # noqa: ARG001
     from packing_with_flash_attention import WITH, WITHOUT, batch_of, rows_of
 
     documents = Dataset.from_dict({"input_ids": [np.arange(1, 6).tolist()] * 8})

@@ -197,10 +197,18 @@ def test_packs_have_the_seed(train, strategy, tmp_path):
     assert rows(1, "same") == one != rows(2, "other")
 
 
-def test_evaluation(train, data):
+def test_evaluation_and_other_flags(train, data):
     trainer = train("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--bf16_full_eval", "True")
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(found) == 3
+    flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
+    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
+    flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
+    trainer = train(*flags, "--logging_steps", 2)
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
+    loader = trainer.callback_handler.train_dataloader
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
@@ -218,17 +226,6 @@ def test_flags_of_the_model_and_of_the_texts(train, chat_data, tmp_path):
     assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {end}
     with pytest.raises(Exception, match="no-such-implementation"):
         train("--model_init_kwargs", '{"attn_implementation": "no-such-implementation"}', output=tmp_path / "none")
-
-
-def test_other_flags(train):
-    flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
-    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
-    flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
-    trainer = train(*flags, "--logging_steps", 2)
-    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
-    loader = trainer.callback_handler.train_dataloader
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
 def test_yaml_says_what_flags_say(tiny_model, data, tmp_path):

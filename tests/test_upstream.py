@@ -71,7 +71,7 @@ def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_da
     assert seen == [dataset, dataset, stream, stream]
 
 
-def test_accelerate_knows_the_loader_that_is_being_read():
+def test_loaders_and_models_that_an_accelerator_knows():
     """batch.collate.active_loader: without it, a patched model does not know the collator that made its batch."""
     accelerator = Accelerator(cpu=True)
     rows = [{"input_ids": torch.ones(2)}] * 2
@@ -80,6 +80,15 @@ def test_accelerate_knows_the_loader_that_is_being_read():
     for _ in loader:
         assert accelerator.gradient_state.active_dataloader is loader
         assert (loader.dataset, loader.collate_fn, loader.batch_sampler.batch_size) == (rows, list, 2)
+    # training.first_batch.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper.
+    accelerator, model = Accelerator(cpu=True), build("Llama")
+    assert prepared_model(accelerator, model) is model
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    assert accelerator.prepare(model) is model
+    assert accelerator._models == [model]
+    accelerator._models[:] = [wrapper]
+    assert prepared_model(accelerator, model) is wrapper
 
 
 def test_datasets_keeps_descriptions():
@@ -206,18 +215,6 @@ def test_loaders_that_are_prepared():
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
-
-
-def test_models_that_an_accelerator_has_prepared():
-    """training.first_batch.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper."""
-    accelerator, model = Accelerator(cpu=True), build("Llama")
-    assert prepared_model(accelerator, model) is model
-    wrapper = torch.nn.Module()
-    wrapper.module = model
-    assert accelerator.prepare(model) is model
-    assert accelerator._models == [model]
-    accelerator._models[:] = [wrapper]
-    assert prepared_model(accelerator, model) is wrapper
 
 
 def test_what_trainers_call_and_compute():

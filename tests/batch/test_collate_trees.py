@@ -26,6 +26,9 @@ def test_a_row_token_by_token():
         "trained": [1, 2, 2, 2, 1, 2, 3, 1, 1, 3, 3, 2, 4, 1, 1],
     }
     assert ORDER == [2, 0, 4, 1, 3]
+    assert runs_of([5, 6, -100, 7, 8]) == [[1, 1], [3, 2]]
+    runs, ranges = find_runs(ROW)
+    assert len(ranges.part) == 7 > len(runs)
 
 
 def test_a_batch_of_two_rows():
@@ -79,12 +82,6 @@ def test_trained_tokens_one_by_one(case):
     documents = np.repeat(runs[ranges.part, 0], ranges.length).tolist()
     tokens = indices_in_ranges(ranges.begin, ranges.length).tolist()
     assert sorted(zip(documents, tokens, strict=True)) == sorted(expected)
-
-
-def test_the_rows_of_the_tests_have_runs_across_segments():
-    assert runs_of([5, 6, -100, 7, 8]) == [[1, 1], [3, 2]]
-    runs, ranges = find_runs(ROW)
-    assert len(ranges.part) == 7 > len(runs)
 
 
 def test_token_types_and_workers():

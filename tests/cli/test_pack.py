@@ -101,10 +101,14 @@ def test_lines_with_tokens_need_no_tokenizer(tmp_path, flags):
     assert main([*given, *flags, "--skip-bad"]) == 2
 
 
-def test_only_a_dataset_is_overwritten(capsys, tmp_path, given):
+def test_only_a_dataset_is_overwritten_and_links_are_followed(capsys, tmp_path, given):
     assert main([*given[:-1], str(tmp_path), "--overwrite"]) == 2
     assert "--overwrite: expected a saved dataset to replace" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
+    (tmp_path / "packed").symlink_to(tmp_path / "large_disk")
+    assert [main(given), main(given), main([*given, "--overwrite"])] == [0, 2, 0]
+    assert (tmp_path / "packed").is_symlink()
+    assert len(datasets.load_from_disk(tmp_path / "large_disk")) > 0
 
 
 @pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack.put_in_place"])
@@ -142,10 +146,3 @@ def test_documents_without_tokens_are_refused(capsys, tmp_path, tokenizer):
         assert main(given) == 2
         assert "error: DATA: expected documents with tokens, got none" in capsys.readouterr().err
     assert not (tmp_path / "packed").exists()
-
-
-def test_a_dataset_is_written_where_a_link_points(tmp_path, given):
-    (tmp_path / "packed").symlink_to(tmp_path / "large_disk")
-    assert [main(given), main(given), main([*given, "--overwrite"])] == [0, 2, 0]
-    assert (tmp_path / "packed").is_symlink()
-    assert len(datasets.load_from_disk(tmp_path / "large_disk")) > 0

@@ -84,7 +84,7 @@ def test_any_engine_writes_the_same_files(files, tmp_path, engine, request):
     assert str(packed) == str(read_manifest(str(tmp_path / "here")))
 
 
-def test_the_order_of_the_files_does_not_matter(files, tmp_path):
+def test_order_and_kind_of_the_files_do_not_matter(files, tmp_path):
     pack_here(files, tmp_path / "list")
     pack_here(files[::-1], tmp_path / "reversed")
     pack_here(str(Path(files[0]).parent), tmp_path / "folder")
@@ -92,6 +92,9 @@ def test_the_order_of_the_files_does_not_matter(files, tmp_path):
     expected = contents(tmp_path / "list")
     for other in ("reversed", "folder", "pattern"):
         assert contents(tmp_path / other) == expected
+    datasets.Dataset(pq.read_table(files[2])).save_to_disk(tmp_path / "saved")
+    pack_here(f"{tmp_path}/saved/*.arrow", tmp_path / "out", tasks=1)
+    assert rows_of_file(tmp_path / "out" / "packed-00001-of-00001.parquet").equals(rows_of_pack(files[2:3]))
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 28), min_size=1, max_size=40), tasks=st.none() | st.integers(1, 50))
@@ -186,12 +189,6 @@ def test_rows_that_cannot_be_used_are_counted(chats, tmp_path):
     assert f"1 rows that cannot be used; the first one: {chats[1]}, line 3" in str(packed)
 
 
-def test_arrow_files(files, tmp_path):
-    datasets.Dataset(pq.read_table(files[2])).save_to_disk(tmp_path / "saved")
-    pack_here(f"{tmp_path}/saved/*.arrow", tmp_path / "out", tasks=1)
-    assert rows_of_file(tmp_path / "out" / "packed-00001-of-00001.parquet").equals(rows_of_pack(files[2:3]))
-
-
 def write(folder, name, **columns):
     pq.write_table(pa.table(columns), folder / name)
     return str(folder / name)
@@ -234,11 +231,6 @@ def test_refused(case, files, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_file_twice_is_refused(files, tmp_path):
-    with pytest.raises(hfp.PackingError, match=f"files: .* each of them once, got .*'{files[0]}'"):
-        pack_here([files[0], *files], tmp_path / "out")
-
-
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_files_that_disagree_are_refused(tmp_path, tasks):
     """Within a task, and between tasks."""
@@ -257,7 +249,7 @@ def test_files_that_disagree_are_refused(tmp_path, tasks):
         pack_here(f"{tmp_path}/*.jsonl", tmp_path / "texts", tasks=tasks)
 
 
-def test_other_settings_are_refused(files, tmp_path):
+def test_other_settings_and_a_file_twice_are_refused(files, tmp_path):
     pack_here(files, tmp_path / "out")
     before = contents(tmp_path / "out")
     for named, changed in (
@@ -274,6 +266,8 @@ def test_other_settings_are_refused(files, tmp_path):
     with pytest.raises(hfp.PackingError, match="output: expected a new folder, .*'a.parquet'"):
         pack_here(files, tmp_path / "other")
     assert contents(tmp_path / "out") == before
+    with pytest.raises(hfp.PackingError, match=f"files: .* each of them once, got .*'{files[0]}'"):
+        pack_here([files[0], *files], tmp_path / "out")
 
 
 def test_the_command(files, tmp_path, capsys):

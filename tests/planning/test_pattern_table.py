@@ -84,7 +84,7 @@ def test_documents_of_billions_of_tokens_in_a_plan(strategy):
     assert plan.segment_start.max() == 2**31
 
 
-def test_a_strategy_that_needs_the_order_of_documents():
+def test_counts_that_a_strategy_cannot_plan():
     in_order = set(strategy_classes()) - set(strategy_classes(CountingStrategy))
     assert len(in_order) >= 4
     for strategy in in_order:
@@ -92,6 +92,10 @@ def test_a_strategy_that_needs_the_order_of_documents():
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
+    with pytest.raises(
+        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
+    ):
+        hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +117,3 @@ def test_shards_that_were_not_counted(argument, lengths, already):
     table = hfp.plan_counts(np.bincount([5, 5, 2]), hfp.BestFit(8))
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected .*, got "):
         table.deal(lengths, already)
-
-
-def test_overflow_error_from_counts():
-    with pytest.raises(
-        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
-    ):
-        hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))

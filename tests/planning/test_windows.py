@@ -28,7 +28,7 @@ def test_at_most_a_quarter_waits_and_nobody_who_is_old(documents, strategy, pack
     assert (age[waiting.segment_document] < MOST_WINDOWS).all()
 
 
-def test_an_old_document_changes_places():
+def test_old_documents_change_places_and_windows_have_seeds():
     strategy = hfp.BestFit(10, seed=None)
     lengths = np.array([7, 3, 6, 4, 8, 2, 6, 4, 5], np.int32)
     window = strategy.plan_window(lengths, 0)
@@ -42,9 +42,6 @@ def test_an_old_document_changes_places():
     assert plan.pack_tokens().tolist()[-1] == 6  # a document of 6 tokens waits instead
     plan, waits = choose_waiting(window, np.full(9, MOST_WINDOWS, np.int8), size)
     assert not waits.any()
-
-
-def test_windows_have_seeds_of_their_own():
     lengths = np.full(64, 3, np.int32)
     plans = [hfp.BestFit(6, seed=seed).plan_window(lengths, number).plan for seed in (0, 1) for number in (0, 1)]
     assert len({plan.fingerprint for plan in plans}) == 4

@@ -63,7 +63,7 @@ def test_work_of_padding(lengths, ranks, rows, max_length):
     assert (equal.tokens, equal.time) == slowest(batches, 2)
 
 
-def test_figures_are_those_of_compare(chat):
+def test_figures_are_those_of_compare_and_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, [2048, 4096])
     compared = hfp.compare(chat, [row.compared.strategy for row in report.rows])
     assert [row.metrics for row in report.rows] == [row.metrics for row in compared]
@@ -72,9 +72,6 @@ def test_figures_are_those_of_compare(chat):
         *("FixedLength(4096)", "FirstCome(4096)", "BestFit(4096)", "Bucket((2048, 4096))"),
     ]
     assert [padded.cut_documents for padded in report.padded] == [(chat > 2048).sum(), (chat > 4096).sum()]
-
-
-def test_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, 4096, strategies=[hfp.BestFit(4096)], ranks=4, padded_rows=8)
     (row,) = report.rows
     setup = Setup(4, 8, LINEAR_COST)
@@ -98,7 +95,7 @@ def test_documents_that_are_split_count_once_and_idle_ranks_do_not():
     assert (row.work.documents, row.work.documents_per_step) == (0, 0)
 
 
-def test_rows_as_long_as_documents_need(chat):
+def test_rows_are_as_long_as_documents_need(chat):
     shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
     assert shares[2048] > shares[4096] > 0.01 > shares[8192]
     taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
@@ -109,10 +106,7 @@ def test_rows_as_long_as_documents_need(chat):
     short = hfp.packing_report(chat, [1024]).recommendation
     assert short.strategy == "BestFit(1024)"
     assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
-
-
-def test_longer_rows_are_suggested_where_documents_are_cut(chat):
-    """Those that would cut one document in a hundred, and those that would cut none."""
+    # Those that would cut one document in a hundred, and those that would cut none.
     said = hfp.packing_report(chat, [1024]).recommendation.reason
     few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
     assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
@@ -193,7 +187,7 @@ def test_any_lengths_make_a_report(lengths, row_lengths):
     assert str(report).count("\n") >= len(report.rows)
 
 
-def test_tables(chat):
+def test_tables_and_steps_beside_their_documents(chat):
     report = hfp.packing_report([*chat.tolist(), 0], 2048, source="a <b>")
     text = str(report)
     assert text.startswith(f"a <b>: 4,000 documents, {chat.sum():,} tokens, and 1 empty documents")
@@ -203,10 +197,7 @@ def test_tables(chat):
     html = report._repr_html_()
     assert html.count("<tr") == 1 + len(report.padded) + len(report.rows)
     assert "class=taken" in html
-
-
-def test_steps_stand_beside_their_documents(chat):
-    """A step of padding has 16 documents of each rank, one of packs a pack of each."""
+    # A step of padding has 16 documents of each rank, one of packs a pack of each.
     report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
     cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in report_cells(report)}
     facts = report.to_dict()

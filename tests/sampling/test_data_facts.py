@@ -76,14 +76,11 @@ def test_packed_rows_with_other_borders():
     assert said(packed, whole) == OTHER_SIZES
 
 
-def test_rows_that_are_made_as_they_are_read():
+def test_rows_that_are_made_or_changed_at_random():
     assert said(Made(), Made(first=1)) == OTHER_CONTENT
     assert said(Made(), Made()) is None
     assert said(Made(noise=True), Made(noise=True)) is None
     assert data_facts(Made(noise=True), sizes_of(Made())).content == ""
-
-
-def test_rows_of_a_random_transform_are_compared_before_it():
     everywhere = unseen(table([{"input_ids": [token + 1 for token in row["input_ids"]]} for row in ROWS]))
     plain = unseen(table([{"input_ids": row["input_ids"]} for row in ROWS]))
     assert said(plain, everywhere) == OTHER_CONTENT

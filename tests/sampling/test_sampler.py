@@ -11,7 +11,7 @@ from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of, sizes_of_documents
 
 
-def test_the_first_micro_batches_are_skipped():
+def test_a_rank_has_its_micro_batches_of_every_epoch_from_any_one_on():
     sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 1000))
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes)
     everything = list(sampler)
@@ -20,6 +20,14 @@ def test_the_first_micro_batches_are_skipped():
     sampler.set_epoch(1)
     sampler.first_micro_batch = 0
     assert list(sampler) != everything
+    sizes = sizes_of_documents(np.arange(1, 60))
+    samplers = [RankBatchSampler(hfp.TokenBudget(100), sizes, 3, rank, accumulation=2) for rank in range(3)]
+    for number in (0, 4, 1):
+        plan = hfp.TokenBudget(100).plan(sizes, Epoch(number, 3, 2))
+        for rank, sampler in enumerate(samplers):
+            sampler.set_epoch(number)
+            assert len(sampler) == plan.num_micro_batches
+            assert list(sampler) == [plan.micro_batch(number, rank) for number in range(len(sampler))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -49,14 +57,3 @@ def test_what_decides_the_micro_batches_is_compared():
     for name, value in {"plans": 0, SLOTS: 3, "dataset": "other", "batching": "other"}.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_can_resume(sampler.plan_inputs() | {name: value})
-
-
-def test_a_rank_has_its_micro_batches_of_the_plan_in_every_epoch():
-    sizes = sizes_of_documents(np.arange(1, 60))
-    samplers = [RankBatchSampler(hfp.TokenBudget(100), sizes, 3, rank, accumulation=2) for rank in range(3)]
-    for number in (0, 4, 1):
-        plan = hfp.TokenBudget(100).plan(sizes, Epoch(number, 3, 2))
-        for rank, sampler in enumerate(samplers):
-            sampler.set_epoch(number)
-            assert len(sampler) == plan.num_micro_batches
-            assert list(sampler) == [plan.micro_batch(number, rank) for number in range(len(sampler))]

@@ -88,12 +88,19 @@ def check_steps(batching, sizes, slots):
     return steps
 
 
-def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
+def test_steps_have_all_micro_batches_and_large_ones_stay_level(rng, monkeypatch):
     sizes = sizes_of_documents(np.clip(rng.lognormal(3, 1, 3000), 1, 500).astype(int))
     for slots in (1, 8, 64):
         plan = hfp.TokenBudget(500).plan(sizes, Epoch(0, 1, slots))
         assert plan.num_micro_batches % slots == 0
         assert plan.num_micro_batches < hfp.TokenBudget(500).plan(sizes).num_micro_batches + slots
+    monkeypatch.setattr("hf_packing.sampling.fill._MOST_REDISTRIBUTED", 4)
+    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 4000), 1, 4096).astype(int))
+    budget = hfp.TokenBudget(4096, linear_cost=0)
+    steps = steps_of(budget.plan(sizes, Epoch(0, 1, 10)), 10)
+    assert sum(steps, Counter()) == Counter(range(4000))
+    assert steps_of(budget.plan(sizes, Epoch(0, 5, 2)), 2) == steps
+    assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), fast_only([(8, 1), (4, 2), (8, 4), (2, 16)], (8, 1), (8, 4)))
@@ -114,13 +121,3 @@ def test_ranks_have_equal_work_with_accumulation_in_buckets(rng):
         epoch = hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8, accumulation))
         assert epoch.utilization(sizes.tokens) > 0.99
         assert epoch.utilization(sizes.squared_lengths) > 0.98
-
-
-def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng):
-    monkeypatch.setattr("hf_packing.sampling.fill._MOST_REDISTRIBUTED", 4)
-    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 4000), 1, 4096).astype(int))
-    budget = hfp.TokenBudget(4096, linear_cost=0)
-    steps = steps_of(budget.plan(sizes, Epoch(0, 1, 10)), 10)
-    assert sum(steps, Counter()) == Counter(range(4000))
-    assert steps_of(budget.plan(sizes, Epoch(0, 5, 2)), 2) == steps
-    assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95

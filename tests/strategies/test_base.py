@@ -30,23 +30,11 @@ BUCKETS = [strategy for strategy in STRATEGIES if strategy.has_buckets]
 pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of 11 tokens of a batch")
 
 
-def test_what_is_dropped_is_said():
+def test_what_is_dropped_is_said_and_lists_come_out_of_lists():
     with pytest.warns(UserWarning, match="packing drops 1 of 11 tokens of a batch, as configured by overflow"):
         hfp.BestFit(4, overflow="truncate")(BATCH)
     with pytest.warns(UserWarning, match="drops 5 of 11 tokens of a batch"):
         hfp.BestFit(4, overflow="drop")(BATCH)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_comparable_picklable(strategy):
-    assert pickle.loads(pickle.dumps(strategy)) == strategy
-    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
-    with pytest.raises(AttributeError):
-        strategy.seed = 5
-    assert strategy != hfp.BestFit(5)
-
-
-def test_lists_in_lists_out():
     packed = hfp.BestFit(4, seed=None)(BATCH)
     assert sorted(packed) == sorted(COLUMNS)
     assert packed == {
@@ -56,6 +44,15 @@ def test_lists_in_lists_out():
         "position_ids": [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]],
         "seq_lengths": [[4], [3, 1], [2, 1]],
     }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_comparable_picklable(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
+    with pytest.raises(AttributeError):
+        strategy.seed = 5
+    assert strategy != hfp.BestFit(5)
 
 
 def test_batches_of_arrays_and_of_no_documents():

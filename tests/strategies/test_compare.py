@@ -8,7 +8,7 @@ import hf_packing as hfp
 LENGTHS = [14, 14, 14, 9, 8, 8, 8, 4, 3, 3, 3, 2, 40]
 
 
-def test_rows_in_order_with_metrics_seconds_and_notes():
+def test_rows_and_tables_in_order():
     strategies = [hfp.BestFit(30), hfp.Optimal(30), hfp.Bucket((10, 30)), hfp.FixedLength(30)]
     rows = hfp.compare(LENGTHS, strategies)
     assert [row.strategy for row in rows] == strategies
@@ -19,6 +19,14 @@ def test_rows_in_order_with_metrics_seconds_and_notes():
         assert row.seconds > 0
     assert rows[2].gap is None
     assert len(rows[1:]) == 3
+    text = repr(hfp.compare(LENGTHS, [hfp.BestFit(30, overflow="drop"), hfp.Bucket((10, 30), seed=1)]))
+    header, best_fit, bucket = text.splitlines()
+    assert header.split() == [
+        "padding", "truncation", "dropped", "concatenation", "packs", "above", "bound", "seconds"
+    ]  # fmt: skip
+    assert best_fit.startswith("BestFit(30, overflow='drop')  25.000%      0.000%  30.769%")
+    assert bucket.startswith("Bucket((10, 30), seed=1)")
+    assert len({len(line) for line in (header, best_fit, bucket)}) == 1
 
 
 def test_a_bound_that_one_strategy_proves_holds_for_the_others(rng):
@@ -41,17 +49,6 @@ def test_bounds_without_documents_and_without_a_limit():
     assert hfp.compare([], [hfp.BestFit(8)])[0].gap == 0
     column = Dataset.from_dict({"length": [5, 3]})["length"]
     assert hfp.compare(column, (strategy for strategy in [hfp.BestFit(8)]))[0].metrics.num_packs == 1
-
-
-def test_printed_as_a_table():
-    text = repr(hfp.compare(LENGTHS, [hfp.BestFit(30, overflow="drop"), hfp.Bucket((10, 30), seed=1)]))
-    header, best_fit, bucket = text.splitlines()
-    assert header.split() == [
-        "padding", "truncation", "dropped", "concatenation", "packs", "above", "bound", "seconds"
-    ]  # fmt: skip
-    assert best_fit.startswith("BestFit(30, overflow='drop')  25.000%      0.000%  30.769%")
-    assert bucket.startswith("Bucket((10, 30), seed=1)")
-    assert len({len(line) for line in (header, best_fit, bucket)}) == 1
 
 
 @pytest.mark.parametrize("strategies", [[], hfp.BestFit(8), "best fit", None, [hfp.BestFit]])

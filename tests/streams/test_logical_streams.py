@@ -91,13 +91,10 @@ def test_a_state_of_all_streams_serves_any_rank(tmp_path):
     assert sorted(map(str, [*head, *(row for each in rest for row in each)])) == sorted(map(str, rows))
 
 
-def test_more_streams_than_documents():
+def test_many_and_few_streams():
     with pytest.warns(UserWarning, match="pack reads the stream about 16 times, since 16 logical streams share 1 sh"):
         packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
     assert sorted(names_in(packed)) == list(range(5))
-
-
-def test_streams_are_packed_in_orders_of_their_own():
     documents = [[number % 5 + 1] * 7 for number in range(400)]
     packed = hfp.pack(stream_of(documents), hfp.BestFit(16), window_packs=8, streams=2)
     first, second = ([row for stream, row in turns_of(packed) if stream == number and row] for number in (0, 1))

@@ -103,7 +103,7 @@ def test_two_hundred_kills(kind, workers, tmp_path):
         check_resumed(loader, rows, stops)
 
 
-def test_state_is_at_most_a_quarter_window():
+def test_states_are_small_and_no_document_waits_long(monkeypatch):
     window_packs, length = 8, 512
     documents = stream_of(make_documents(2000, median=60))
     examples = hfp.pack(documents, hfp.BestFit(length), window_packs=window_packs)._ex_iterable
@@ -111,9 +111,6 @@ def test_state_is_at_most_a_quarter_window():
     sizes = [len(pickle.dumps(examples.state_dict())) for _ in examples]
     assert max(sizes) < window_packs * length * 4 / 4 + 2048  # tokens of 4 bytes
     assert max(sizes) > 4000  # or nothing waits
-
-
-def test_no_document_waits_for_more_than_four_windows(monkeypatch):
     oldest = []
 
     def noting(window, age, size):

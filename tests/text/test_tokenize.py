@@ -120,11 +120,13 @@ def test_datasets_streams_and_map_are_the_same():
     assert len(hfp.pack(whole, hfp.BestFit(512))) == 1
 
 
-def test_a_stream_keeps_its_shards():
+def test_streams_keep_their_shards_and_templates_may_be_others():
     """Each logical stream reads its own; `pack` would warn of shards that several have to read."""
     stream = datasets.Dataset.from_list(CHATS).to_iterable_dataset(num_shards=3)
     packed = hfp.pack(hfp.tokenize(stream, tokenizer_with(CHATML)), hfp.BestFit(512), streams=3)
     assert len(list(packed)) == 3
+    shouted = CHATML.replace("message.content", "message.content + '!'")
+    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
 
 
 def test_text_that_the_template_leaves_out_is_counted():
@@ -132,11 +134,6 @@ def test_text_that_the_template_leaves_out_is_counted():
         ours([{"messages": PLAIN}, {"messages": CHAT}])
     with pytest.warns(UserWarning, match="tokenize: 1 of 1 documents have no token to train on"):
         ours([{"messages": PLAIN[:1]}])
-
-
-def test_another_template():
-    shouted = CHATML.replace("message.content", "message.content + '!'")
-    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
 
 
 @pytest.mark.parametrize("template", [STRIPPED, OPENED])
@@ -201,7 +198,7 @@ def test_nulls_that_arrow_puts_into_messages_are_not_written():
     assert "null" in expected
 
 
-def test_tokens_that_the_tokenizer_puts_around_a_text(words):
+def test_what_tokenizers_put_around_texts_or_cut_off(words, tmp_path):
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="user $A <end>", special_tokens=[("user", 5), ("<end>", 1)]
     )
@@ -212,6 +209,11 @@ def test_tokens_that_the_tokenizer_puts_around_a_text(words):
     }
     chat = hfp.tokenize({"messages": [[{"role": "user", "content": "one"}]]}, words, train_on="all")
     assert chat["input_ids"][0][0] != 5, "a chat template has its own"
+    words.backend_tokenizer.enable_truncation(1)
+    words.backend_tokenizer.enable_padding(length=9)
+    words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = text_tokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
+    assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
 
 
 def test_prompts_end_where_they_do_for_a_tokenizer_that_leaves_characters_out():
@@ -220,14 +222,6 @@ def test_prompts_end_where_they_do_for_a_tokenizer_that_leaves_characters_out():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
     assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
-
-
-def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words):
-    words.backend_tokenizer.enable_truncation(1)
-    words.backend_tokenizer.enable_padding(length=9)
-    words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = text_tokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
-    assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
 
 
 class Spelled(PreTrainedTokenizer):

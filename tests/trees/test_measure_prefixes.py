@@ -18,7 +18,7 @@ LENGTHS = [len(document) for document in DOCUMENTS]
 SHRUNK = "documents share prefixes: with share_prefixes=True, your data would shrink"
 
 
-def test_the_ratio_is_that_of_packed_rows():
+def test_the_ratio_is_that_of_packed_rows(monkeypatch):
     dataset = Dataset.from_dict({"input_ids": DOCUMENTS})
     packed = hfp.pack(dataset, hfp.BestFit(80), share_prefixes=True)
     ratio = 20 * 62 / sum(map(len, packed["tree_input_ids"]))
@@ -30,16 +30,13 @@ def test_the_ratio_is_that_of_packed_rows():
     assert measure_shared_prefixes([[1, 2], [3]], 80).ratio == 1
     assert measure_shared_prefixes([[1, 2], [3]], 80).sentence() == ""
     assert measure_shared_prefixes([], 80).ratio == 1
-
-
-def test_only_the_first_documents_are_read(monkeypatch):
     monkeypatch.setattr(measure_module, "MEASURED_TOKENS", 310)
     found = measure_shared_prefixes(DOCUMENTS, 800)
     assert (found.documents, found.is_sample) == (4, True)
     assert found.sentence().endswith("times (measured on the first 4 documents)")
 
 
-def test_compare_says_it():
+def test_compare_and_the_report_say_it(tmp_path, monkeypatch):
     comparison = hfp.compare(LENGTHS, [hfp.BestFit(80), hfp.BestFit(800)], documents=DOCUMENTS)
     assert comparison.shared.ratio == 20 * 62 / (60 + 40)
     assert repr(comparison).splitlines()[-1] == f"{SHRUNK} 12.4 times"
@@ -47,9 +44,6 @@ def test_compare_says_it():
     unlike = [[number] * 9 for number in range(9)]
     for alone in (hfp.compare(LENGTHS, [hfp.BestFit(80)]), hfp.compare([9] * 9, [hfp.BestFit(80)], documents=unlike)):
         assert "shrink" not in repr(alone)
-
-
-def test_the_report_says_it(tmp_path, monkeypatch):
     report = hfp.packing_report(LENGTHS, 800, documents=DOCUMENTS)
     assert str(report).splitlines()[-1] == f"{SHRUNK} 12.4 times"
     assert f"<p>{SHRUNK} 12.4 times</p>" in report._repr_html_()
