@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.fill import best_fit, fewest_micro_batches, fill
 
-TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=60).map(np.array)
 PACKS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=60).map(np.array)
 MOST_DOCUMENTS = st.one_of(st.none(), st.integers(4, 12))
+
+
+NO_LIMIT = 10**9
 
 
 def limits_of(tokens, max_tokens, documents=None, max_documents=None):
@@ -23,26 +25,25 @@ def total(rows, tokens):
     return sum(tokens[row] for row in rows)
 
 
-def longest_first(rows, tokens, documents=None):
-    """Among rows of equal length, those with more documents come first, if documents are limited."""
-    return sorted(rows, key=lambda row: (-tokens[row], -documents[row] if documents else 0))
+def longest_first(rows, tokens, documents):
+    """Among rows of equal length, those with more documents come first."""
+    return sorted(rows, key=lambda row: (-tokens[row], -documents[row]))
 
 
-def roughly_longest_first(tokens, jitter, seed, documents=None):
+def roughly_longest_first(tokens, jitter, seed, documents):
     """As if row number n of a random order were shorter by n / rows of the jitter."""
     rows = random_order(len(tokens), seed, "rows that meet").tolist()
     seen_as = {row: -tokens[row] * (1 - jitter * (place / len(rows))) for place, row in enumerate(rows)}
-    return sorted(rows, key=lambda row: (seen_as[row], -documents[row] if documents else 0))
+    return sorted(rows, key=lambda row: (seen_as[row], -documents[row]))
 
 
-def tightest_room_first(rows, tokens, max_tokens, documents=None, most=None):
+def tightest_room_first(rows, tokens, max_tokens, documents, most):
     """Among micro-batches with equally little room, the one that has had it for the shortest time."""
     groups, touched = [], []
     for turn, row in enumerate(rows):
         room = [max_tokens - total(group, tokens) for group in groups]
         fitting = [number for number in range(len(groups)) if room[number] >= tokens[row]]
-        if documents:
-            fitting = [number for number in fitting if total([*groups[number], row], documents) <= most]
+        fitting = [number for number in fitting if total([*groups[number], row], documents) <= most]
         if fitting:
             number = min(fitting, key=lambda number: (room[number], -touched[number]))
             groups[number].append(row)
@@ -53,18 +54,13 @@ def tightest_room_first(rows, tokens, max_tokens, documents=None, most=None):
     return groups
 
 
-def fewest_tokens_first(rows, tokens, number, documents=None, most=None):
+def fewest_tokens_first(rows, tokens, number, documents, most):
     groups = [[] for _ in range(number)]
     for row in rows:
-        sums = [total(group, tokens) for group in groups]
-        if documents:
-            sums = [
-                each if total([*group, row], documents) <= most else np.inf
-                for each, group in zip(sums, groups, strict=True)
-            ]
-        if min(sums) == np.inf:
+        fitting = [group for group in groups if total([*group, row], documents) <= most]
+        if not fitting:
             return None
-        groups[sums.index(min(sums))].append(row)
+        min(fitting, key=lambda group: total(group, tokens)).append(row)
     return groups
 
 
@@ -73,12 +69,12 @@ def fit(groups, tokens, max_tokens):
 
 
 def slow_fewest(tokens, max_tokens, documents, most):
-    """Few micro-batches within two limits: spread if that needs fewer than best fit."""
+    """Few micro-batches; within two limits spread, if that needs fewer than best fit."""
     rows = longest_first(range(len(tokens)), tokens, documents)
     packed = tightest_room_first(rows, tokens, max_tokens, documents, most)
     number, step = max(-(-sum(tokens) // max_tokens), -(-sum(documents) // most)), 0
     least, first = number, max(number // 1000, 1)
-    while number < len(packed) or number <= least + first:
+    while most != NO_LIMIT and (number < len(packed) or number <= least + first):
         groups = fewest_tokens_first(rows, tokens, min(number, len(rows)), documents, most)
         if fit(groups, tokens, max_tokens):
             return groups
@@ -87,12 +83,10 @@ def slow_fewest(tokens, max_tokens, documents, most):
     return packed
 
 
-def slow_fill(tokens, max_tokens, wanted, world_size, seed, documents=None, most=None):
+def slow_fill(tokens, max_tokens, wanted, world_size, seed, documents, most):
     """The micro-batches, and the ways by which they were found."""
-    tokens = tokens.tolist()
-    documents = None if most is None else documents.tolist()
     loose = [0.2] if sum(tokens) < 0.95 * max_tokens * wanted else []
-    for jitter in (0.2, 0.03, 0.0) if documents else loose:
+    for jitter in loose if most == NO_LIMIT else (0.2, 0.03, 0.0):
         rows = roughly_longest_first(tokens, jitter, seed, documents)
         groups = fewest_tokens_first(rows, tokens, wanted, documents, most)
         if fit(groups, tokens, max_tokens):
@@ -115,24 +109,24 @@ def slow_fill(tokens, max_tokens, wanted, world_size, seed, documents=None, most
         if fit(dealt, tokens, max_tokens):
             return by_squares[emptied:] + dealt, {f"jitter {jitter}", "refilled"}
     for _ in range(more):
-        of_several = [number for number, group in enumerate(groups) if len(group) > 1]
-        fullest = max(of_several, key=lambda number: (total(groups[number], tokens), -number))
-        groups[fullest], other = fewest_tokens_first(longest_first(groups[fullest], tokens, documents), tokens, 2)
+        fullest = max((group for group in groups if len(group) > 1), key=lambda group: total(group, tokens))
+        rows = longest_first(fullest, tokens, documents)
+        groups[groups.index(fullest)], other = fewest_tokens_first(rows, tokens, 2, documents, most)
         groups.append(other)
     return groups, {f"jitter {jitter}", "split" if more else "as packed"}
 
 
-def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, max_documents=None):
+def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, most=None):
     """Compare with the slow version and check what fill promises; return the ways that the slow version went."""
-    limits = limits_of(tokens, max_tokens, documents, max_documents)
+    limits = limits_of(tokens, max_tokens, documents, most)
     wanted = min(fewest_micro_batches(limits) + more, len(tokens))
     groups = fill(limits, wanted, world_size, seed)
-    expected, ways = slow_fill(tokens, max_tokens, wanted, world_size, seed, documents, max_documents)
+    of_rows = (np.ones_like(tokens) if most is None else documents).tolist(), most or NO_LIMIT
+    expected, ways = slow_fill(tokens.tolist(), max_tokens, wanted, world_size, seed, *of_rows)
     assert groups == expected
     assert len(groups) == wanted
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(tokens)))
-    assert max(int(tokens[group].sum()) for group in groups) <= max_tokens
-    assert all(max(int(has[group].sum()) for group in groups) <= most for has, most in limits)
+    assert all(max(int(has[group].sum()) for group in groups) <= limit for has, limit in limits)
     assert all(groups)
     return ways
 
@@ -144,10 +138,12 @@ def test_exactly_as_many_as_wanted_and_equal_to_the_slow_version(packs, max_toke
     check_fill(tokens, max_tokens, more, world_size, seed, documents, most)
 
 
-@given(PACKS, st.integers(30, 90), st.integers(4, 12))
-def test_the_fewest_with_a_limit_of_documents(packs, max_tokens, most):
+@given(PACKS, st.integers(30, 90), MOST_DOCUMENTS)
+@example(np.array([[30, 1]] * 3 + [[1, 1]] * 70), 31, None)
+def test_the_fewest_are_those_of_the_slow_version(packs, max_tokens, most):
     tokens, documents = packs.T
-    expected = len(slow_fewest(tokens.tolist(), max_tokens, documents.tolist(), most))
+    of_rows = (documents if most else np.ones_like(tokens)).tolist(), most or NO_LIMIT
+    expected = len(slow_fewest(tokens.tolist(), max_tokens, *of_rows))
     assert fewest_micro_batches(limits_of(tokens, max_tokens, documents, most)) == expected
 
 
@@ -197,14 +193,6 @@ def test_equal_to_the_slow_version_by_every_way(limited, rng):
         assert {"spread 0.2", "spread 0.03", "spread 0.0", "refilled"} <= ways
     else:
         assert ways == {"spread 0.2", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
-
-
-@given(TOKENS, st.integers(30, 90))
-@example(np.array([30] * 3 + [1] * 70), 31)
-def test_the_fewest_are_those_of_best_fit_decreasing(tokens, max_tokens):
-    rows = longest_first(range(len(tokens)), tokens)
-    expected = len(tightest_room_first(rows, tokens.tolist(), max_tokens))
-    assert fewest_micro_batches(limits_of(tokens, max_tokens)) == expected
 
 
 @pytest.mark.parametrize("budget", [2**16, 2**16 + 1, 2**20])
