@@ -203,9 +203,6 @@ def test_the_readme_is_short_and_the_reference_complete():
     blocks = [block for page in PAGES for block in PYTHON.finditer(page.read_text())]
     assert len(blocks) > 40
     assert sum(block["printed"] is not None for block in blocks) > 10
-
-
-def test_what_a_trainer_logs_is_defined():
     facts = StepCounts()
     facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
     logged = facts.take(max_tokens=4)
@@ -230,13 +227,10 @@ def test_pictures_are_those_of_their_script(tmp_path, monkeypatch):
         assert np.abs(made - kept).mean() < 0.02, name  # fonts differ between machines
 
 
-def test_every_picture_is_shown():
+def test_every_picture_is_shown_and_every_strategy_has_a_page():
     text = "".join(page.read_text() for page in PAGES)
     for picture in [*PICTURES.glob("*.png"), *PICTURES.glob("*.svg")]:
         assert f"pictures/{picture.name})" in text, picture.name
-
-
-def test_every_strategy_has_a_page():
     strategies = [name for name in hfp.__all__ if isinstance(getattr(hfp, name), type) and is_strategy(name)]
     assert len(strategies) >= 9
     for name in strategies:

@@ -38,7 +38,7 @@ from hf_packing.training.first_batch import prepared_model
 from hf_packing.training.resume import BatchesOfCheckpoint
 
 
-def test_fingerprints_indices_and_tables_of_a_dataset():
+def test_fingerprints_indices_tables_and_descriptions_of_a_dataset():
     """rows.cache.fingerprint_of: without it, packed rows cannot be cached by what they were made from."""
     one, same, other = (datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1]], [[1]], [[2]]))
     assert isinstance(one._fingerprint, str)
@@ -51,6 +51,12 @@ def test_fingerprints_indices_and_tables_of_a_dataset():
     # rows.pack._pack_split: without it, the packed dataset is not memory-mapped.
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
+    # rows.packing_trace: without it, packed rows that have lost their borders are taken for documents.
+    info = datasets.DatasetInfo(description="Mine")
+    one, other = (datasets.Dataset.from_dict({"a": [1], "b": [2]}, info=each) for each in (info, None))
+    joined = datasets.concatenate_datasets([other, one])
+    changed = (joined, one.select_columns("a"), one.map(lambda _: {"c": 1}), one.with_format("torch").shuffle())
+    assert [each.info.description for each in changed] == ["Mine"] * 4
 
 
 def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_dataset():
@@ -91,15 +97,6 @@ def test_loaders_and_models_that_an_accelerator_knows():
     assert prepared_model(accelerator, model) is wrapper
 
 
-def test_datasets_keeps_descriptions():
-    """rows.packing_trace: without it, packed rows that have lost their borders are taken for documents."""
-    info = datasets.DatasetInfo(description="Mine")
-    one, other = (datasets.Dataset.from_dict({"a": [1], "b": [2]}, info=each) for each in (info, None))
-    joined = datasets.concatenate_datasets([other, one])
-    changed = (joined, one.select_columns("a"), one.map(lambda _: {"c": 1}), one.with_format("torch").shuffle())
-    assert [each.info.description for each in changed] == ["Mine"] * 4
-
-
 def test_batches_of_a_map():
     """rows.map_batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
     seen = []
@@ -136,7 +133,7 @@ def test_the_frames_of_a_map(monkeypatch):
     assert [call.dataset is not None for call in seen] == [True, True, False, False, False]
 
 
-def test_attention_interfaces_and_flex_attention():
+def test_attention_of_models_and_flex_attention():
     """attention.function.register: without them, transformers cannot be told of our attention function."""
     assert callable(AttentionInterface.register)
     assert callable(AttentionMaskInterface.register)
@@ -146,6 +143,14 @@ def test_attention_interfaces_and_flex_attention():
     assert {"seq_lengths", "full_q_indices", "mask_mod"} <= set(inspect.signature(BlockMask).parameters)
     assert "FORCE_USE_FLEX_ATTENTION" in decoding.read_text("utf-8")
     assert callable(torch._dynamo.mark_static)
+    # attention.snapshot.attention_of: without it, a patch cannot be undone or refused.
+    assert PreTrainedModel._can_set_attn_implementation is not None
+    model = build("Llama")
+    assert model._can_set_attn_implementation()
+    assert isinstance(model.config._attn_implementation, str)
+    assert isinstance(model.config.sub_configs, dict)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation_internal == "eager"
 
 
 OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "padding_cache"}
@@ -172,17 +177,6 @@ def test_kernels_from_the_hub(monkeypatch):
     monkeypatch.setattr(modeling_flash_attention_utils, "_flash_varlen_fn", print)
     functions = modeling_flash_attention_utils.lazy_import_flash_attention("kernels-community/flash-attn2")[0]
     assert functions[1] is print
-
-
-def test_attention_implementation_of_a_model():
-    """attention.snapshot.attention_of: without it, a patch cannot be undone or refused."""
-    assert PreTrainedModel._can_set_attn_implementation is not None
-    model = build("Llama")
-    assert model._can_set_attn_implementation()
-    assert isinstance(model.config._attn_implementation, str)
-    assert isinstance(model.config.sub_configs, dict)
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation_internal == "eager"
 
 
 class Told(torch.utils.data.Dataset):

@@ -24,13 +24,21 @@ def saved(folder, config, architectures):
     return str(folder)
 
 
-def test_a_configuration_that_makes_no_model(capsys, tmp_path):
+def test_models_that_cannot_be_made_or_patched(capsys, tmp_path):
     config = tiny_model("llama", "causal").config
     config.hidden_act = "nosuch"
     assert main(["check", saved(tmp_path / "model", config, ["LlamaForCausalLM"])]) == 2
     said = capsys.readouterr().err
     assert "MODEL: expected a configuration from which a model can be built" in said
     assert said.count("\n") == 1
+    config = tiny_model("t5", "token classification", decoder_start_token_id=0).config
+    folder = saved(tmp_path / "model", config, ["T5ForConditionalGeneration"])
+    assert main(["check", folder]) == 1
+    assert "patch_model refuses the model" in one_line(capsys.readouterr().out)
+    assert main(["check", folder, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["refusal"]
+    assert found["max_leak"] is None
 
 
 @pytest.mark.parametrize(
@@ -125,17 +133,6 @@ def test_the_class_that_a_configuration_names(capsys, tmp_path, name):
     unknown = named != [checked]
     assert ("padded batch: " in printed) != unknown
     assert (f"; the configuration names {named[0] if named else 'no class'}" in printed) == unknown
-
-
-def test_a_class_that_patch_model_refuses(capsys, tmp_path):
-    config = tiny_model("t5", "token classification", decoder_start_token_id=0).config
-    folder = saved(tmp_path / "model", config, ["T5ForConditionalGeneration"])
-    assert main(["check", folder]) == 1
-    assert "patch_model refuses the model" in one_line(capsys.readouterr().out)
-    assert main(["check", folder, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["refusal"]
-    assert found["max_leak"] is None
 
 
 def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):

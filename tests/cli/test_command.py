@@ -23,10 +23,7 @@ def test_report(capsys, tmp_path, data, tokenizer, monkeypatch):
     assert f"written: {page}" in printed
     assert page.is_file()
     assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
-
-
-def test_report_as_json(capsys, data, tokenizer):
-    """Lengths may be given twice and in any order."""
+    # Lengths may be given twice and in any order.
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
     assert main([*given, "--strategy", "multipack", "bucket"]) == 0
     found = json.loads(capsys.readouterr().out)

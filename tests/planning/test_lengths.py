@@ -31,16 +31,13 @@ def test_not_a_strategy(strategy):
         hfp.plan_packing([1], strategy)
 
 
-def test_pieces_and_packs_of_any_size():
+def test_integers_of_any_size_and_type_are_taken(rng):
     for strategy in (hfp.BestFit(1), hfp.Bucket((1,)), hfp.FirstCome(1)):
         with pytest.raises(
             hfp.PackingError, match=r"max_length or bucket_lengths: expected longer packs, .* at most 2\*\*40 pieces"
         ):
             hfp.plan_packing([2**62], strategy)
     assert hfp.plan_packing([5, 3], hfp.FirstCome(2**31 - 1)).metrics().lower_bound == 1
-
-
-def test_any_integers_are_taken_and_sorted(rng):
     plans = [
         hfp.plan_packing(np.array([5, 0, 3], dtype=kind), hfp.BestFit(8)) for kind in ("u1", "i2", "u4", "i8", "u8")
     ]

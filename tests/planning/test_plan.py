@@ -112,7 +112,7 @@ def test_saved_and_memory_mapped(tmp_path, rng):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan"]
 
 
-def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
+def test_saving_replaces_a_plan_and_nothing_else(tmp_path, monkeypatch):
     make().save(tmp_path / "plan")
     other = hfp.plan_packing([1, 2], hfp.BestFit(3))
     other.save(tmp_path / "plan")
@@ -123,6 +123,12 @@ def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
     for path in (tmp_path / "plan", tmp_path / "mine", tmp_path / "mine" / "plan.json"):
         with pytest.raises(hfp.PackingError, match="^path: expected a new folder or a saved plan to replace"):
             make().save(path)
+    (tmp_path / "usual").mkdir()
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"umask({mask:o}) while other threads make files"))
+    for _ in range(2):
+        make().save(tmp_path / "plan")
+    assert (tmp_path / "plan").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "usual"]
 
 
 @pytest.mark.parametrize("target_is_there", [False, True])
@@ -165,15 +171,6 @@ def test_a_plan_is_removed_when_its_successor_is_in_place(tmp_path, monkeypatch)
     other.save(tmp_path / "plan")
     assert removed == [make()]
     assert [file.name for file in tmp_path.iterdir()] == ["plan"]
-
-
-def test_saving_leaves_the_umask_alone_which_other_threads_share(tmp_path, monkeypatch):
-    (tmp_path / "usual").mkdir()
-    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"umask({mask:o}) while other threads make files"))
-    for _ in range(2):
-        make().save(tmp_path / "plan")
-    assert (tmp_path / "plan").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "usual"]
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,20 @@ def pack(folder, **options):
     return Path(packed.cache_files[0]["filename"]).parent, packed
 
 
-def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(folder):
+def test_where_rows_are_cached(folder):
     sources = load_from_disk(folder), Dataset.from_dict(DOCUMENTS)
     on_disk, in_memory = (hfp.pack(source, STRATEGY) for source in sources)
     assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
     assert in_memory.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
     assert not list(folder.glob(".*"))
+    source = load_from_disk(folder)
+    datasets.disable_caching()
+    try:
+        packed = hfp.pack(source, STRATEGY)
+    finally:
+        datasets.enable_caching()
+    assert not list(folder.glob("packed-*"))
+    assert hfp.unpack(packed)["input_ids"][:] == ROWS
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -77,17 +85,6 @@ def test_misses(folder, tmp_path, monkeypatch):
     assert len({*found, cache_file()}) == len(found) + 1
 
 
-def test_caching_disabled(folder):
-    source = load_from_disk(folder)
-    datasets.disable_caching()
-    try:
-        packed = hfp.pack(source, STRATEGY)
-    finally:
-        datasets.enable_caching()
-    assert not list(folder.glob("packed-*"))
-    assert hfp.unpack(packed)["input_ids"][:] == ROWS
-
-
 @pytest.mark.slow
 def test_another_process_hits(folder):
     script = (
@@ -116,16 +113,6 @@ def test_two_processes_at_once(folder):
     assert not list(folder.glob(".*"))
 
 
-def test_half_a_cache_is_not_used(folder, monkeypatch):
-    source = load_from_disk(folder)
-    monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        hfp.pack(source, STRATEGY)
-    monkeypatch.undo()
-    assert not list(folder.glob("*pack*"))
-    assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
-
-
 def cut(file, how):
     if how == "missing":
         file.unlink()
@@ -151,11 +138,18 @@ def test_every_file_cut_short_is_packed_again(folder, how):
         assert hfp.unpack(packed)[:] == DOCUMENTS
 
 
-def test_a_plan_of_trees_that_lacks_what_they_share_is_packed_again(folder):
+def test_half_a_cache_is_not_used(folder, monkeypatch):
     stored, packed = pack(folder, share_prefixes=1)
     (stored / "plan" / "segment_shared.npy").unlink()
     assert pack(folder, share_prefixes=1)[1][:] == packed[:]
     assert (stored / "plan" / "segment_shared.npy").exists()
+    source = load_from_disk(folder)
+    monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hfp.pack(source, STRATEGY)
+    monkeypatch.undo()
+    assert not list(folder.glob("*pack*"))
+    assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "1", '{"strategy": "BestFit(4)"}', "\ufffd\x00"])

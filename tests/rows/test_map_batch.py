@@ -109,13 +109,16 @@ def test_single_rows_through_a_function_of_ones_own(documents, form):
         documents.with_format(form).map(lambda row: STRATEGY(row))
 
 
-def test_a_batch_that_was_changed_before_it_is_packed(documents):
+def test_batches_by_hand_and_changed_ones(documents):
     def without_labels(batch):
         batch["labels"] = [[-100] * len(row) for row in batch["input_ids"]]
         return STRATEGY(batch)
 
     packed = documents.map(without_labels, batched=True, remove_columns=documents.column_names)
     assert packed["labels"][:] == [[-100] * 4, [-100] * 2]
+    table = pa.table({"input_ids": [[1, 2, 3]]})
+    assert STRATEGY(table).num_rows == 1
+    assert STRATEGY(table.to_pandas()).to_pydict() == STRATEGY(table).to_pydict()
 
 
 def test_a_first_batch_without_tokens():
@@ -125,12 +128,6 @@ def test_a_first_batch_without_tokens():
     for source in (documents, documents.to_iterable_dataset()):
         packed = source.map(STRATEGY, batched=True, batch_size=2, remove_columns=list(document))
         assert [row["weights"] for row in packed] == [[0.5, 1.0]]
-
-
-def test_batches_by_hand():
-    table = pa.table({"input_ids": [[1, 2, 3]]})
-    assert STRATEGY(table).num_rows == 1
-    assert STRATEGY(table.to_pandas()).to_pydict() == STRATEGY(table).to_pydict()
 
 
 class TestTransforms:

@@ -37,7 +37,7 @@ def test_unpack_what_was_not_dropped():
     assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
 
 
-def test_rows_that_were_filtered_away_are_not_looked_at():
+def test_selected_and_joined_datasets_are_packed_as_they_stand():
     rows = [[1, 2], None, [3], [4, None]]
     source = Dataset.from_dict({"input_ids": rows})
     assert hfp.unpack(hfp.pack(source.select([2, 0]), hfp.BestFit(4)))["input_ids"][:] == [[3], [1, 2]]
@@ -45,9 +45,6 @@ def test_rows_that_were_filtered_away_are_not_looked_at():
         hfp.pack(source.select([2, 1]), hfp.BestFit(4))
     with pytest.raises(hfp.PackingError, match="row 0 is null or has a null"):
         hfp.pack(source.select([3, 2]), hfp.BestFit(4))
-
-
-def test_shuffled_selected_filtered_and_concatenated_datasets_are_packed_as_they_stand():
     source = documents()
     joined = datasets.concatenate_datasets([source] * 3)
     assert joined.data.column("input_ids").num_chunks == 3
@@ -81,7 +78,7 @@ def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
 
 
-def test_masks_that_are_applied_are_said_by_map_and_pack_also_from_the_cache():
+def test_what_is_masked_dropped_skipped_or_left_out_is_said_on_a_hit_too():
     with pytest.warns(UserWarning, match="packing applies assistant_masks to labels: tokens with a 0 are not"):
         assert hfp.BestFit(8)({"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]})["labels"] == [[-100, 6]]
     columns = {"input_ids": [[5, 6, 7, 8], [9, 10]], "completion_mask": [[0, 0, 1, 1], [1, 1]]}
@@ -89,9 +86,6 @@ def test_masks_that_are_applied_are_said_by_map_and_pack_also_from_the_cache():
         with pytest.warns(UserWarning, match="pack applies completion_mask to labels: 3 of 6 tokens are trained on"):
             packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(8))
     assert sorted(label for row in packed["labels"] for label in row) == [-100, -100, -100, 7, 8, 10]
-
-
-def test_what_is_dropped_skipped_or_left_out_is_said_on_a_hit_too():
     for _ in range(2):
         with pytest.warns(UserWarning, match="pack") as said:
             packed = hfp.pack(documents(text=list("abcde"), id=list(range(5))), hfp.BestFit(4, overflow="drop"))

@@ -120,16 +120,13 @@ def test_metrics_are_those_of_the_rows():
     assert metrics.num_documents == 6
 
 
-def test_true_means_sixteen_tokens():
+def test_true_means_sixteen_tokens_and_splits_are_said():
     documents = Dataset.from_dict(
         {"input_ids": [[*range(16), 1], [*range(16), 2], [*range(50, 65), 1], [*range(50, 65), 2]]}
     )
     packed = hfp.pack(documents, hfp.BestFit(99), share_prefixes=True)
     assert sorted(len(row) for row in packed["tree_input_ids"]) == [18 + 32]
     assert hfp.pack(documents, hfp.BestFit(99), share_prefixes=15)["tree_input_ids"][0] != packed["tree_input_ids"][0]
-
-
-def test_splits_are_said():
     weights = [[1, 1, 1, 1], [1, 1, 1], [1, 1], [1, 2, 1], [1, 1], []]
     with pytest.warns(UserWarning, match="pack shares fewer tokens at 1 places, where tokens agree but weights differ"):
         packed = hfp.pack(on_trees(weights=weights), hfp.BestFit(8), share_prefixes=2)

@@ -67,13 +67,27 @@ cases = st.tuples(
 
 @many_examples
 @given(cases)
-def test_same_packs_as_algorithm_1(case):
+def test_same_packs_as_document_by_document(case):
     lengths, capacities, threshold = case
     strategy = hfp.Bucket(capacities, padding_threshold=threshold)
     plan = hfp.plan_packing(lengths, strategy)
     packs, cut = algorithm_1(lengths, capacities, threshold)
     assert fills_of(plan) == sorted((capacity, sorted(pack)) for capacity, pack in packs)
     assert plan.metrics().num_cut_documents == len(cut)
+    lengths, capacities, _ = case
+    packs = []
+    for number, capacity in enumerate(capacities):
+        shorter = capacities[number - 1] if number else 0
+        last = number == len(capacities) - 1
+        tokens = [d for d, n in enumerate(lengths) if shorter < n and (n <= capacity or last) for _ in range(n)]
+        packs += [(capacity, tokens[i : i + capacity]) for i in range(0, len(tokens), capacity)]
+    for seed in (None, 0):
+        plan = hfp.plan_packing(lengths, hfp.BucketByLength(capacities, seed=seed))
+        documents = [[document for document, _, n in pack for _ in range(n)] for pack in packs_of(plan)]
+        made = list(zip(plan.pack_capacity.tolist(), documents, strict=True))
+        if seed is None:
+            assert made == packs
+        assert sorted((c, sorted(p)) for c, p in made) == sorted((c, sorted(p)) for c, p in packs)
 
 
 @many_examples
@@ -126,25 +140,6 @@ def test_baselines_of_the_paper(strategy, truncation):
     metrics = hfp.plan_packing(refinedweb_like(300_000), strategy).metrics()
     assert metrics.truncation_ratio == pytest.approx(truncation, abs=0.003)
     assert metrics.num_dropped_tokens == 0
-
-
-@many_examples
-@given(cases)
-def test_bucket_by_length_document_by_document(case):
-    lengths, capacities, _ = case
-    packs = []
-    for number, capacity in enumerate(capacities):
-        shorter = capacities[number - 1] if number else 0
-        last = number == len(capacities) - 1
-        tokens = [d for d, n in enumerate(lengths) if shorter < n and (n <= capacity or last) for _ in range(n)]
-        packs += [(capacity, tokens[i : i + capacity]) for i in range(0, len(tokens), capacity)]
-    for seed in (None, 0):
-        plan = hfp.plan_packing(lengths, hfp.BucketByLength(capacities, seed=seed))
-        documents = [[document for document, _, n in pack for _ in range(n)] for pack in packs_of(plan)]
-        made = list(zip(plan.pack_capacity.tolist(), documents, strict=True))
-        if seed is None:
-            assert made == packs
-        assert sorted((c, sorted(p)) for c, p in made) == sorted((c, sorted(p)) for c, p in packs)
 
 
 def test_arguments_of_any_type_are_the_same_strategy():

@@ -26,7 +26,7 @@ def test_every_token_is_in_one_segment_or_counted_as_dropped(lengths, strategy):
 
 
 @given(lengths_lists, any_strategy())
-def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
+def test_the_laws_of_a_plan(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
     fills = [plan.segment_length[a:b].sum() for a, b in zip(plan.pack_offsets, plan.pack_offsets[1:], strict=False)]
     assert all(0 < fill <= capacity for fill, capacity in zip(fills, plan.pack_capacity, strict=True))
@@ -35,15 +35,7 @@ def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
     assert all(length > 0 for length in plan.segment_length)
     limit = getattr(strategy, "max_documents", None)
     assert limit is None or np.diff(plan.pack_offsets).max(initial=0) <= limit
-
-
-@given(lengths_lists, any_strategy())
-def test_same_input_same_fingerprint(lengths, strategy):
     assert hfp.plan_packing(lengths, strategy) == hfp.plan_packing(np.array(lengths, dtype=np.int64), strategy)
-
-
-@given(lengths_lists, any_strategy())
-def test_metric_identities(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
     m, slots = plan.metrics(), int(plan.pack_capacity.sum())
     packed = int(plan.segment_length.sum())

@@ -95,7 +95,7 @@ def test_first_fit_is_taken_where_it_has_fewer_packs():
     assert hfp.plan_packing(lengths, hfp.Multipack(30)).num_packs == 3
 
 
-def test_a_pack_holds_documents_of_one_window_and_the_tail_is_kept(rng):
+def test_packs_of_one_window_and_another_seed(rng):
     lengths = rng.integers(1, 40, 1050)
     plan = hfp.plan_packing(lengths, hfp.Multipack(64, window=100, seed=3))
     window = np.empty(1050, dtype=int)
@@ -104,9 +104,6 @@ def test_a_pack_holds_documents_of_one_window_and_the_tail_is_kept(rng):
     assert all(len(pack) == 1 for pack in windows)
     assert len(np.unique(plan.segment_document)) == 1050
     assert (np.diff(np.concatenate(windows)) != 0).mean() > 0.5
-
-
-def test_another_seed_brings_other_documents_together(rng):
     lengths = rng.integers(1, 40, 1000)
     pairs = []
     for seed in (0, 1):

@@ -49,7 +49,7 @@ def test_shares_of_tokens():
     assert abs(drawn[2] / sum(drawn) - 0.2) > 0.3  # by documents, the long ones get most tokens
 
 
-def test_column_of_sources():
+def test_columns_of_sources_and_epochs():
     mixed = hfp.mix(sources(), SHARES)
     assert list(mixed.features) == ["input_ids", "source"]
     for document in mixed.take(100):
@@ -59,9 +59,6 @@ def test_column_of_sources():
     for row in rows:
         assert row["source"] == [token // 1000 for token in row["input_ids"]]
     assert any(len(set(row["source"])) > 1 for row in rows)
-
-
-def test_column_of_epochs():
     shards = {"few": [[[1, 1], [2]], [[3]]], "many": [[[11], [12, 12]], [[13] * 9]]}
     made = {name: generated(parts) for name, parts in shards.items()}
     mixed = hfp.mix(made, {"few": 0.6, "many": 0.4}, stopping_strategy="all_exhausted")

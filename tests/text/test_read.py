@@ -82,7 +82,7 @@ def test_values_are_not_changed(tmp_path):
         assert [repr(row) for _, row in documents._lines()] == list(map(repr, rows))
 
 
-def test_a_text_file_has_a_document_in_each_line_and_a_folder_in_each_file(tmp_path, read):
+def test_text_files_and_folders_of_one_kind(tmp_path, read):
     """What is blank is no document."""
     (tmp_path / "data" / ".hidden").mkdir(parents=True)
     (tmp_path / "data" / "sub").mkdir()
@@ -96,9 +96,6 @@ def test_a_text_file_has_a_document_in_each_line_and_a_folder_in_each_file(tmp_p
     for pattern in ("*.md", "**/*.md"):
         assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
     assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
-
-
-def test_files_of_one_folder_are_of_one_kind(tmp_path, read):
     write_lines(tmp_path / "b.jsonl", ROWS)
     (tmp_path / "README.md").write_text("about the rows")
     with pytest.raises(PackingError, match="data: expected files of one kind, got JSON and text"):
