@@ -1,10 +1,10 @@
-"""README and docs: their Python runs and prints what they say, their links resolve, their pictures are drawn.
+"""README, docs and docstrings: Python runs and prints what they say, links resolve, pictures are drawn.
 
-HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages.
-"""
+HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages."""
 
 import contextlib
 import doctest
+import importlib
 import io
 import json
 import os
@@ -243,3 +243,37 @@ def test_every_picture_is_shown_and_every_strategy_has_a_page():
 
 def is_strategy(name):
     return any(base.__name__ == "Strategy" for base in getattr(hfp, name).__mro__)
+
+
+PACKAGE = Path(hfp.__file__).parent
+FILES = [file.relative_to(PACKAGE.parent) for file in sorted(PACKAGE.rglob("*.py")) if ">>>" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_examples(file):
+    name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+    failed, run = doctest.testmod(importlib.import_module(name))
+    assert run
+    assert not failed
+
+
+WITHOUT_EXAMPLE = {
+    "ComparedStrategy",
+    "Comparison",
+    "DealtShard",
+    "EpochPlan",
+    "EpochSummary",
+    "IsolationReport",
+    "PackedLoader",
+    "PackingMetrics",
+    "PackingError",
+    "MissingDependencyError",
+    "ModelNotSupportedError",
+}
+"""Returned or raised, never called by a user."""
+
+
+def test_public_names_have_an_example():
+    assert ">>>" in hfp.fleet.PackedCorpus.__doc__
+    names = {name for name in hfp._HOME_OF if ">>>" not in (getattr(hfp, name).__doc__ or "")}
+    assert names <= WITHOUT_EXAMPLE

@@ -1,9 +1,11 @@
-"""Lengths that are checked, sorted and cut: what is accepted, and what happens to documents longer than a pack."""
+"""Lengths that are checked, sorted and cut, and the lengths of segments in each step of a training."""
 
 import re
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.planning.lengths import check_lengths, sort_by_length
@@ -55,3 +57,30 @@ def test_error_names_the_document(strategy):
         with pytest.raises(hfp.PackingError, match="document 1 has 25 tokens, more than max_length=10"):
             call([3, 25], strict)
     assert hfp.plan_packing([3, 10], strict).num_packs == 2
+
+
+schedules = st.builds(
+    lambda start, more, steps, growth: hfp.LengthSchedule(start, steps, end=start + more, growth=growth),
+    st.integers(1, 50),
+    st.integers(0, 200),
+    st.integers(1, 30),
+    st.sampled_from(["linear", "exponential"]),
+)
+
+
+@given(schedules, st.integers(1, 300))
+def test_the_length_grows_from_the_start_to_whole_documents(schedule, longest):
+    lengths = [schedule.length_at(step, longest) or longest for step in range(schedule.steps + 2)]
+    assert lengths[0] == min(schedule.start, longest)
+    assert lengths == sorted(lengths)
+    assert lengths[-2:] == [longest, longest]
+    assert schedule.length_at(schedule.steps, longest) is None
+    assert all(1 <= length <= longest for length in lengths)
+
+
+def test_growth():
+    linear = hfp.LengthSchedule(100, 4)
+    assert [linear.length_at(step, 500) for step in range(5)] == [100, 200, 300, 400, None]
+    exponential = hfp.LengthSchedule(100, 4, end=1600, growth="exponential")
+    assert [exponential.length_at(step, 2000) for step in range(5)] == [100, 200, 400, 800, None]
+    assert hfp.LengthSchedule(9, 4).length_at(0, 9) is None

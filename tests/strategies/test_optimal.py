@@ -1,23 +1,26 @@
-"""Column generation: optimal where that can be checked, better than best fit where it should be, and it says how."""
+"""The optimizers: optimal where that can be checked, or beside slow versions; their knapsack and their packs."""
 
 import itertools
 import subprocess
 import sys
 import time
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
 import scipy.optimize
+from any_strategy import many_examples
 from exhaustive import fewest_packs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lengths import log_normal
+from scipy import optimize
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.strategies import column_generation
+from hf_packing.strategies import column_generation, nnls
 from hf_packing.strategies import optimal as of_optimal
-from hf_packing.strategies.column_generation import generate_columns
+from hf_packing.strategies.column_generation import generate_columns, most_valuable_packs
 from hf_packing.strategies.fill_columns import fill_columns
 
 limits = st.one_of(st.none(), st.integers(1, 4))
@@ -223,3 +226,148 @@ def test_scipy_is_loaded_only_when_it_is_needed():
         f'{name} needs scipy, which is not installed; run pip install "hf-packing[optimal]"'
         for name in ("Optimal", "NonNegativeLeastSquares")
     ]
+
+
+def all_columns(capacity, limit):
+    ways = sorted(
+        {
+            tuple(sorted(n for n in way if n))
+            for way in combinations_with_replacement(range(capacity + 1), limit)
+            if sum(way) == capacity
+        }
+    )
+    return np.array([[way.count(length) for way in ways] for length in range(1, capacity + 1)])
+
+
+@many_examples
+@given(st.lists(st.integers(0, 50), min_size=10, max_size=24), st.integers(1, 3))
+def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
+    capacity = len(counts)
+    weight = np.where(np.arange(1, capacity + 1) <= 8, 0.09, 1.0)
+    columns = all_columns(capacity, limit)
+    expected, _ = optimize.nnls(columns * weight[:, None], np.array(counts) * weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nnls, "_FEWEST_TRIED", 2)  # so that columns are added in many rounds
+        patch.setattr(nnls, "_SHARE_TRIED", 0)
+        ways, packs = nnls._least_squares(np.array([0.0, *counts]), nnls._full_packs(capacity, limit))
+    assert (packs >= 0).all()
+    used = nnls._number_of_each_length(ways, capacity)[1:]
+    ours, theirs = used @ packs, columns @ expected
+    far, as_far = (np.linalg.norm((each - counts) * weight) for each in (ours, theirs))
+    if far < as_far - 1e-5:  # with all columns at once, scipy sometimes ends before the closest point
+        return
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@many_examples
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=20), st.integers(1, 3))
+def test_rounded_and_the_rest_best_fit(counts, limit):
+    capacity = len(counts)
+    counts = np.array([0, *counts])
+    table = hfp.plan_counts(counts, hfp.NonNegativeLeastSquares(capacity, max_documents=limit))
+    ways, packs = nnls._least_squares(counts.astype(float), nnls._full_packs(capacity, limit))
+    columns = nnls._number_of_each_length(ways, capacity)[1:]
+    number = np.array([round(x) for x in packs], dtype=int)
+    made = fill_columns(number, columns, np.arange(1, capacity + 1), counts, capacity, limit)
+    assert table.num_packs == made.num_packs
+    assert made.segments_per_pack().max(initial=0) <= limit
+    short_of = np.maximum(counts[1:] - columns @ number, 0).sum()
+    assert table.num_packs <= number.sum() + short_of  # the paper gives each document that is left a pack of its own
+
+
+@pytest.mark.slow
+def test_published_pack_count_of_bert_wikipedia(bert_wikipedia):
+    assert hfp.plan_counts(bert_wikipedia, hfp.NonNegativeLeastSquares(512)).num_packs <= 8_155_059
+
+
+def test_limits_that_allow_too_many_ways_to_fill_a_pack():
+    with pytest.raises(
+        hfp.PackingError,
+        match=r"at most 2\*\*23 ways to fill a pack exactly, got max_length=512 and max_documents=6; ",
+    ):
+        hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(512, max_documents=6))
+    assert hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(8, max_documents=10**6)).num_packs == 1
+    with pytest.raises(hfp.PackingError, match="max_length and max_documents: expected at most"):
+        hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
+
+
+def all_packs(slots, capacity, limit):
+    for size in range(1, limit + 1):
+        for pack in combinations_with_replacement(range(len(slots)), size):
+            if sum(slots[i] for i in pack) <= capacity:
+                yield pack
+
+
+@many_examples
+@given(
+    st.integers(3, 14).flatmap(
+        lambda c: st.tuples(st.sets(st.integers(2, c), min_size=1, max_size=4).map(sorted), st.just(c))
+    ),
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_most_valuable_packs(case, worth, limit):
+    slots, capacity = case
+    value = np.array(worth[: len(slots)])
+    packs = list(all_packs(slots, capacity, limit or capacity // slots[0]))
+    most, columns = most_valuable_packs(value, np.array(slots), capacity, limit)
+    assert most == pytest.approx(max(sum(value[i] for i in pack) for pack in packs), abs=1e-9)
+    for slot in range(len(slots)):
+        best = max(sum(value[i] for i in pack) for pack in packs if slot in pack)
+        column = columns[:, slot]
+        assert column[slot] >= 1
+        assert column @ np.array(slots) <= capacity
+        assert column.sum() <= (limit or capacity)
+        assert column @ value == pytest.approx(best, abs=1e-9)
+
+
+def fill_slot_by_slot(packs, columns, slots, lengths, capacity):
+    """Fills: documents go into slots one at a time, then into the pack with the least room, then into new ones."""
+    contents, free = [], {slot: [] for slot in range(len(slots))}
+    for column in range(columns.shape[1]):
+        first = len(contents)
+        contents += [[] for _ in range(packs[column])]
+        for slot in range(len(slots)):
+            free[slot].insert(0, [first + n for n in range(packs[column]) for _ in range(columns[slot, column])])
+    free = {slot: [pack for column in of_columns for pack in column] for slot, of_columns in free.items()}
+    waiting = sorted(lengths, reverse=True)
+    for slot, longest in enumerate(slots):
+        shorter = slots[slot - 1] if slot else 0
+        for length in [n for n in waiting if shorter < n <= longest][: len(free[slot])]:
+            contents[free[slot].pop(0)].append(length)
+            waiting.remove(length)
+    for slot in reversed(range(len(slots))):
+        for length in [n for n in waiting if n <= slots[slot]][: len(free[slot])]:
+            contents[free[slot].pop(0)].append(length)
+            waiting.remove(length)
+    contents = [pack for pack in contents if pack]
+    for length in waiting:
+        fitting = [pack for pack in contents if sum(pack) + length <= capacity]
+        if fitting:
+            max(fitting, key=sum).append(length)
+        else:
+            contents.append([length])
+    return sorted(map(sum, contents))
+
+
+@st.composite
+def columns_and_documents(draw):
+    capacity = draw(st.integers(2, 20))
+    slots = sorted(draw(st.sets(st.integers(1, capacity), min_size=1, max_size=5)))
+    ways = list(all_packs(slots, capacity, 4))
+    chosen = draw(st.lists(st.sampled_from(ways), min_size=1, max_size=5))
+    columns = np.array([[way.count(slot) for way in chosen] for slot in range(len(slots))])
+    packs = np.array(draw(st.lists(st.integers(0, 4), min_size=len(chosen), max_size=len(chosen))))
+    lengths = draw(st.lists(st.integers(1, slots[-1]), min_size=1, max_size=40))
+    return packs, columns, slots, lengths, capacity
+
+
+@many_examples
+@given(columns_and_documents())
+def test_columns_are_filled_as_slot_by_slot(case):
+    packs, columns, slots, lengths, capacity = case
+    made = fill_columns(packs, columns, np.array(slots), np.bincount(lengths), capacity, None)
+    assert made.counts().tolist() == np.bincount(lengths).tolist()
+    fills = np.repeat(made.tokens_per_pack(), made.packs)
+    assert fills.max() <= capacity
+    assert sorted(fills.tolist()) == fill_slot_by_slot(packs, columns, slots, lengths, capacity)
