@@ -1,6 +1,7 @@
 """README, docs and docstrings: Python runs and prints what they say, links resolve, pictures are drawn.
 
-HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages."""
+HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages.
+"""
 
 import contextlib
 import doctest

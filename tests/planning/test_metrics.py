@@ -2,9 +2,9 @@
 
 import numpy as np
 from any_strategy import many_examples
-from exhaustive import fewest_packs
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import fewest_packs
 
 from hf_packing.planning.metrics import pack_lower_bound
 

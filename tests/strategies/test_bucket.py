@@ -6,8 +6,7 @@ from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lengths import refinedweb_like
-from one_by_one import first_fit
-from plans import packs_of
+from plans import first_fit, packs_of
 
 import hf_packing as hfp
 from hf_packing.planning.best_fit import first_fit_patterns

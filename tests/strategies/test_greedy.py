@@ -6,7 +6,7 @@ from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from lengths import refinedweb_like
-from one_by_one import best_fit
+from plans import best_fit
 
 import hf_packing as hfp
 from hf_packing.planning.best_fit import best_fit_patterns

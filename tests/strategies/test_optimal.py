@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import scipy.optimize
 from any_strategy import many_examples
-from exhaustive import fewest_packs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lengths import log_normal
+from plans import fewest_packs
 from scipy import optimize
 from tiers import fast_only
 

@@ -4,8 +4,7 @@ import numpy as np
 from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from one_by_one import best_fit, first_fit
-from plans import packs_of
+from plans import best_fit, first_fit, packs_of
 
 import hf_packing as hfp
 from hf_packing.planning.permutation import random_order
