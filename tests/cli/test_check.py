@@ -56,7 +56,7 @@ def test_check_of_an_architecture(capsys, model, code, route):
     assert bool(found["refusal"]) == (code == 1)
 
 
-def test_no_line_runs_over_the_screen(capsys):
+def test_what_is_printed_of_a_model_and_its_weights(capsys, tmp_path):
     """But for the first, which may have a path."""
     main(["check", "llama"])
     first, *lines = capsys.readouterr().out.splitlines()
@@ -67,6 +67,12 @@ def test_no_line_runs_over_the_screen(capsys):
     assert "after patch_model: isolated: yes" in printed
     assert "route: varlen" in printed
     assert "patch_model(model)" not in printed, "which is what comes next"
+    model, missing = tiny_model("llama", "causal"), "model.layers.0.mlp.down_proj.weight"
+    weights = {name: value for name, value in model.state_dict().items() if name != missing}
+    model.save_pretrained(tmp_path / "model", state_dict=weights)
+    assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
+    expected = f"the model itself, with random values for 1 weights that are missing in its files, such as {missing}"
+    assert expected in capsys.readouterr().out
 
 
 CONFIGURATION = """
@@ -133,12 +139,3 @@ def test_the_class_that_a_configuration_names(capsys, tmp_path, name):
     unknown = named != [checked]
     assert ("padded batch: " in printed) != unknown
     assert (f"; the configuration names {named[0] if named else 'no class'}" in printed) == unknown
-
-
-def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
-    model, missing = tiny_model("llama", "causal"), "model.layers.0.mlp.down_proj.weight"
-    weights = {name: value for name, value in model.state_dict().items() if name != missing}
-    model.save_pretrained(tmp_path / "model", state_dict=weights)
-    assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
-    expected = f"the model itself, with random values for 1 weights that are missing in its files, such as {missing}"
-    assert expected in capsys.readouterr().out

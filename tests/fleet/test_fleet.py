@@ -110,7 +110,7 @@ def test_tasks_are_of_about_equal_size(sizes, tasks):
     assert list(map(list, changed)) == list(map(list, groups))
 
 
-def test_what_is_lost_is_counted(tmp_path):
+def test_what_is_lost_or_masked_is_counted(tmp_path):
     strategy = hfp.BestFit(64, overflow="truncate")
     files = write_files(tmp_path / "files")
     with pytest.warns(UserWarning, match="^pack ") as warned:
@@ -142,9 +142,6 @@ def test_what_is_lost_is_counted(tmp_path):
     ):
         assert any(text in each for each in said)
         assert text in str(packed)
-
-
-def test_masks_are_applied_and_said(tmp_path):
     rows = {"input_ids": [[1, 2, 3], [4, 5]], "completion_mask": [[0, 0, 1], [0, 1]]}
     files = []
     for number in range(2):
@@ -165,7 +162,7 @@ def chats(tmp_path):
     return [str(tmp_path / f"{number}.jsonl") for number in range(3)]
 
 
-def test_chats_are_tokenized_as_by_tokenize(chats, tmp_path):
+def test_chats_are_tokenized_as_by_tokenize_and_bad_ones_counted(chats, tmp_path):
     tokenizer = tokenizer_with(FROM_TRL["qwen3"])
     named = pack_here(chats, tmp_path / "named", tokenizer=str(tmp_path / "tokenizer"))
     given = pack_here(chats, tmp_path / "given", tokenizer=tokenizer)
@@ -175,9 +172,6 @@ def test_chats_are_tokenized_as_by_tokenize(chats, tmp_path):
         documents = hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer)
         expected = hfp.pack(documents, STRATEGY, load_from_cache_file=False).data.table
         assert rows_of_file(place).equals(expected.replace_schema_metadata().combine_chunks())
-
-
-def test_rows_that_cannot_be_used_are_counted(chats, tmp_path):
     with open(chats[1], "a") as file:
         file.write('{"messages": \n')
     settings = {"tokenizer": str(tmp_path / "tokenizer")}

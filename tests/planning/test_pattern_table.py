@@ -54,16 +54,13 @@ def test_a_table_has_the_metrics_of_its_plan(case, strategy):
     assert vars(ours) == pytest.approx(vars(theirs))
 
 
-def test_a_table_travels_to_workers(rng):
+def test_tables_of_many_and_of_no_documents_travel_to_workers(rng):
     lengths = rng.integers(1, 90, 500)
     table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(64))
     table.deal(lengths[:10])
     copy = pickle.loads(pickle.dumps(table))
     assert deal_in_shards(copy, lengths, [100, 400]) == places_in(hfp.plan_packing(lengths, hfp.BestFit(64)))
     assert repr(copy) == repr(table)
-
-
-def test_histograms_of_many_and_of_no_documents():
     table = hfp.plan_counts([0] * 30 + [10**15], hfp.BestFit(100))
     assert table.num_packs == -(-(10**15) // 3)
     last = table.deal([30, 30], [0] * 30 + [10**15 - 2])

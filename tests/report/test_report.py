@@ -82,41 +82,6 @@ def test_figures_are_those_of_compare_and_speed_up_is_time_per_real_token(chat):
     assert row.leveled.balance > row.work.balance
 
 
-def test_documents_that_are_split_count_once_and_idle_ranks_do_not():
-    for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
-        strategies = [hfp.BestFit(length)]
-        report = hfp.packing_report(np.full(documents, length), strategies=strategies, padded_rows=padded_rows)
-        assert report.rows[0].speed_up == pytest.approx(1)
-    (row,) = hfp.packing_report([64] * 5, strategies=[hfp.BestFit(64)], ranks=500).rows
-    assert row.work.balance == 1  # of the ranks that work in an incomplete step
-    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.FixedLength(64)], ranks=2).rows
-    assert row.work.documents == 10
-    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.BestFit(64, overflow="drop")], ranks=2).rows
-    assert (row.work.documents, row.work.documents_per_step) == (0, 0)
-
-
-def test_rows_are_as_long_as_documents_need(chat):
-    shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
-    assert shares[2048] > shares[4096] > 0.01 > shares[8192]
-    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
-    assert taken.strategy == "BestFit(8192)"
-    assert (chat > 8192).sum() == 0
-    assert "it cuts no document" in taken.reason
-    assert "FixedLength(8192) would cut" in taken.reason
-    short = hfp.packing_report(chat, [1024]).recommendation
-    assert short.strategy == "BestFit(1024)"
-    assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
-    # Those that would cut one document in a hundred, and those that would cut none.
-    said = hfp.packing_report(chat, [1024]).recommendation.reason
-    few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
-    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
-    assert none == chat.max()
-    assert f"longer than a row (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
-    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
-    assert f"longer than a row (rows of {chat.max():,} tokens would cut no document)" in said
-    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
-
-
 EQUAL = [512] * 800
 
 
@@ -141,7 +106,7 @@ def test_what_is_said_of_a_plan(lengths, arguments, said):
     assert re.search(said, hfp.packing_report(lengths, **arguments).recommendation.reason)
 
 
-def test_empty_documents_are_in_no_share_of_the_table_nor_of_json():
+def test_which_documents_count():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
     cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
@@ -149,6 +114,16 @@ def test_empty_documents_are_in_no_share_of_the_table_nor_of_json():
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
     assert cells["padding, at most 64"][2] == "100.000%"
     assert report.lengths.empty == 100
+    for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
+        strategies = [hfp.BestFit(length)]
+        report = hfp.packing_report(np.full(documents, length), strategies=strategies, padded_rows=padded_rows)
+        assert report.rows[0].speed_up == pytest.approx(1)
+    (row,) = hfp.packing_report([64] * 5, strategies=[hfp.BestFit(64)], ranks=500).rows
+    assert row.work.balance == 1  # of the ranks that work in an incomplete step
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.FixedLength(64)], ranks=2).rows
+    assert row.work.documents == 10
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.BestFit(64, overflow="drop")], ranks=2).rows
+    assert (row.work.documents, row.work.documents_per_step) == (0, 0)
 
 
 VARIED = np.random.default_rng(0).integers(300, 701, 600)
@@ -208,7 +183,7 @@ def test_tables_and_steps_beside_their_documents(chat):
     assert report.padded[0].work.documents_per_step == pytest.approx(64, rel=0.02)
 
 
-def test_the_recommendation_names_its_gain_and_does_not_blame_buckets(chat):
+def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(chat):
     report = hfp.packing_report(chat, [2048, 4096])
     speed_up, reason = report.taken.speed_up, report.recommendation.reason
     assert speed_up > 1.5
@@ -216,6 +191,25 @@ def test_the_recommendation_names_its_gain_and_does_not_blame_buckets(chat):
     assert report.to_dict()["recommendation"]["speed_up"] == speed_up
     assert "FirstCome(4096) would need" in reason
     assert "Bucket" not in reason
+    shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
+    assert shares[2048] > shares[4096] > 0.01 > shares[8192]
+    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
+    assert taken.strategy == "BestFit(8192)"
+    assert (chat > 8192).sum() == 0
+    assert "it cuts no document" in taken.reason
+    assert "FixedLength(8192) would cut" in taken.reason
+    short = hfp.packing_report(chat, [1024]).recommendation
+    assert short.strategy == "BestFit(1024)"
+    assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
+    # Those that would cut one document in a hundred, and those that would cut none.
+    said = hfp.packing_report(chat, [1024]).recommendation.reason
+    few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
+    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
+    assert none == chat.max()
+    assert f"longer than a row (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
+    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
+    assert f"longer than a row (rows of {chat.max():,} tokens would cut no document)" in said
+    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,18 @@ class TestFormats:
             next(iter(stream.map(STRATEGY, batched=True, remove_columns=columns)))
 
 
-def test_columns_that_are_left_out_unasked_are_named(documents):
+def test_columns_left_out_unasked_and_first_batches_without_tokens(documents):
     with pytest.warns(UserWarning, match=r"packing leaves out columns .*: 'text' \(string"):
         documents.map(STRATEGY, batched=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         documents.map(STRATEGY, batched=True, remove_columns=["text"])
+    # Its lists have no type; weights of the next batch are no integers.
+    document = {"input_ids": [5, 6], "weights": [0.5, 1.0]}
+    documents = Dataset.from_list([{name: [] for name in document}] * 2 + [document])
+    for source in (documents, documents.to_iterable_dataset()):
+        packed = source.map(STRATEGY, batched=True, batch_size=2, remove_columns=list(document))
+        assert [row["weights"] for row in packed] == [[0.5, 1.0]]
 
 
 @pytest.mark.parametrize("form", fast_only([None, "arrow"], None))
@@ -119,15 +125,6 @@ def test_batches_by_hand_and_changed_ones(documents):
     table = pa.table({"input_ids": [[1, 2, 3]]})
     assert STRATEGY(table).num_rows == 1
     assert STRATEGY(table.to_pandas()).to_pydict() == STRATEGY(table).to_pydict()
-
-
-def test_a_first_batch_without_tokens():
-    """Its lists have no type; weights of the next batch are no integers."""
-    document = {"input_ids": [5, 6], "weights": [0.5, 1.0]}
-    documents = Dataset.from_list([{name: [] for name in document}] * 2 + [document])
-    for source in (documents, documents.to_iterable_dataset()):
-        packed = source.map(STRATEGY, batched=True, batch_size=2, remove_columns=list(document))
-        assert [row["weights"] for row in packed] == [[0.5, 1.0]]
 
 
 class TestTransforms:

@@ -26,16 +26,13 @@ def documents(**more):
     return Dataset.from_dict({"input_ids": ROWS, "labels": LABELS, **more})
 
 
-def test_columns_types_values_and_format():
+def test_columns_types_values_and_format_and_what_is_left_of_documents():
     packed = hfp.pack(documents(), hfp.BestFit(4, seed=None))
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
     assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
     assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
     packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
     assert isinstance(packed[0]["input_ids"], np.ndarray)
-
-
-def test_unpack_what_was_not_dropped():
     truncated = hfp.pack(documents(), hfp.BestFit(4, overflow="truncate"))
     assert hfp.unpack(truncated)["input_ids"][:] == [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10]]
     dropped = hfp.pack(documents(), hfp.BestFit(4, overflow="drop"))
@@ -59,7 +56,7 @@ def test_selected_and_joined_datasets_are_packed_as_they_stand():
     assert source.shuffle(seed=3)["input_ids"][:] != ROWS
 
 
-def test_blocks_make_the_same_rows(monkeypatch, rng):
+def test_blocks_and_large_lists_have_the_same_rows(monkeypatch, rng):
     rows = [list(range(n)) for n in rng.integers(0, 60, 300)]
     whole = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64))
     monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 500)
@@ -68,9 +65,6 @@ def test_blocks_make_the_same_rows(monkeypatch, rng):
     assert len(written) > 5
     assert max(written) <= 500
     assert whole[:] == blocks[:]
-
-
-def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     columns = {"input_ids": [[*range(9)], [9]], "labels": [[*range(9)], [9]]}
     packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(16))
     assert isinstance(hfp.unpack(packed).features["input_ids"], datasets.List)

@@ -97,7 +97,7 @@ def on_trees(**more):
     return Dataset.from_dict({"input_ids": DOCUMENTS, **more})
 
 
-def test_columns_types_and_values():
+def test_columns_types_values_and_metrics():
     packed = hfp.pack(on_trees(), hfp.BestFit(8, seed=None), share_prefixes=1)
     assert packed.column_names == list(TREE_COLUMNS)
     assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
@@ -110,9 +110,6 @@ def test_columns_types_and_values():
         "trained": [[0, 1, 2, 1, 1, 3, 2, 1, 2, 3, 1, 1, 4, 1, 1]],
     }
     assert hfp.unpack(packed)[:] == {"input_ids": DOCUMENTS}
-
-
-def test_metrics_are_those_of_the_rows():
     packed = hfp.pack(on_trees(), hfp.BestFit(5), share_prefixes=1)
     metrics, unique = plan_of(packed).metrics(), sum(map(len, packed["tree_input_ids"]))
     assert metrics.shared_ratio == 14 / unique

@@ -49,7 +49,7 @@ def test_labels_are_those_of_a_stock_loader(documents, how, form):
     assert packed_labels(formatted, how) == expected
 
 
-def test_a_hidden_loss_mask_is_not_there(documents):
+def test_hidden_loss_masks_are_not_there_and_the_cache_knows(documents):
     masked = documents.remove_columns("labels").add_column("completion_mask", [[0] * len(row) for row in IDS])
     hidden = masked.with_format(columns=["input_ids"])
     packed = hidden.map(hfp.BestFit(8, seed=None), batched=True)
@@ -57,6 +57,15 @@ def test_a_hidden_loss_mask_is_not_there(documents):
     assert sum(row.count(-100) for row in packed.with_format(None)["labels"]) == 3
     (batch,) = hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(16))
     assert int((batch["labels"] == -100).sum()) == 3
+    source = documents.remove_columns("text")
+    all_columns, hidden = (hfp.pack(each, hfp.BestFit(8)) for each in (source, source.with_format(**HIDING[0])))
+    assert all_columns.cache_files != hidden.cache_files
+    again = hfp.pack(source.with_format(**HIDING[0]), hfp.BestFit(8))
+    assert again.cache_files == hidden.cache_files
+    changed_in_place = source.with_format(None)
+    changed_in_place._format_columns = ["input_ids"]  # as datasets itself sets it after map, without a new fingerprint
+    assert changed_in_place._fingerprint == source.with_format(None)._fingerprint
+    assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
 
 
 @pytest.mark.parametrize(
@@ -93,18 +102,6 @@ def test_hidden_borders_of_packed_rows(documents):
                 call()
 
 
-def test_the_cache_knows_what_is_hidden(documents):
-    source = documents.remove_columns("text")
-    all_columns, hidden = (hfp.pack(each, hfp.BestFit(8)) for each in (source, source.with_format(**HIDING[0])))
-    assert all_columns.cache_files != hidden.cache_files
-    again = hfp.pack(source.with_format(**HIDING[0]), hfp.BestFit(8))
-    assert again.cache_files == hidden.cache_files
-    changed_in_place = source.with_format(None)
-    changed_in_place._format_columns = ["input_ids"]  # as datasets itself sets it after map, without a new fingerprint
-    assert changed_in_place._fingerprint == source.with_format(None)._fingerprint
-    assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
-
-
 @pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
 def test_what_map_would_hide_of_packed_rows(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
@@ -133,7 +130,7 @@ def packed(**changes):
     return hfp.pack(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), hfp.BestFit(4, seed=None), **changes)
 
 
-def test_a_dataset_says_that_it_is_packed_beside_its_own_description():
+def test_a_dataset_says_that_it_is_packed_and_packed_again():
     info = datasets.DatasetInfo(description="Mine")
     documents = datasets.Dataset.from_dict({"input_ids": DOCUMENTS}, info=info)
     for rows in (hfp.pack(documents, hfp.BestFit(4)), hfp.pack(documents, hfp.BestFit(4))):  # the second from the cache
@@ -145,6 +142,13 @@ def test_a_dataset_says_that_it_is_packed_beside_its_own_description():
     assert not is_packed(hfp.pack(documents.select([0]), hfp.BestFit(4)))  # no row has several documents
     assert not is_packed(hfp.pack(documents, hfp.BestFit(4), share_prefixes=True))  # has other columns, which say it
     assert is_packed(hfp.pack(documents.to_iterable_dataset(), hfp.BestFit(4)))
+    rows, names = packed(), ["input_ids", "seq_lengths"]
+    assert has_packs(rows, names)
+    assert has_packs(rows.shuffle().select([0]), names)
+    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
+    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
+    with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
+        has_packs(again, names)
 
 
 def test_datasets_and_wrappers_keep_the_trace(tmp_path):
@@ -167,13 +171,3 @@ def test_datasets_and_wrappers_keep_the_trace(tmp_path):
     assert all(map(is_packed, kept))
     rows = packed()
     assert stored_datasets(ConcatDataset([Subset(rows, [0]), DOCUMENTS])) == [rows, DOCUMENTS]
-
-
-def test_rows_packed_again():
-    rows, names = packed(), ["input_ids", "seq_lengths"]
-    assert has_packs(rows, names)
-    assert has_packs(rows.shuffle().select([0]), names)
-    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
-    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
-    with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
-        has_packs(again, names)

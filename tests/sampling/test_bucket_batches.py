@@ -50,7 +50,7 @@ def largest_bucket(plan, sizes):
     return np.maximum.reduceat(sizes.bucket[plan.rows], plan.offsets[:-1]).reshape(-1, plan.world_size)
 
 
-def test_rows_of_one_bucket_on_every_rank():
+def test_buckets_of_steps_and_leftovers():
     """Where counts divide evenly, no row leaves its bucket."""
     sizes = full_rows([64, 32, 16])
     plan = hfp.BucketBatches(64).plan(sizes, Epoch(0, 4))
@@ -61,9 +61,6 @@ def test_rows_of_one_bucket_on_every_rank():
     assert plan.num_copies == 0
     assert np.array_equal(plan.bucket, largest[:, 0])
     assert set(largest[:, 0].tolist()) == {8, 16, 32}
-
-
-def test_leftovers_move_to_the_next_larger_bucket_or_make_a_small_step():
     sizes = full_rows([10, 3, 1])
     batches = hfp.BucketBatches(32)
     plan = batches.plan(sizes, Epoch(0, 2))

@@ -39,13 +39,22 @@ def test_labels_that_are_not_about_tokens(max_tokens, labels, kind):
         dataset[0]
 
 
-def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
+def test_rows_from_a_generator_and_rows_that_change():
     class Several(Plain):
         def __getitems__(self, numbers):
             return (self.rows[number] for number in numbers)
 
     rows = sampled(Several([{"input_ids": [1, 2]}, {"input_ids": [3]}]), hfp.TokenBudget(8))
     assert [row["input_ids"] for row in rows.__getitems__([(1, False), (0, False)])] == [[3], [1, 2]]
+    rows = [{"input_ids": [1, 2, 3]}]
+    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
+    rows[0] = {"input_ids": [1, 2]}
+    with pytest.raises(PackingError, match="expected 3 tokens in row 0, as when batches were planned, got 2"):
+        dataset[0]
+    rows.append({"input_ids": [4]})
+    for read in (lambda: dataset[0], lambda: dataset.set_epoch(1)):
+        with pytest.raises(PackingError, match="expected 1 rows, as when batches were planned, got 2"):
+            read()
 
 
 def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(documents):
@@ -57,18 +66,6 @@ def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(docu
     assert "labels" not in row
     assert "completion_mask" in row
     assert "completion_mask" not in SampledRows(masked, sampler, unread=["completion_mask"])[0]
-
-
-def test_rows_that_change_or_come():
-    rows = [{"input_ids": [1, 2, 3]}]
-    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
-    rows[0] = {"input_ids": [1, 2]}
-    with pytest.raises(PackingError, match="expected 3 tokens in row 0, as when batches were planned, got 2"):
-        dataset[0]
-    rows.append({"input_ids": [4]})
-    for read in (lambda: dataset[0], lambda: dataset.set_epoch(1)):
-        with pytest.raises(PackingError, match="expected 1 rows, as when batches were planned, got 2"):
-            read()
 
 
 @pytest.mark.parametrize("times", [0, 2])

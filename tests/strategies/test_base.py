@@ -239,7 +239,7 @@ def test_rows_and_tables_in_order():
     assert len({len(line) for line in (header, best_fit, bucket)}) == 1
 
 
-def test_a_bound_that_one_strategy_proves_holds_for_the_others(rng):
+def test_bounds_are_shared_where_they_hold(rng):
     lengths = rng.integers(60, 140, 3000)
     alone = hfp.compare(lengths, [hfp.BestFit(400)])[0]
     best_fit, optimal, limited, longer = hfp.compare(
@@ -250,9 +250,6 @@ def test_a_bound_that_one_strategy_proves_holds_for_the_others(rng):
     assert limited.metrics.lower_bound == 1000
     assert limited.gap < alone.gap + 1
     assert longer.metrics.lower_bound == hfp.plan_packing(lengths, hfp.BestFit(401)).metrics().lower_bound
-
-
-def test_bounds_without_documents_and_without_a_limit():
     limited, free = hfp.compare([1] * 12, [hfp.BestFit(12, max_documents=2), hfp.BestFit(12)])
     assert limited.metrics.lower_bound == 6
     assert (free.metrics.lower_bound, free.metrics.num_packs, free.gap) == (1, 1, 0.0)

@@ -94,7 +94,7 @@ def test_lengths_are_rounded_up_if_they_are_many_or_packs_are_long(rng, monkeypa
     assert table.metrics().lower_bound >= best_fit.metrics().lower_bound
 
 
-def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
+def test_the_dive_reaches_the_bound_or_few_documents_are_solved_exactly(monkeypatch):
     """Rounding the fractions once leaves 752 packs here; few steps of the dive bring 750."""
     filled = []
 
@@ -108,6 +108,14 @@ def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
     assert table.num_packs == table.metrics().lower_bound == 750
     assert hfp.plan_counts(counts, hfp.BestFit(400)).num_packs > 750
     assert 1 < len(filled) < 13  # before the first step and after each
+    dive = column_generation.dive
+    monkeypatch.setattr(of_optimal, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
+    lengths = np.random.default_rng(7).integers(10, 35, 30)
+    exact = hfp.plan_packing(lengths, hfp.Optimal(70))
+    monkeypatch.setattr(of_optimal, "_FEW_SEGMENTS", 0)
+    short = hfp.plan_packing(lengths, hfp.Optimal(70))
+    assert exact.num_packs < short.num_packs
+    assert exact.metrics().lower_bound == exact.num_packs
 
 
 @st.composite
@@ -138,14 +146,6 @@ def test_what_slots_prove_holds_for_the_documents(case):
     assert duals.bound <= relaxation.objective + 1e-6
     bound = of_optimal._proven_bound(counts, tokens, problem, duals)
     assert bound <= fewest_packs(lengths, capacity, limit)
-
-
-def test_a_grouped_bound_proves_more_than_volume(rng, monkeypatch):
-    monkeypatch.setattr(of_optimal, "_MAX_SLOTS", 60)
-    counts = np.bincount(rng.integers(512, 1025, 20_000))
-    best_fit, optimal = (hfp.plan_counts(counts, s) for s in (hfp.BestFit(2048), hfp.Optimal(2048)))
-    assert optimal.metrics().lower_bound > 1.02 * best_fit.metrics().lower_bound
-    assert optimal.metrics().lower_bound <= optimal.num_packs < best_fit.num_packs
 
 
 def test_no_more_rounds_than_needed():
@@ -186,24 +186,19 @@ def test_a_time_limit_ends_the_search_early(monkeypatch):
     assert table.num_packs < hfp.plan_counts(counts, hfp.BestFit(256)).num_packs
 
 
-def test_a_limit_that_is_too_much_work(monkeypatch, rng):
+def test_limits_that_are_too_much_work_and_bounds_of_groups(monkeypatch, rng):
     monkeypatch.setattr(of_optimal, "_TOO_MUCH", 1000)
     counts = np.bincount(rng.integers(30, 71, 2000))
     with pytest.warns(UserWarning, match="of a simpler strategy: best fit, since max_documents=4 needs too much time"):
         table = hfp.plan_counts(counts, hfp.Optimal(200, max_documents=4))
     assert "since max_documents=4 needs too much time or memory for column generation" in table.note
     assert table.num_packs == hfp.plan_counts(counts, hfp.BestFit(200, max_documents=4)).num_packs
-
-
-def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch):
-    dive = column_generation.dive
-    monkeypatch.setattr(of_optimal, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
-    lengths = np.random.default_rng(7).integers(10, 35, 30)
-    exact = hfp.plan_packing(lengths, hfp.Optimal(70))
-    monkeypatch.setattr(of_optimal, "_FEW_SEGMENTS", 0)
-    short = hfp.plan_packing(lengths, hfp.Optimal(70))
-    assert exact.num_packs < short.num_packs
-    assert exact.metrics().lower_bound == exact.num_packs
+    monkeypatch.undo()
+    monkeypatch.setattr(of_optimal, "_MAX_SLOTS", 60)
+    counts = np.bincount(rng.integers(512, 1025, 20_000))
+    best_fit, optimal = (hfp.plan_counts(counts, s) for s in (hfp.BestFit(2048), hfp.Optimal(2048)))
+    assert optimal.metrics().lower_bound > 1.02 * best_fit.metrics().lower_bound
+    assert optimal.metrics().lower_bound <= optimal.num_packs < best_fit.num_packs
 
 
 WITHOUT_SCIPY = """

@@ -168,7 +168,7 @@ def test_shares_in_logical_streams(change):
         assert max(sizes) < 1.25 * min(sizes)
 
 
-def test_a_source_with_fewer_documents_than_logical_streams():
+def test_small_sources_are_read_by_other_streams_in_each_pass():
     sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
     shares = {"many": 0.8, "few": 0.2}
     rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=4))
@@ -176,10 +176,7 @@ def test_a_source_with_fewer_documents_than_logical_streams():
     assert {name // MANY for name in names_in(rows)} == {0, 1}
     rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=4))
     assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 4), **dict.fromkeys(range(MANY, MANY + 3), 1)}
-
-
-def test_a_source_is_read_by_other_logical_streams_in_its_next_pass():
-    """In each pass, a logical stream reads the documents of the next one, so that all have all documents in the end."""
+    # In each pass, a logical stream reads the documents of the next one, so that all have all documents in the end.
     sources = {"many": dataset(0, 400, 10), "few": dataset(1, 8, 10)}
     mixed = hfp.mix(sources, {"many": 0.5, "few": 0.5}, stopping_strategy="all_exhausted")
     packed = hfp.pack(mixed, hfp.BestFit(64), streams=4)

@@ -88,7 +88,7 @@ def test_trainable_tokens_count():
     assert numbers == {1: 150, 2: 50}
 
 
-def test_ends_of_sources():
+def test_ends_of_sources_that_may_be_read_again():
     short = Dataset.from_dict({"input_ids": [[1]] * 10})
     long = Dataset.from_dict({"input_ids": [[2, 2]] * 30})
     made, even = {"short": short, "long": long}, {"short": 1, "long": 1}
@@ -99,9 +99,6 @@ def test_ends_of_sources():
     assert numbers("first_exhausted") == {1: 10, 2: 5}
     assert numbers("all_exhausted_without_replacement") == {1: 10, 2: 30}
     assert numbers("all_exhausted") == {1: 60, 2: 30}
-
-
-def test_a_stream_may_be_read_again():
     few = stream_of([[1], [2], [3]]).take(2)
     mixed = hfp.mix(
         {"few": few, "many": Dataset.from_dict({"input_ids": [[9]] * 6})},

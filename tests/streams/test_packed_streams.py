@@ -90,7 +90,7 @@ def test_losses_are_counted(streams):
     assert len(said) == 2
 
 
-def test_epochs_differ_and_come_again():
+def test_epochs_and_parts_of_a_stream():
     packed = hfp.pack(stream_of(make_documents(60)), hfp.BestFit(16), window_packs=3)
     epochs = []
     for epoch in (0, 1, 2, 0, 1):
@@ -99,9 +99,6 @@ def test_epochs_differ_and_come_again():
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert epochs[3:] == epochs[:2]
     assert sorted(names_in(epochs[0])) == sorted(names_in(epochs[1])) == list(range(60))
-
-
-def test_take_skip_and_map_after_packing():
     packed = hfp.pack(stream_of(make_documents(60)), hfp.BestFit(16), window_packs=3)
     rows = list(packed)
     assert list(packed.take(5)) == rows[:5]
@@ -110,14 +107,11 @@ def test_take_skip_and_map_after_packing():
     assert [row["tokens"] for row in mapped] == [len(row["input_ids"]) for row in rows]
 
 
-def test_a_dict_of_streams():
+def test_dicts_and_cast_types():
     streams = datasets.IterableDatasetDict(train=stream_of(make_documents(30)), test=stream_of(make_documents(5)))
     packed = hfp.pack(streams, hfp.BestFit(16))
     assert sorted(names_in(packed["train"])) == list(range(30))
     assert sorted(names_in(packed["test"])) == list(range(5))
-
-
-def test_types_that_were_cast_are_the_types_that_are_packed():
     stream = stream_of([[1, 2], [3]], weights=pa.array([[1, 2], [3]])).cast_column(
         "weights", datasets.List(datasets.Value("float32"))
     )
@@ -157,7 +151,7 @@ def test_every_document_goes_out_once(documents, strategy, window_packs, streams
     assert all(len(row["tree_input_ids"]) <= 9 for row in rows)
 
 
-def test_a_single_window_is_packed_like_a_dataset():
+def test_relatives_of_a_window_share_as_in_a_dataset():
     documents, strategy = alike(), hfp.BestFit(100)
     rows = list(hfp.pack(stream_of(documents), strategy, window_packs=1000, share_prefixes=True))
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int64"))})
@@ -165,9 +159,6 @@ def test_a_single_window_is_packed_like_a_dataset():
     whole = hfp.pack(dataset, strategy.with_seed_for("window 0"), share_prefixes=True)
     assert rows == list(whole)
     assert sum(len(row["tree_input_ids"]) for row in rows) == sum(map(len, documents)) - 20 * 3 * 30
-
-
-def test_relatives_of_a_window_share_and_some_wait():
     documents = alike(groups=200)
     packed = hfp.pack(stream_of(documents), hfp.BestFit(100), window_packs=8, share_prefixes=True)
     rows = list(packed)

@@ -210,7 +210,7 @@ def test_other_columns_of_later_documents_do_no_harm():
     assert sorted(names_in(hfp.pack(made, hfp.BestFit(64)))) == list(range(90))
 
 
-def test_sizes_are_bytes(tmp_path):
+def test_sizes_of_files_and_copies(tmp_path):
     files = write_jsonl(tmp_path / "files", UNEVEN)
     assert sizes_of_shards(examples_of(read_stream("json", files))) == [Path(file).stat().st_size for file in files]
     (file,) = write_parquet(tmp_path / "parquet", [DOCUMENTS], rows_in_group=10)
@@ -218,8 +218,6 @@ def test_sizes_are_bytes(tmp_path):
     assert groups == [Path(file).stat().st_size / 9] * 9
     assert sizes_of_shards(examples_of(generated(lambda _, ids: {"input_ids": ids}))) == [1]
 
-
-def test_copies_of_files_do_and_files_of_other_sizes_do_not(tmp_path):
     def packed(folder, files):
         return hfp.pack(read_stream("json", write_jsonl(tmp_path / folder, files)), hfp.BestFit(64))
 

@@ -80,7 +80,7 @@ def test_documents_are_the_tokens_of_their_text(ask, answer):
         assert [*last, *tokenizer.encode("\n")] == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
-def test_a_token_across_the_end_of_the_prompt_is_split_as_at_inference():
+def test_tokens_at_the_end_of_the_prompt_and_of_the_turn():
     """The prompt ends with a line break, and the generated text begins with one: together, they would be one token."""
     tokenizer = TOKENIZERS["opened"]
     breaks = tokenizer.encode("\n\n")
@@ -93,6 +93,11 @@ def test_a_token_across_the_end_of_the_prompt_is_split_as_at_inference():
     assert ids[: len(prompt)] == prompt
     assert tokenizer.decode(ids) == tokenizer.decode(merged).removesuffix("\n")
     assert tokenizer.decode(labels[len(prompt) :]) == "\n</think>\n\ntwo<|im_end|>"
+    # As `<|end|>` of Phi-3 does.
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True, special=True)]})
+    (ids,), _ = hfp.branches(PLAIN[:2], tokenizer).values()
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
 
 
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next"}
@@ -150,14 +155,11 @@ def test_arguments_for_the_template(qwen3):
         hfp.branches(CHAT, qwen3, chat_template_kwargs=quiet)
 
 
-def test_only_turns_of_the_completion_make_documents():
+def test_turns_of_the_completion_alone_and_through_map():
     tokenizer = TOKENIZERS["stripped"]
     batch = {"prompt": [CHAT[:3], CHAT[:1]], "completion": [CHAT[3:], CHAT[1:]], "other": [1, 2]}
     both = hfp.branches(CHAT, tokenizer)
     assert hfp.branches(batch, tokenizer) == {name: [last, first, last] for name, (first, last) in both.items()}
-
-
-def test_map_makes_documents_that_can_be_packed():
     tokenizer = TOKENIZERS["stripped"]
     rows = datasets.Dataset.from_list(
         [{"id": n, "chat": [{"role": "user", "content": "one"}, *CHAT[1 : 2 * n]]} for n in (1, 2, 2, 1)]
@@ -172,7 +174,7 @@ def test_map_makes_documents_that_can_be_packed():
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(128)))["labels"][:] == documents["labels"][:]
 
 
-def test_conversations_without_documents_are_counted():
+def test_conversations_and_turns_that_lack_something_are_counted():
     tokenizer = TOKENIZERS["chatml"]
     batch = {"messages": [[], [user("one")], [assistant("Hi")], [assistant("Hi"), *PLAIN]]}
     with pytest.warns(UserWarning, match="branches: ") as found:
@@ -183,9 +185,6 @@ def test_conversations_without_documents_are_counted():
     ]
     assert Path(found[0].filename) == Path(__file__)
     check(tokenizer, documents, batch["messages"][3], (2, 4))
-
-
-def test_turns_that_lack_something_are_counted():
     template = "{% for message in messages %}{{ message.role }}: {{ message.text }}\n{% endfor %}"
     tokenizer = tokenizer_with(template + "{% if add_generation_prompt %}assistant:{% endif %}")
     chat = [user("one"), assistant("two"), user("three"), assistant("")]
@@ -218,14 +217,6 @@ def test_what_a_turn_must_have(message):
             hfp.branches([user("one"), {"role": "assistant", **message, **lost}], tokenizer_with(template))
 
 
-def test_a_token_at_the_end_that_takes_white_space_along():
-    """As `<|end|>` of Phi-3 does."""
-    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|end|>"))
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True, special=True)]})
-    (ids,), _ = hfp.branches(PLAIN[:2], tokenizer).values()
-    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
-
-
 PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is it?"}]
 
 
@@ -250,7 +241,7 @@ def test_refused(template, conversations, named):
         hfp.branches(conversations, TOKENIZERS[template])
 
 
-def test_turns_that_differ_from_their_prompt_are_refused():
+def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
     unopened = tokenizer_with(OPENED.replace("<think>\n{{", "{{"))
     with pytest.raises(PackingError, match=r"message 1: .* has 'im_.*<think>\\n' .* has 'im_start.*thought one\\n</"):
         hfp.branches(CHAT, unopened)
@@ -260,6 +251,14 @@ def test_turns_that_differ_from_their_prompt_are_refused():
     silent = tokenizer_with(CHATML.replace("{{ message.content }}<|im_end|>\n", ""))
     with pytest.raises(PackingError, match="message 1: expected a turn with text, but the chat template writes none"):
         hfp.branches([user("one"), assistant("")], silent)
+    # It writes a space at the beginning of each text.
+    known = {each: number for number, each in enumerate(["▁", "A", "b", "▁A", "Ab", "▁Ab", "</s>"])}
+    backend = Tokenizer(models.BPE(known, [("▁", "A"), ("▁A", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    template = "{{ messages[1].content }}A{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    with pytest.raises(PackingError, match=r"message 2: .* tokenize a turn apart from .*, but 'A' and 'b</s>' become"):
+        hfp.branches([user(""), user(""), assistant("b</s>")], tokenizer)
 
 
 def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
@@ -273,14 +272,3 @@ def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refuse
     for tokenizer in tokenizer_with(None), object():
         with pytest.raises(PackingError, match=f"tokenizer with a chat template, got {type(tokenizer).__name__}"):
             hfp.branches(CHAT, tokenizer)
-
-
-def test_a_tokenizer_that_cannot_tokenize_turns_alone_is_refused():
-    """It writes a space at the beginning of each text."""
-    known = {each: number for number, each in enumerate(["▁", "A", "b", "▁A", "Ab", "▁Ab", "</s>"])}
-    backend = Tokenizer(models.BPE(known, [("▁", "A"), ("▁A", "b")]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    template = "{{ messages[1].content }}A{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
-    with pytest.raises(PackingError, match=r"message 2: .* tokenize a turn apart from .*, but 'A' and 'b</s>' become"):
-        hfp.branches([user(""), user(""), assistant("b</s>")], tokenizer)

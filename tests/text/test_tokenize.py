@@ -1,4 +1,4 @@
-"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map, with marks in templates or without."""
+"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map; and the texts that rows become."""
 
 import json
 
@@ -12,7 +12,8 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.text.render import Rendered
+from hf_packing.text.render import CHATML as OWN_CHATML
+from hf_packing.text.render import Rendered, Renderer
 from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -216,12 +217,16 @@ def test_what_tokenizers_put_around_texts_or_cut_off(words, tmp_path):
     assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
 
 
-def test_prompts_end_where_they_do_for_a_tokenizer_that_leaves_characters_out():
+def test_tokenizers_in_python_and_those_that_leave_characters_out():
     """Its offsets drift: 'two' would lie within the prompt."""
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("onetw")}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
     assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
+    tokenizer = text_tokenizer(Spelled(), separator="\n")
+    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
+    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
+    assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
 
 
 class Spelled(PreTrainedTokenizer):
@@ -248,13 +253,6 @@ class Spelled(PreTrainedTokenizer):
         return [1, *[0] * len(token_ids_0), 1]
 
 
-def test_a_tokenizer_in_python():
-    tokenizer = text_tokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
-    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
-
-
 @pytest.mark.parametrize("special", ["$A </s>", "<s> $A </s>"])
 def test_special_tokens_that_end_a_prompt_alone_take_no_label_from_its_completion(special):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
@@ -265,3 +263,98 @@ def test_special_tokens_that_end_a_prompt_alone_take_no_label_from_its_completio
     rows = [{"prompt": "one", "completion": completion} for completion in completions]
     tokens = hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer)
     assert [[label for label in row if label != -100] for row in tokens["labels"]] == list(completions.values())
+
+
+PLAIN_TOKENIZER = tokenizer_with(None)
+
+
+def render(row, source=OWN_CHATML, **options):
+    return Renderer(PLAIN_TOKENIZER, source, **options).render(row)
+
+
+def test_chatml_is_the_template_of_those_without_one_and_separators_belong_to_prompts():
+    calls = [{"name": "find", "arguments": {}}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    text = render({"messages": messages}, train_on="all").text
+    assert text == (f"<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n{json.dumps(calls)}<|im_end|>\n")
+    text = render({"messages": [USER], "tools": TOOLS}).text
+    assert text == f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n{ASKED}"
+    assert render({"messages": [USER], "tools": None}).text == ASKED
+    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "text"),
+    [
+        ({"id": 1, "text": "a"}, None, "a"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, None, "a"),
+        ({"text": "a", "content": "b"}, "content", "b"),
+        ({"text": "a", "input_ids": [1]}, "text", "a"),
+        ({"text": None, "prompt": "a", "completion": "b"}, None, "ab"),
+    ],
+)
+def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
+    assert render(row, text_field=field).text == text
+
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
+TURN = ASKED + BEGUN + ANSWERED
+PAIR = {"prompt": [USER], "completion": [ASSISTANT]}
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "text"),
+    [
+        ({"prompt": "one", "completion": "two"}, None, "one[two]"),
+        ({"messages": [USER, ASSISTANT]}, "all", TURN),
+        ({"messages": [USER, ASSISTANT] * 2}, None, f"{ASKED}{BEGUN}[{ANSWERED}]" * 2),
+        ({"messages": [USER, ASSISTANT, USER]}, "assistant", f"{ASKED}{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [ASSISTANT, USER]}, None, f"{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [USER]}, "assistant", ASKED),
+        (PAIR, None, f"{ASKED}{BEGUN}[{ANSWERED}]"),
+        (PAIR, "all", TURN),
+        ({"prompt": [USER], "completion": [ASSISTANT, USER]}, "completion", f"{ASKED}{BEGUN}[{ANSWERED}{ASKED}]"),
+        (PAIR | {"prompt": [USER, ASSISTANT, USER]}, "assistant", f"{TURN}{ASKED}{BEGUN}[{ANSWERED}]"),
+    ],
+)
+def test_what_is_trained_on(row, train_on, text):
+    """It stands in brackets, but for rows of which all is trained on."""
+    rendered = render(row, train_on=train_on)
+    marked = rendered.text
+    for begin, end in reversed(rendered.trained or []):
+        marked = f"{marked[:begin]}[{marked[begin:end]}]{marked[end:]}"
+    assert marked == text
+    assert (rendered.trained is None) == (train_on == "all")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        ({"prompt": "a"}, {}, "prompt and completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
+        ({"text": "a"}, {"text_field": "body"}, "body"),
+        ({}, {}, "text, prompt"),
+        ({"input_ids": [1]}, {}, "text, prompt"),
+        ({"text": 5}, {}, "'text'"),
+        ({"messages": "one"}, {}, "a list of messages"),
+        ({"messages": ["one"]}, {}, "messages with a role"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "text, got a part .*image"),
+        ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages"),
+        ({"prompt": [USER], "completion": []}, {}, "completion"),
+        ({"text": "a"}, {"separator": ""}, "separator"),
+        ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all'"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "train_on='completion' or 'all'"),
+        ({"text": "a"}, {"train_on": "assistant"}, "train_on='all'"),
+        ({"messages": [USER], "tools": "{"}, {}, "tools"),
+        ({"messages": [USER], "tools": {"name": "find"}}, {}, "[Tt]ools"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, {}, "chat_template_kwargs"),
+    ],
+)
+def test_rows_that_are_refused(row, options, reason):
+    with pytest.raises(PackingError, match=f"expected .*{reason}|^{reason}: expected "):
+        render(row, **options)

@@ -78,18 +78,15 @@ def test_all_of_the_page(measure_jobs, jobs):
         assert_agrees(measured)
 
 
-def test_gradients_in_float64(monkeypatch):
+def test_documents_are_long_and_gradients_exact(monkeypatch):
+    assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
+    assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7
     model, documents = tiny_model("llama", "causal", num_hidden_layers=1), make_documents(0, [5, 9])
     assert measure_module._difference_in_float64(model, documents) <= 1e-6  # rotary positions are float32
     monkeypatch.setattr(measure_module, "patch_model", lambda model: model)
     assert measure_module._difference_in_float64(model, documents) > 1e-3
     model = tiny_model("llama", "causal", num_hidden_layers=1)
     assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
-
-
-def test_documents_are_longer_than_what_models_look_at():
-    assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
-    assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7
 
 
 @pytest.mark.slow

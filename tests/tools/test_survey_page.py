@@ -83,16 +83,13 @@ def test_pages_of_few_and_other_numbers():
     assert "| three | too large |" in text
 
 
-def test_sections_are_replaced():
+def test_sections_are_replaced_and_of_the_installed_versions():
     old = page(FOUR, "transformers 0", [], [replace(SEEN[0], name="old")], [replace(GROWN[0], name="old")])
     text = with_trees(with_pictures(old, SEEN), GROWN)
     assert text == page(FOUR, "transformers 0", [], SEEN, GROWN)
     assert text == with_trees(with_pictures(page(FOUR, "transformers 0"), SEEN), GROWN)
     assert "old" not in text
     assert text.index(PICTURES) < text.index(TREES) < text.index(TITLES["causal"])
-
-
-def test_the_page_is_of_the_versions_that_are_installed_for_the_tests():
     pinned = dict(re.findall(r"(?m)^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
     assert f"transformers {pinned['transformers']} and torch {pinned['torch']}, on CPU" in PAGE
 

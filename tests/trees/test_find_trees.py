@@ -80,7 +80,13 @@ def test_values_of_other_columns_split_prefixes(documents, least, data):
     assert again.splits == found.splits
 
 
-def test_splits_are_counted_by_column():
+def test_branchings_close_to_others_and_splits_by_other_columns():
+    documents = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7], [1, 2, 8]]
+    assert find(documents, 1)[0].forest.shared.tolist() == [0, 4, 3, 2]
+    assert find(documents, 2)[0].forest.shared.tolist() == [0, 4, 2, 2]
+    assert find(documents, 3)[0].forest.shared.tolist() == [0, 3, 3, 0]
+    assert find(documents, 4)[0].forest.shared.tolist() == [0, 4, 0, 0]
+    assert find(documents, 5)[0].forest.shared.tolist() == [0, 0, 0, 0]
     documents = [[1, 2, 3, 4]] * 3 + [[1, 2, 5]]
     found, _ = find(documents, 2, weights=[[1, 1, 1, 1], [1, 1, 1, 9], [1, 1, 1, 9], [1, 1, 1]])
     assert found.splits == {"weights": 1}
@@ -91,15 +97,6 @@ def test_splits_are_counted_by_column():
     assert find(documents, 2, labels=other)[0].splits == {"labels": 1}
     first = [[9, 2, 3, 4], [8, 2, 3, 4], [7, 2, 3, 4], [6, 2, 5]]
     assert find(documents, 2, labels=first)[0].splits == {}  # nobody trains on a first token
-
-
-def test_a_branching_close_to_another_moves_up():
-    documents = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7], [1, 2, 8]]
-    assert find(documents, 1)[0].forest.shared.tolist() == [0, 4, 3, 2]
-    assert find(documents, 2)[0].forest.shared.tolist() == [0, 4, 2, 2]
-    assert find(documents, 3)[0].forest.shared.tolist() == [0, 3, 3, 0]
-    assert find(documents, 4)[0].forest.shared.tolist() == [0, 4, 0, 0]
-    assert find(documents, 5)[0].forest.shared.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64"])
