@@ -1,4 +1,4 @@
-"""PackingCollator beside a literal loop, transformers' own collator, and rows of trees token by token; and in workers."""
+"""PackingCollator beside a literal loop, transformers' own collator, rows of trees token by token; and in workers."""
 
 import pickle
 

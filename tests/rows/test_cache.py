@@ -99,20 +99,6 @@ def test_another_process_hits(folder):
     assert first == f"planned\n{second}"
 
 
-@pytest.mark.slow
-def test_two_processes_at_once(folder):
-    script = (
-        "import sys, datasets, hf_packing as hfp\n"
-        "for _ in range(10):\n"
-        "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
-    )
-    command = [sys.executable, "-c", script, str(folder)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [(process.communicate()[1], process.returncode)[1] for process in running] == [0, 0]
-    assert hfp.unpack(hfp.pack(load_from_disk(folder), STRATEGY))["input_ids"][:] == ROWS
-    assert not list(folder.glob(".*"))
-
-
 def cut(file, how):
     if how == "missing":
         file.unlink()

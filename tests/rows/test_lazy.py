@@ -9,7 +9,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import torch
 from any_documents import any_documents, with_masks_applied
 from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
@@ -135,17 +134,6 @@ TRANSFORMATIONS = {
 def test_what_datasets_does_with_rows(pair, transformation):
     packed, lazy = map(TRANSFORMATIONS[transformation], pair)
     assert same_rows(lazy, packed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers(pair, context):
-    packed, lazy = pair
-    options = {"batch_size": 2, "collate_fn": hfp.PackingCollator()}
-    expected = list(torch.utils.data.DataLoader(packed, **options))
-    loader = torch.utils.data.DataLoader(lazy, num_workers=2, multiprocessing_context=context, **options)
-    for batch, other in zip(loader, expected, strict=True):
-        assert all(torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(other[name])) for name in other)
 
 
 LOST = {

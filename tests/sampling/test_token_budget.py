@@ -1,4 +1,4 @@
-"""TokenBudget: law 7 for any ranks, accumulation and epoch; a hard cap; level work; steps that do not depend on ranks."""
+"""TokenBudget: law 7 for any ranks, accumulation and epoch; a hard cap; level work; steps that any ranks share."""
 
 import re
 from collections import Counter

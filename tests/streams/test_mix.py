@@ -124,36 +124,28 @@ def test_a_mixture_of_mixtures():
     check_resumed(mixed, rows, [21])
 
 
+LABELED = datasets.Features(dict.fromkeys(("input_ids", "labels"), datasets.List(datasets.Value("int32"))))
+
+
+def labeled(number, labels, shards=3):
+    columns = {"input_ids": [[number] * len(each) for each in labels], "labels": labels}
+    return Dataset.from_dict(columns, features=LABELED).to_iterable_dataset(shards)
+
+
 @pytest.mark.parametrize("how", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
 @pytest.mark.parametrize("streams", [None, 3])
 def test_a_source_of_which_nothing_counts(how, streams):
-    def documents(number, labels, shards=3):
-        return [[{"input_ids": [number] * len(each), "labels": each} for each in labels]] * shards
-
-    def source(parts):
-        features = datasets.Features(dict.fromkeys(("input_ids", "labels"), datasets.List(datasets.Value("int32"))))
-        return datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"parts": parts}, features=features)
-
-    good = documents(1, [[1] * 5] * 30)
-    for bad, count, number in (
-        ([[], [], []], "tokens", 0),
-        (documents(2, [[]] * 4), "tokens", 12),
-        (documents(2, [[-100] * 5] * 4), "trainable", 12),
-    ):
-        mixed = hfp.mix({"a": source(good), "b": source(bad)}, {"a": 1, "b": 1}, count=count, stopping_strategy=how)
-        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: .* got {number} documents"):
+    good, even = labeled(1, [[1] * 5] * 90), {"a": 1, "b": 1}
+    for labels, count in (([], "tokens"), ([[]] * 12, "tokens"), ([[-100] * 5] * 12, "trainable")):
+        mixed = hfp.mix({"a": good, "b": labeled(2, labels)}, even, count=count, stopping_strategy=how)
+        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: .* got {len(labels)} documents"):
             list(mixed if streams is None else hfp.pack(mixed, hfp.BestFit(16), streams=streams))
-    late = documents(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
-    mixed = hfp.mix({"a": source(good), "b": source(late)}, {"a": 1, "b": 1}, count="trainable", stopping_strategy=how)
+    late = labeled(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
+    mixed = hfp.mix({"a": good, "b": late}, even, count="trainable", stopping_strategy=how)
     numbers = [each["input_ids"][0] for each in mixed]
     assert numbers[:40].count(2) == 20  # nothing counts of these, but others have their turns
     assert numbers[40:60].count(2) == 20  # so that the source catches up
     assert how == "all_exhausted" or numbers[60:].count(2) == 0
-
-
-def rows_of(parts):
-    for part in parts:
-        yield from part
 
 
 @pytest.mark.parametrize("shards", [1, 3])
