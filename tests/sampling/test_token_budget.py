@@ -165,23 +165,6 @@ def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, docum
         assert list(chain.from_iterable(said)) == possible
 
 
-def run_together(plan):
-    """The rows of every round, whatever rank they are on."""
-    rounds = np.split(plan.rows, plan.offsets[plan.world_size :: plan.world_size])[:-1]
-    return {frozenset(of_round.tolist()) for of_round in rounds}
-
-
-@pytest.mark.parametrize("strategy", [hfp.BestFit(1024), hfp.FixedLength(1024)])
-def test_packed_rows_as_large_as_the_budget_meet_others_in_every_epoch(strategy, rng):
-    packs = hfp.plan_packing(lognormal(4000, rng, longest=4096), strategy)
-    sizes = sizes_of_packs(packs.segment_length, packs.pack_offsets)
-    budget = hfp.TokenBudget(1024)
-    first, second = (run_together(budget.plan(sizes, Epoch(epoch, 8))) for epoch in range(2))
-    assert len(first) > 200
-    assert len(first & second) < 0.1 * len(first)
-    assert budget.plan(sizes, Epoch(0, 8)).utilization(sizes.squared_lengths) > 0.98
-
-
 def test_patches_fill_micro_batches_and_are_limited_and_in_the_fingerprint():
     """Two pictures of 30 patches in each micro-batch, and texts of five times 8 tokens beside them."""
     pictures, texts = np.full(40, 10), np.full(100, 8)

@@ -72,19 +72,13 @@ def test_the_same_rows_in_every_form(strategy):
     assert all(table.schema.field(name).type == pa.list_(pa.int32()) for name in COLUMNS if name != "weights")
     if strategy in BUCKETS:
         assert table.schema.field("bucket").type == pa.int32()
+    documents = Dataset.from_dict(BATCH)
+    packed = documents.map(strategy, batched=True, remove_columns=documents.column_names)
+    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
+    assert packed[:] == lists
     arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
     assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
     assert {array.dtype for name in ("input_ids", "labels") for array in arrays[name]} == {np.dtype("int32")}
-
-
-@pytest.mark.parametrize("form", [None, "arrow"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_map_stores_int32(strategy, form):
-    documents = Dataset.from_dict(BATCH)
-    packed = documents.with_format(form).map(strategy, batched=True, remove_columns=documents.column_names)
-    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
-    assert {str(packed.features[name].feature.dtype) for name in COLUMNS if name != "weights"} == {"int32"}
-    assert packed.with_format(None)[:] == strategy(BATCH)
 
 
 def test_map_is_cached_by_version(tmp_path, monkeypatch):

@@ -223,15 +223,18 @@ def test_scipy_is_loaded_only_when_it_is_needed():
     ]
 
 
+def all_packs(slots, capacity, limit):
+    for size in range(1, limit + 1):
+        for pack in combinations_with_replacement(range(len(slots)), size):
+            if sum(slots[i] for i in pack) <= capacity:
+                yield pack
+
+
 def all_columns(capacity, limit):
-    ways = sorted(
-        {
-            tuple(sorted(n for n in way if n))
-            for way in combinations_with_replacement(range(capacity + 1), limit)
-            if sum(way) == capacity
-        }
-    )
-    return np.array([[way.count(length) for way in ways] for length in range(1, capacity + 1)])
+    """Of each way to fill a pack exactly, how many documents of each length it has."""
+    lengths = range(1, capacity + 1)
+    full = [pack for pack in all_packs(lengths, capacity, limit) if sum(lengths[i] for i in pack) == capacity]
+    return np.array([[pack.count(slot) for pack in full] for slot in range(capacity)])
 
 
 @many_examples
@@ -254,22 +257,6 @@ def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-@many_examples
-@given(st.lists(st.integers(0, 50), min_size=4, max_size=20), st.integers(1, 3))
-def test_rounded_and_the_rest_best_fit(counts, limit):
-    capacity = len(counts)
-    counts = np.array([0, *counts])
-    table = hfp.plan_counts(counts, hfp.NonNegativeLeastSquares(capacity, max_documents=limit))
-    ways, packs = nnls._least_squares(counts.astype(float), nnls._full_packs(capacity, limit))
-    columns = nnls._number_of_each_length(ways, capacity)[1:]
-    number = np.array([round(x) for x in packs], dtype=int)
-    made = fill_columns(number, columns, np.arange(1, capacity + 1), counts, capacity, limit)
-    assert table.num_packs == made.num_packs
-    assert made.segments_per_pack().max(initial=0) <= limit
-    short_of = np.maximum(counts[1:] - columns @ number, 0).sum()
-    assert table.num_packs <= number.sum() + short_of  # the paper gives each document that is left a pack of its own
-
-
 @pytest.mark.slow
 def test_published_pack_count_of_bert_wikipedia(bert_wikipedia):
     assert hfp.plan_counts(bert_wikipedia, hfp.NonNegativeLeastSquares(512)).num_packs <= 8_155_059
@@ -284,13 +271,6 @@ def test_limits_that_allow_too_many_ways_to_fill_a_pack():
     assert hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(8, max_documents=10**6)).num_packs == 1
     with pytest.raises(hfp.PackingError, match="max_length and max_documents: expected at most"):
         hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
-
-
-def all_packs(slots, capacity, limit):
-    for size in range(1, limit + 1):
-        for pack in combinations_with_replacement(range(len(slots)), size):
-            if sum(slots[i] for i in pack) <= capacity:
-                yield pack
 
 
 @many_examples
