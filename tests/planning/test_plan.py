@@ -120,12 +120,11 @@ def test_saving_replaces_a_plan_and_nothing_else(tmp_path, monkeypatch):
     for path in (tmp_path / "plan", tmp_path / "mine", tmp_path / "mine" / "plan.json"):
         with pytest.raises(hfp.PackingError, match="^path: expected a new folder or a saved plan to replace"):
             make().save(path)
-    (tmp_path / "usual").mkdir()
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"umask({mask:o}) while other threads make files"))
     for _ in range(2):
-        make().save(tmp_path / "plan")
-    assert (tmp_path / "plan").stat().st_mode == (tmp_path / "usual").stat().st_mode
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "usual"]
+        make().save(tmp_path / "other")
+    assert (tmp_path / "other").stat().st_mode == (tmp_path / "mine").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "other", "plan"]
 
 
 @pytest.mark.parametrize("target_is_there", [False, True])
