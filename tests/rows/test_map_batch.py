@@ -44,24 +44,18 @@ class TestFormats:
         with pytest.raises(hfp.PackingError, match="got a single row; .*batched=True"):
             source.map(functools.partial(STRATEGY), remove_columns=source.column_names)
 
-    @pytest.mark.parametrize("remove", [False, True])
-    def test_columns_that_are_not_packed_are_left_out(self, documents, form, remove):
-        source = documents.with_format(form)
-        packed = source.map(STRATEGY, batched=True, remove_columns=source.column_names if remove else None)
-        assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
-        assert {feature.feature.dtype for feature in packed.features.values()} == {"int32"}
-        assert rows_of(packed) == PACKED
-
-    @pytest.mark.parametrize("batch_size", [1, 2])
-    def test_a_batch_of_one_row(self, documents, form, batch_size):
-        packed = documents.with_format(form).map(STRATEGY, batched=True, batch_size=batch_size)
-        assert rows_of(packed) == DOCUMENTS | {"labels": [[-100, 2, 3], [-100, -100], [-100]]}
-
-    def test_streams(self, documents, form):
-        stream = documents.to_iterable_dataset().with_format(form)
-        tables = form in ("arrow", "pandas")
-        packed = stream.map(STRATEGY, batched=True, remove_columns=None if tables else ["attention_mask", "text"])
-        assert rows_of(packed) == PACKED
+    def test_columns_that_are_not_packed_are_left_out(self, documents, form):
+        source, stream = documents.with_format(form), documents.to_iterable_dataset().with_format(form)
+        for removed in (None, source.column_names):
+            packed = source.map(STRATEGY, batched=True, remove_columns=removed)
+            assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+            assert {feature.feature.dtype for feature in packed.features.values()} == {"int32"}
+            assert rows_of(packed) == PACKED
+        removed = None if form in ("arrow", "pandas") else ["attention_mask", "text"]
+        assert rows_of(stream.map(STRATEGY, batched=True, remove_columns=removed)) == PACKED
+        for batch_size in (1, 2):
+            packed = source.map(STRATEGY, batched=True, batch_size=batch_size)
+            assert rows_of(packed) == DOCUMENTS | {"labels": [[-100, 2, 3], [-100, -100], [-100]]}
 
     def test_streams_that_would_keep_or_lose_columns(self, documents, form):
         stream, columns = documents.to_iterable_dataset().with_format(form), ["text"]
