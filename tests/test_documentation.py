@@ -101,7 +101,8 @@ def page_names(tmp_path, monkeypatch) -> dict:
     }.items():
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", made)
     for arguments in (transformers.TrainingArguments, trl.SFTConfig):
-        monkeypatch.setattr(arguments, "__init__", quick(arguments.__init__))
+        init = arguments.__init__
+        monkeypatch.setattr(arguments, "__init__", lambda self, *a, init=init, **k: init(self, *a, **(k | QUICK)))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     tokenized = documents(60)
     lengths = np.clip(rng.lognormal(6, 0.8, 500), 1, 4096).astype(int)
@@ -114,10 +115,6 @@ def page_names(tmp_path, monkeypatch) -> dict:
         "trainer": transformers.Trainer(build("Llama"), transformers.TrainingArguments("out"), train_dataset=tokenized),
         "accelerator": Accelerator(),
     }
-
-
-def quick(init):
-    return lambda self, *given, **named: init(self, *given, **(named | QUICK))
 
 
 def run(page: Path, names_of_page: dict) -> str:
@@ -232,7 +229,8 @@ def test_every_picture_is_shown_and_every_strategy_has_a_page():
     text = "".join(page.read_text() for page in PAGES)
     for picture in [*PICTURES.glob("*.png"), *PICTURES.glob("*.svg")]:
         assert f"pictures/{picture.name})" in text, picture.name
-    strategies = [name for name in hfp.__all__ if isinstance(getattr(hfp, name), type) and is_strategy(name)]
+    classes = {name: getattr(hfp, name) for name in hfp.__all__ if isinstance(getattr(hfp, name), type)}
+    strategies = [name for name, each in classes.items() if "Strategy" in (base.__name__ for base in each.__mro__)]
     assert len(strategies) >= 9
     for name in strategies:
         file = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -240,10 +238,6 @@ def test_every_picture_is_shown_and_every_strategy_has_a_page():
         assert page.startswith(f"# {name}\n")
         assert f"](../pictures/{file}.png)" in page
         assert f"({file}.md)" in (DOCS / "strategies" / "README.md").read_text()
-
-
-def is_strategy(name):
-    return any(base.__name__ == "Strategy" for base in getattr(hfp, name).__mro__)
 
 
 PACKAGE = Path(hfp.__file__).parent

@@ -177,13 +177,9 @@ def test_they_are_in_the_documentation_and_those_of_the_project():
     page = (ROOT / "docs" / "COMPATIBILITY.md").read_text("utf-8")
     table = page.split("| package | oldest version |")[1].split("\n\n")[0]
     assert dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", table, re.MULTILINE)) == OLDEST
-    assert {name: version for name, version in minima().items() if name in OLDEST} == OLDEST
-
-
-def minima():
-    """The lower bounds in pyproject.toml, by package."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
-    return dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)"', text))
+    lowest = dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)"', text))
+    assert {name: version for name, version in lowest.items() if name in OLDEST} == OLDEST
 
 
 @pytest.fixture

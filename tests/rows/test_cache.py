@@ -40,11 +40,6 @@ def pack(folder, **options):
 
 
 def test_where_rows_are_cached(folder):
-    sources = load_from_disk(folder), Dataset.from_dict(DOCUMENTS)
-    on_disk, in_memory = (hfp.pack(source, STRATEGY) for source in sources)
-    assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
-    assert in_memory.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
-    assert not list(folder.glob(".*"))
     source = load_from_disk(folder)
     datasets.disable_caching()
     try:
@@ -53,6 +48,10 @@ def test_where_rows_are_cached(folder):
         datasets.enable_caching()
     assert not list(folder.glob("packed-*"))
     assert hfp.unpack(packed)["input_ids"][:] == ROWS
+    on_disk, in_memory = (hfp.pack(each, STRATEGY) for each in (source, Dataset.from_dict(DOCUMENTS)))
+    assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
+    assert in_memory.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -125,10 +124,6 @@ def test_every_file_cut_short_is_packed_again(folder, how):
 
 
 def test_half_a_cache_is_not_used(folder, monkeypatch):
-    stored, packed = pack(folder, share_prefixes=1)
-    (stored / "plan" / "segment_shared.npy").unlink()
-    assert pack(folder, share_prefixes=1)[1][:] == packed[:]
-    assert (stored / "plan" / "segment_shared.npy").exists()
     source = load_from_disk(folder)
     monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -136,6 +131,10 @@ def test_half_a_cache_is_not_used(folder, monkeypatch):
     monkeypatch.undo()
     assert not list(folder.glob("*pack*"))
     assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
+    stored, packed = pack(folder, share_prefixes=1)
+    (stored / "plan" / "segment_shared.npy").unlink()
+    assert pack(folder, share_prefixes=1)[1][:] == packed[:]
+    assert (stored / "plan" / "segment_shared.npy").exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "1", '{"strategy": "BestFit(4)"}', "\ufffd\x00"])

@@ -25,10 +25,6 @@ def sampled(dataset, budget, **ranks):
     return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
 
 
-def loader_of(rows, **options):
-    return torch.utils.data.DataLoader(rows, batch_sampler=rows.sampler, collate_fn=hfp.PackingCollator(), **options)
-
-
 @pytest.mark.parametrize("max_tokens", [8, 2])
 @pytest.mark.parametrize("kind", [Plain, list])
 @pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, 0.5, None, "a", [[1], [2, 3]], torch.tensor(5)], ids=str)
@@ -84,8 +80,9 @@ def test_copies_through_a_data_loader(workers):
     rows = Plain([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 3]}, {"input_ids": [4, 4, 4]}])
     labels = []
     for rank in range(2):
-        loader = loader_of(sampled(rows, hfp.TokenBudget(3), world_size=2, rank=rank), num_workers=workers)
-        labels += [batch["labels"][0].tolist() for batch in loader]
+        chosen = sampled(rows, hfp.TokenBudget(3), world_size=2, rank=rank)
+        options = {"batch_sampler": chosen.sampler, "collate_fn": hfp.PackingCollator(), "num_workers": workers}
+        labels += [batch["labels"][0].tolist() for batch in torch.utils.data.DataLoader(chosen, **options)]
     assert sorted(labels) == [[-100, -100, -100], [-100, 4, 4], [-100, 6, 7], [-100, 9, 3]]
 
 

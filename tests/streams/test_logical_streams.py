@@ -138,13 +138,9 @@ def unchanged(row):
     return row
 
 
-def longer_than_one(row):
-    return len(row["input_ids"]) > 1
-
-
 CHANGES = {
     "mixture": lambda mixed: mixed,
-    "map and filter": lambda mixed: mixed.map(unchanged).filter(longer_than_one),
+    "map and filter": lambda mixed: mixed.map(unchanged).filter(lambda row: len(row["input_ids"]) > 1),
     "maps in batches": lambda mixed: mixed.map(unchanged, batched=True, batch_size=7).map(
         unchanged, batched=True, batch_size=5
     ),

@@ -136,16 +136,12 @@ DOCUMENTS = make_documents(90)
 UNEVEN = [DOCUMENTS[:60], DOCUMENTS[60:70], DOCUMENTS[70:75], DOCUMENTS[75:]]
 
 
-def first_half(row, number):  # noqa: ARG001
-    return number < 45
-
-
 CHANGES = {
     "take": lambda stream: stream.take(40),
     "skip": lambda stream: stream.skip(40),
     "take, then repeat": lambda stream: stream.take(40).repeat(2),
     "map after take": lambda stream: stream.take(40).map(lambda row: row),
-    "by index": lambda stream: stream.filter(first_half, with_indices=True),
+    "by index": lambda stream: stream.filter(lambda _, number: number < 45, with_indices=True),
     "interleaved": lambda stream: datasets.interleave_datasets([stream, stream.take(20)]),
     "without the last batch": lambda stream: stream.map(
         lambda batch: batch, batched=True, batch_size=37, drop_last_batch=True

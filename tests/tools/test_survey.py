@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from survey_page import COLUMN, IS_CURRENT, PAGE, ROOT, disagreements, rows_of
-from tiers import fast_only, slow
+from tiers import fast_only
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 from hf_packing.attention import function
@@ -138,33 +138,12 @@ def break_after_the_proof(monkeypatch, owner, name, fault):
     monkeypatch.setattr(trees, "patch_model", patch_and_break)
 
 
-path_of = TreeSegments.path_of
-
-
-def without_a_token(self, segment):
-    path = path_of(self, segment)
-    return path[path != 2] if len(path) > 20 else path
-
-
-ATTENTION, PATHS = (function, "attend_exactly"), (TreeSegments, "path_of")
-
-
 @pytest.mark.usefixtures("one_layer")
-@pytest.mark.parametrize(
-    ("place", "fault", "wrong", "reason"),
-    [
-        slow(ATTENTION, to_the_whole_row, ["difference", "change", "gradient"], ""),
-        (ATTENTION, with_far_gradients, ["gradient"], ""),
-        (PATHS, without_a_token, [], "RuntimeError: split_with_sizes expects"),
-    ],
-)
-def test_a_wrong_tree_is_noticed(monkeypatch, place, fault, wrong, reason):
-    break_after_the_proof(monkeypatch, *place, fault)
+def test_a_wrong_tree_is_noticed(monkeypatch):
+    break_after_the_proof(monkeypatch, function, "attend_exactly", with_far_gradients)
     measured = measure_trees("gpt2")
-    assert measured.status == "WRONG"
-    assert measured.reason.startswith(reason)
-    assert bool(measured.reason) == bool(reason)
-    assert [figure for figure in ("difference", "change", "gradient") if getattr(measured, figure) > EXACT] == wrong
+    assert (measured.status, measured.reason) == ("WRONG", "")
+    assert measured.gradient > EXACT >= max(measured.difference, measured.change)
 
 
 @pytest.mark.usefixtures("one_layer")
