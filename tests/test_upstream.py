@@ -157,7 +157,7 @@ OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "pa
 """Caches of models that read sound."""
 
 
-def test_names_of_caches():
+def test_names_of_caches_and_kernels_from_the_hub(monkeypatch):
     """attention.layout.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
     found = set()
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
@@ -167,10 +167,7 @@ def test_names_of_caches():
     assert found >= {"past_buckets_states"}
     assert found & {"cache", "past_key_values"}
     assert found <= {*CACHES, *OTHER_CACHES}
-
-
-def test_kernels_from_the_hub(monkeypatch):
-    """attention.kernels.hub_kernel: without it, a model loaded with a hub kernel would run on another one."""
+    # attention.kernels.hub_kernel: without it, a model loaded with a hub kernel would run on another one.
     assert is_kernel("kernels-community/flash-attn2")
     assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "packed_varlen", None)))
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", "kernels-community/flash-attn2")
@@ -233,16 +230,13 @@ def test_what_trainers_call_and_compute():
     assert "log_probs" in source
 
 
-def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
+def test_what_callbacks_save_and_templates_mark(tmp_path):
     """training.resume.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
     state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint()])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
     assert found == {"BatchesOfCheckpoint": {"args": {}, "attributes": {"batches": None}}}
-
-
-def test_where_templates_say_what_the_assistant_wrote():
-    """text.render: without it, the marks of a chat template could not be read."""
+    # text.render: without it, the marks of a chat template could not be read.
     template = "{% for message in messages %}<{% generation %}{{ message.content }}{% endgeneration %}>{% endfor %}"
     chats = [[{"role": "assistant", "content": "ab"}]]
     found = render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True)

@@ -1,4 +1,4 @@
-"""PackingPlan, also with segments that share tokens: checked, read-only, saved, loaded, compared."""
+"""PackingPlan, also with segments that share tokens: checked, read-only, saved, loaded, compared; and lower bounds."""
 
 import copy
 import itertools
@@ -10,9 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_strategy import many_examples
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import fewest_packs
 
 import hf_packing as hfp
 from hf_packing import files
+from hf_packing.planning.metrics import pack_lower_bound
 
 
 def make(**changes):
@@ -306,3 +311,28 @@ def test_saved_loaded_copied_and_replaced(tmp_path):
     for plan in (make_shared(), plain, make_shared()):
         plan.save(tmp_path / "plan")
         assert hfp.PackingPlan.load(tmp_path / "plan") == plan
+
+
+def l2_by_definition(lengths: list[int], capacity: int) -> int:
+    bounds = [-(-sum(lengths) // capacity)]
+    for a in range(1, capacity // 2 + 1):
+        alone = [n for n in lengths if n > capacity - a]
+        above_half = [n for n in lengths if capacity / 2 < n <= capacity - a]
+        small = [n for n in lengths if a <= n <= capacity / 2]
+        rest = sum(small) - (len(above_half) * capacity - sum(above_half))
+        bounds.append(len(alone) + len(above_half) + max(0, -(-rest // capacity)))
+    return max(bounds)
+
+
+lengths_and_capacity = st.integers(1, 20).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), min_size=1, max_size=8), st.just(capacity))
+)
+
+
+@many_examples
+@given(lengths_and_capacity)
+def test_bound_is_l2_and_never_above_the_fewest_packs(case):
+    lengths, capacity = case
+    bound = pack_lower_bound(np.bincount(lengths), capacity)
+    assert bound == l2_by_definition(lengths, capacity)
+    assert bound <= fewest_packs(lengths, capacity)

@@ -30,7 +30,21 @@ BUCKETS = [strategy for strategy in STRATEGIES if strategy.has_buckets]
 pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of 11 tokens of a batch")
 
 
-def test_what_is_dropped_is_said_and_lists_come_out_of_lists():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_comparable_picklable(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
+    with pytest.raises(AttributeError):
+        strategy.seed = 5
+    assert strategy != hfp.BestFit(5)
+
+
+def test_arguments_of_any_type_and_batches_of_arrays():
+    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
+    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
+    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
     with pytest.warns(UserWarning, match="packing drops 1 of 11 tokens of a batch, as configured by overflow"):
         hfp.BestFit(4, overflow="truncate")(BATCH)
     with pytest.warns(UserWarning, match="drops 5 of 11 tokens of a batch"):
@@ -44,23 +58,6 @@ def test_what_is_dropped_is_said_and_lists_come_out_of_lists():
         "position_ids": [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]],
         "seq_lengths": [[4], [3, 1], [2, 1]],
     }
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_comparable_picklable(strategy):
-    assert pickle.loads(pickle.dumps(strategy)) == strategy
-    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
-    with pytest.raises(AttributeError):
-        strategy.seed = 5
-    assert strategy != hfp.BestFit(5)
-
-
-def test_batches_of_arrays_and_of_no_documents():
-    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
-    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
-    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
-    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
-    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -256,3 +253,33 @@ def test_bounds_are_shared_where_they_hold(rng):
 def test_bad_strategies(strategies):
     with pytest.raises(hfp.PackingError, match="^strateg(y|ies): expected .*, got "):
         hfp.compare([1, 2], strategies)
+
+
+WITH_BUCKETS = [each for each in strategy_classes() if each.has_buckets]
+REFUSED_ARGUMENTS = [
+    *((each, {"max_length": value}) for each in strategy_classes(having="max_length") for value in ("8", True, None)),
+    *((each, {"max_length": value}) for each in strategy_classes(having="max_length") for value in (0, -3, 2.5, 2**31)),
+    *((each, {"bucket_lengths": value}) for each in WITH_BUCKETS for value in ((), (4, 2), (2, 2), 2048, "2048")),
+    *((each, {"bucket_lengths": [value, 16]}) for each in WITH_BUCKETS for value in (0, -1, 2.5, "8", True)),
+    *((each, {"max_length": 8, "max_documents": 0}) for each in strategy_classes(having="max_documents")),
+    *((each, {"max_length": 8, "overflow": "cut"}) for each in strategy_classes(having="overflow")),
+    *((each, {"max_length": 8, "seed": -1}) for each in strategy_classes(having="max_length")),
+    *((each, {"seed": -1}) for each in WITH_BUCKETS),
+    *((hfp.NonNegativeLeastSquares, {"max_length": 8, "max_documents": value}) for value in (None, 2.5)),
+    (hfp.FirstCome, {"max_length": 8, "order": "shortest"}),
+    (hfp.FirstCome, {"max_length": 8, "seed": None}),
+    (hfp.Multipack, {"max_length": 8, "window": 0}),
+    (hfp.Multipack, {"max_length": 8, "seed": None}),
+    *((hfp.Bucket, {"padding_threshold": value}) for value in (-0.1, 1.5, float("nan"), "0.1", True, None)),
+    *((hfp.Optimal, {"max_length": 8, "time_limit": value}) for value in (-1, float("nan"), "60", None, True)),
+    *((hfp.LengthSchedule, {"steps": 1, "start": value}) for value in (0, 1.5)),
+    (hfp.LengthSchedule, {"start": 1, "steps": 0}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "end": 4}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "growth": "sudden"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "arguments"), REFUSED_ARGUMENTS)
+def test_an_argument_that_is_refused_is_named(strategy, arguments):
+    with pytest.raises(hfp.PackingError, match=f"^{[*arguments][-1]}: expected .* got "):
+        strategy(**arguments)

@@ -93,7 +93,7 @@ def test_hardly_more_rows_than_concatenation(max_length):
     assert metrics.num_cut_documents == (lengths > max_length).sum()
 
 
-def test_documents_of_equal_length_are_dealt_at_random():
+def test_which_of_equal_documents_meet_or_are_cut_is_random():
     """Neighbours in the dataset do not become neighbours in packs."""
     plan = hfp.plan_packing([10] * 4000, hfp.BestFit(20))
     pairs = plan.segment_document.reshape(-1, 2).astype(int)
@@ -101,6 +101,15 @@ def test_documents_of_equal_length_are_dealt_at_random():
     assert len(np.unique(pairs)) == 4000
     other = hfp.plan_packing([10] * 4000, hfp.BestFit(20, seed=1))
     assert (other.segment_document != plan.segment_document).mean() > 0.99
+
+    def cut(seed):
+        plan = hfp.plan_packing([700] * 300, hfp.Bucket((2048,), seed=seed))
+        return np.unique(plan.segment_document[plan.segment_length < 700])
+
+    assert np.array_equal(cut(None), np.arange(300 - len(cut(None)), 300))  # those left whole come first
+    assert len(cut(0)) == len(cut(1)) == len(cut(None))
+    assert abs(cut(0).mean() - 150) < 40
+    assert set(cut(0)) != set(cut(1))
 
 
 def shortest_pack_first(counts: list[int], capacity: int, limit: int) -> list[int]:
@@ -324,17 +333,6 @@ def test_one_bucket_without_cuts_is_first_fit_decreasing(case):
     cuts = hfp.plan_counts(counts, hfp.BestFit(capacity)).cuts
     table = PatternTable(patterns=first_fit_patterns(counts, capacity), cuts=cuts, seed=0)
     assert fills_of(table.plan(np.array(lengths, dtype=np.int32))) == fills_of(plan)
-
-
-def test_which_of_equal_documents_is_cut_is_random():
-    def cut(seed):
-        plan = hfp.plan_packing([700] * 300, hfp.Bucket((2048,), seed=seed))
-        return np.unique(plan.segment_document[plan.segment_length < 700])
-
-    assert np.array_equal(cut(None), np.arange(300 - len(cut(None)), 300))  # those left whole come first
-    assert len(cut(0)) == len(cut(1)) == len(cut(None))
-    assert abs(cut(0).mean() - 150) < 40
-    assert set(cut(0)) != set(cut(1))
 
 
 def test_figures_of_the_paper():

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import random
 import zipfile
@@ -10,8 +11,9 @@ from dataclasses import replace
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from written_rows import ROWS, write_array, write_gzip, write_lines, write_parquet, write_saved, write_splits
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -20,6 +22,39 @@ from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 OPEN_TABLES = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
 """datasets 5.0 leaves tables for pandas to close."""
+
+
+ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
+
+
+def write_lines(file, rows):
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_gzip(file, rows):
+    file.write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    return file
+
+
+def write_array(file, rows):
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def write_parquet(file, rows):
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def write_saved(folder, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def write_splits(folder, rows):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder)
+    return folder
 
 
 def zipped(*texts):
