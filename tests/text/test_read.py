@@ -131,11 +131,12 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
     for pattern in ("*.md", "**/*.md"):
         assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
     assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
-    write_lines(tmp_path / "b.jsonl", ROWS)
-    (tmp_path / "README.md").write_text("about the rows")
+    (tmp_path / "rows").mkdir()
+    write_lines(tmp_path / "rows" / "b.jsonl", ROWS)
+    (tmp_path / "rows" / "README.md").write_text("about the rows")
     with pytest.raises(PackingError, match="data: expected files of one kind, got JSON and text"):
-        Documents(str(tmp_path))
-    assert len(read(tmp_path, glob="*.jsonl")[0]) == len(ROWS)
+        Documents(str(tmp_path / "rows"))
+    assert len(read(tmp_path / "rows", glob="*.jsonl")[0]) == len(ROWS)
 
 
 @pytest.mark.parametrize(
