@@ -147,7 +147,7 @@ def test_what_is_lost_or_masked_is_counted(tmp_path):
     for number in range(2):
         files.append(str(tmp_path / f"{number}.parquet"))
         datasets.Dataset.from_dict(rows).to_parquet(files[-1])
-    packed = pack_here(files, tmp_path / "out")
+    packed = pack_here(files, tmp_path / "masked")
     check_law(packed)
     assert "applies completion_mask to labels: 4 of 10 tokens are trained on" in packed.changes()
 
