@@ -32,7 +32,7 @@ def test_models_that_cannot_be_made_or_patched(capsys, tmp_path):
     assert "MODEL: expected a configuration from which a model can be built" in said
     assert said.count("\n") == 1
     config = tiny_model("t5", "token classification", decoder_start_token_id=0).config
-    folder = saved(tmp_path / "model", config, ["T5ForConditionalGeneration"])
+    folder = saved(tmp_path / "t5", config, ["T5ForConditionalGeneration"])
     assert main(["check", folder]) == 1
     assert "patch_model refuses the model" in one_line(capsys.readouterr().out)
     assert main(["check", folder, "--json"]) == 1

@@ -199,7 +199,7 @@ def test_nulls_that_arrow_puts_into_messages_are_not_written():
     assert "null" in expected
 
 
-def test_what_tokenizers_put_around_texts_or_cut_off(words, tmp_path):
+def test_tokens_that_the_tokenizer_puts_around_a_text(words):
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="user $A <end>", special_tokens=[("user", 5), ("<end>", 1)]
     )
@@ -210,6 +210,9 @@ def test_what_tokenizers_put_around_texts_or_cut_off(words, tmp_path):
     }
     chat = hfp.tokenize({"messages": [[{"role": "user", "content": "one"}]]}, words, train_on="all")
     assert chat["input_ids"][0][0] != 5, "a chat template has its own"
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words):
     words.backend_tokenizer.enable_truncation(1)
     words.backend_tokenizer.enable_padding(length=9)
     words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
