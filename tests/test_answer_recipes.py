@@ -84,7 +84,7 @@ def test_words_are_compared_as_squad_does(text, right, scores):
     assert squad.compare(text, right) == pytest.approx(scores)
 
 
-def test_questions_about_functions(monkeypatch):
+def test_questions_and_descriptions_of_functions(monkeypatch):
     texts = FUNCTIONS[:1] + FUNCTIONS[:3] + FUNCTIONS[2:]
     monkeypatch.setattr(common, "functions", lambda: datasets.Dataset.from_dict({"text": texts}))
     rows = list(common.questions())
@@ -100,9 +100,6 @@ def test_questions_about_functions(monkeypatch):
     for row in rows:
         start, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
         assert row["context"][start : start + len(text)] == text
-
-
-def test_functions_without_their_docstrings(monkeypatch):
     monkeypatch.setattr(common, "functions", lambda: datasets.Dataset.from_dict({"text": FUNCTIONS}))
     (row,) = common.described()
     assert row == {

@@ -1,10 +1,11 @@
-"""README and docs: their Python runs and prints what they say, their links resolve, their pictures are drawn.
+"""README, docs and docstrings: Python runs and prints what they say, links resolve, pictures are drawn.
 
 HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages.
 """
 
 import contextlib
 import doctest
+import importlib
 import io
 import json
 import os
@@ -100,7 +101,8 @@ def page_names(tmp_path, monkeypatch) -> dict:
     }.items():
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", made)
     for arguments in (transformers.TrainingArguments, trl.SFTConfig):
-        monkeypatch.setattr(arguments, "__init__", quick(arguments.__init__))
+        init = arguments.__init__
+        monkeypatch.setattr(arguments, "__init__", lambda self, *a, init=init, **k: init(self, *a, **(k | QUICK)))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     tokenized = documents(60)
     lengths = np.clip(rng.lognormal(6, 0.8, 500), 1, 4096).astype(int)
@@ -113,10 +115,6 @@ def page_names(tmp_path, monkeypatch) -> dict:
         "trainer": transformers.Trainer(build("Llama"), transformers.TrainingArguments("out"), train_dataset=tokenized),
         "accelerator": Accelerator(),
     }
-
-
-def quick(init):
-    return lambda self, *given, **named: init(self, *given, **(named | QUICK))
 
 
 def run(page: Path, names_of_page: dict) -> str:
@@ -145,12 +143,6 @@ def test_python_runs_and_prints_what_the_page_says(page, page_names):
     if os.environ.get("HF_PACKING_WRITE_PAGES"):
         page.write_text(text)
     assert text == page.read_text()
-
-
-def test_pages_have_python_and_output():
-    blocks = [block for page in PAGES for block in PYTHON.finditer(page.read_text())]
-    assert len(blocks) > 40
-    assert sum(block["printed"] is not None for block in blocks) > 10
 
 
 def anchors(page: Path) -> set[str]:
@@ -188,15 +180,12 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert all((DOCS / page).exists() or (ROOT / page).exists() for page in pages)
 
 
-def test_every_make_target_that_pages_name_exists():
+def test_make_targets_and_files_that_pages_name_exist():
     rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     targets = {target for rule in rules for target in rule.split()}
     for page in PAGES:
         for target in re.findall(r"\bmake ([a-z][\w-]*)`|^make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
             assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
-
-
-def test_every_file_that_the_architecture_names_exists():
     files = [
         f"/{path.relative_to(ROOT).as_posix()}"
         for top in ("hf_packing", "tests", "tools", "docs")
@@ -206,15 +195,12 @@ def test_every_file_that_the_architecture_names_exists():
         assert any(path.endswith(f"/{name}") for path in files), name
 
 
-def test_readme_is_short():
+def test_the_readme_is_short_and_the_reference_complete():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def test_every_public_name_is_in_the_reference():
     assert sorted(re.findall(r"^<!-- api: (\w+) -->$", (DOCS / "API.md").read_text(), re.MULTILINE)) == hfp.__all__
-
-
-def test_what_a_trainer_logs_is_defined():
+    blocks = [block for page in PAGES for block in PYTHON.finditer(page.read_text())]
+    assert len(blocks) > 40
+    assert sum(block["printed"] is not None for block in blocks) > 10
     facts = StepCounts()
     facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
     logged = facts.take(max_tokens=4)
@@ -239,14 +225,12 @@ def test_pictures_are_those_of_their_script(tmp_path, monkeypatch):
         assert np.abs(made - kept).mean() < 0.02, name  # fonts differ between machines
 
 
-def test_every_picture_is_shown():
+def test_every_picture_is_shown_and_every_strategy_has_a_page():
     text = "".join(page.read_text() for page in PAGES)
     for picture in [*PICTURES.glob("*.png"), *PICTURES.glob("*.svg")]:
         assert f"pictures/{picture.name})" in text, picture.name
-
-
-def test_every_strategy_has_a_page():
-    strategies = [name for name in hfp.__all__ if isinstance(getattr(hfp, name), type) and is_strategy(name)]
+    classes = {name: getattr(hfp, name) for name in hfp.__all__ if isinstance(getattr(hfp, name), type)}
+    strategies = [name for name, each in classes.items() if "Strategy" in (base.__name__ for base in each.__mro__)]
     assert len(strategies) >= 9
     for name in strategies:
         file = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -256,5 +240,35 @@ def test_every_strategy_has_a_page():
         assert f"({file}.md)" in (DOCS / "strategies" / "README.md").read_text()
 
 
-def is_strategy(name):
-    return any(base.__name__ == "Strategy" for base in getattr(hfp, name).__mro__)
+PACKAGE = Path(hfp.__file__).parent
+FILES = [file.relative_to(PACKAGE.parent) for file in sorted(PACKAGE.rglob("*.py")) if ">>>" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_examples(file):
+    name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+    failed, run = doctest.testmod(importlib.import_module(name))
+    assert run
+    assert not failed
+
+
+WITHOUT_EXAMPLE = {
+    "ComparedStrategy",
+    "Comparison",
+    "DealtShard",
+    "EpochPlan",
+    "EpochSummary",
+    "IsolationReport",
+    "PackedLoader",
+    "PackingMetrics",
+    "PackingError",
+    "MissingDependencyError",
+    "ModelNotSupportedError",
+}
+"""Returned or raised, never called by a user."""
+
+
+def test_public_names_have_an_example():
+    assert ">>>" in hfp.fleet.PackedCorpus.__doc__
+    names = {name for name in hfp._HOME_OF if ">>>" not in (getattr(hfp, name).__doc__ or "")}
+    assert names <= WITHOUT_EXAMPLE

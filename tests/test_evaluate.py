@@ -219,10 +219,15 @@ def test_the_command(folder, tasks, tmp_path, capsys, monkeypatch):
     assert numbers_of({"results": found}) == pytest.approx(numbers_of(expected), rel=1e-4, abs=1e-6)
 
 
-def test_requests_that_are_cut_are_counted(folder):
+def test_requests_that_are_cut_or_wrong(folder):
     requests = [(None, [5] * length, [6, 7]) for length in (94, 95, 96, 97)]
     with pytest.warns(UserWarning, match="2 of 4 requests are longer than 96 tokens, and cut"):
         packed(folder / "Llama")._loglikelihood_tokens(requests, disable_tqdm=True)
+    model = packed(folder / "Llama")
+    with pytest.raises(hfp.PackingError, match="continuation of 1 to 96 tokens, got 1 and 97 tokens"):
+        model._loglikelihood_tokens([(None, [5], [6] * 97)])
+    with pytest.raises(hfp.PackingError, match="expected a context .* got 0 and 1 tokens"):
+        model._loglikelihood_tokens([(None, [], [6])])
 
 
 def answer_share(folder):
@@ -243,14 +248,6 @@ def test_each_process_gets_its_own_answers(tmp_path):
         found = json.loads((tmp_path / f"answers-{rank}.json").read_text())
         for ours, theirs in zip(found, expected._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
             check_answer(ours, theirs)
-
-
-def test_wrong_requests(folder):
-    model = packed(folder / "Llama")
-    with pytest.raises(hfp.PackingError, match="continuation of 1 to 96 tokens, got 1 and 97 tokens"):
-        model._loglikelihood_tokens([(None, [5], [6] * 97)])
-    with pytest.raises(hfp.PackingError, match="expected a context .* got 0 and 1 tokens"):
-        model._loglikelihood_tokens([(None, [], [6])])
 
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,15 +1,23 @@
-"""The public namespace, what importing costs, and what is installed with it."""
+"""The public namespace, what importing costs, what may import what, and the oldest versions of other packages."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import metadata
 from pathlib import Path
 
+import peft
 import pytest
+from tiny_models import build
+from trainers import trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.checks import OLDEST, refuse_older
 
 PACKAGE = Path(hfp.__file__).parent
 
@@ -68,18 +76,15 @@ def python(code: str) -> str:
 LOADED = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
 
 
-def test_importing_loads_nothing_heavy():
+def test_importing_and_planning_load_nothing_heavy():
     assert python(f"import hf_packing; {LOADED}") == "[]"
+    code = f"import hf_packing as hfp; hfp.plan_packing([1, 2], hfp.BestFit(4)).metrics(); {LOADED}"
+    assert python(code) == "[]"
 
 
 @pytest.mark.slow
 def test_that_the_import_test_would_see_torch():
     assert "torch" in python(f"import torch; import hf_packing; {LOADED}")
-
-
-def test_planning_needs_neither_torch_nor_datasets():
-    code = f"import hf_packing as hfp; hfp.plan_packing([1, 2], hfp.BestFit(4)).metrics(); {LOADED}"
-    assert python(code) == "[]"
 
 
 def test_namespace():
@@ -101,6 +106,7 @@ def imports_of(file: Path) -> set[str]:
 
 
 def test_imports_only_go_down():
+    assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "table.py")
     for file in PACKAGE.rglob("*.py"):
         if file == PACKAGE / "__init__.py":
             continue
@@ -114,10 +120,6 @@ def test_imports_only_go_down():
                 assert is_upward or not inner or inner[0] in allowed, f"{file} imports {name}"
             elif top not in sys.stdlib_module_names:
                 assert top in THIRD_PARTY[home], f"{file} imports {name}"
-
-
-def test_the_floor_test_sees_imports():
-    assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "table.py")
 
 
 def modules() -> dict[str, Path]:
@@ -142,17 +144,14 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_two_modules_import_each_other():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})
     files = modules()
     assert len(files) > 80
     called = {name for _, name in UPWARD}
     inside = {name: imports_of(file) & files.keys() - called for name, file in files.items() if name != "hf_packing"}
     assert sum(map(len, inside.values())) > 200
     assert not circles(inside)
-
-
-def test_the_circle_test_sees_circles():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert not circles({"a": {"b", "c"}, "b": {"c"}})
 
 
 @pytest.mark.parametrize("room", ["attention"])
@@ -162,11 +161,93 @@ def test_a_facade_is_the_only_door(room):
     assert doors == {f"hf_packing.{room}"}
 
 
-def test_errors_are_what_callers_catch():
+def test_errors_are_what_callers_catch_and_types_are_installed():
     assert issubclass(hfp.PackingError, ValueError)
     assert issubclass(hfp.MissingDependencyError, ImportError)
     assert issubclass(hfp.ModelNotSupportedError, hfp.PackingError)
-
-
-def test_typed():
     assert (PACKAGE / "py.typed").is_file()
+
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_they_are_in_the_documentation_and_those_of_the_project():
+    page = (ROOT / "docs" / "COMPATIBILITY.md").read_text("utf-8")
+    table = page.split("| package | oldest version |")[1].split("\n\n")[0]
+    assert dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", table, re.MULTILINE)) == OLDEST
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    lowest = dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)"', text))
+    assert {name: version for name, version in lowest.items() if name in OLDEST} == OLDEST
+
+
+@pytest.fixture
+def old(monkeypatch):
+    """A function that makes installed versions of packages old ones."""
+    found = metadata.version
+
+    def make_old(**versions):
+        monkeypatch.setattr("hf_packing.checks.version", lambda name: versions.get(name) or found(name))
+        refuse_older.cache_clear()
+
+    yield make_old
+    refuse_older.cache_clear()
+
+
+def test_older_versions_are_refused(old, monkeypatch):
+    for installed in ("2.8.0+cpu", "1.13"):
+        old(torch=installed)
+        message = f'torch: expected version 2.9 or newer, got {installed}; pip install "torch>=2.9"'
+        with pytest.raises(hfp.PackingError, match=re.escape(message)):
+            refuse_older("torch")
+    for installed in (OLDEST["torch"], "2.9.0", "2.10.1+cu128", "3.0.0.dev20261101"):
+        old(torch=installed)
+        refuse_older("torch")
+    monkeypatch.setitem(OLDEST, "no-such-package", "1.0")
+    refuse_older("no-such-package")
+
+
+FIRST_NAMES = {
+    "numpy": "plan_packing",
+    "pyarrow": "pack",
+    "datasets": "mix",
+    "torch": "TokenBudget",
+    "transformers": "patch_model",
+    "accelerate": "prepare_dataloader",
+}
+
+OLD = f"""
+from importlib import metadata
+import hf_packing as hfp
+found = metadata.version
+for package, name in {FIRST_NAMES}.items():
+    metadata.version = lambda each: "0.9.1" if each == package else found(each)
+    try:
+        getattr(hfp, name)
+    except hfp.PackingError as error:
+        print(error)
+"""
+
+
+def test_the_first_name_that_needs_a_package_refuses_it():
+    said = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True, check=True).stdout.splitlines()
+    for package, line in zip(FIRST_NAMES, said, strict=True):
+        assert line.startswith(f"{package}: expected version {OLDEST[package]} or newer, got 0.9.1; pip install")
+
+
+def test_peft_is_refused_where_it_wraps_a_model(old):
+    model = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    old(peft="0.17.1")
+    hfp.patch_model(build("Llama"))
+    with pytest.raises(hfp.PackingError, match=f"peft: expected version {OLDEST['peft']} or newer, got 0.17.1"):
+        hfp.patch_model(model)
+
+
+@pytest.mark.parametrize("batching", [hfp.TokenBudget(64), None])
+def test_trl_is_refused_where_a_trainer_is_attached(old, tmp_path, batching):
+    of_transformers, of_trl = (trainer_of(tmp_path / kind.__name__, kind) for kind in (Trainer, SFTTrainer))
+    old(trl="1.9.2")
+    hfp.attach(of_transformers, batching)
+    with pytest.raises(hfp.PackingError, match=f"trl: expected version {OLDEST['trl']} or newer, got 1.9.2"):
+        hfp.attach(of_trl, batching)

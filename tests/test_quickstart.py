@@ -12,7 +12,7 @@ import quickstart
 import torch
 from nbclient import NotebookClient
 from processes import HANGS, RECIPES, run_script
-from recipe_inputs import chats, prompts, write
+from recipe_inputs import chats, prompts, texts, write
 from tiers import fast_only
 
 import hf_packing as hfp
@@ -23,12 +23,6 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
 
 
-@pytest.fixture
-def text_file(tmp_path, rng):
-    words = [chr(97 + i) * 3 for i in range(26)]
-    return write(tmp_path / "text.jsonl", [{"text": " ".join(rng.choice(words, n))} for n in rng.integers(2, 90, 300)])
-
-
 def numbers_after(text, words):
     """The numbers in the rest of the line after these words."""
     found = [each.strip(",%") for each in text.split(words, 1)[1].split("\n")[0].split()]
@@ -36,11 +30,10 @@ def numbers_after(text, words):
 
 
 @pytest.mark.slow
-def test_quickstart(text_file, tmp_path):
-    output = tmp_path / "output"
-    done = run_script(
-        *(RECIPES / "quickstart.py", "--data", text_file, "--max_length", 256, "--steps", 2, "--output_dir", output)
-    )
+def test_quickstart(tmp_path):
+    data, output = write(tmp_path / "text.jsonl", texts()), tmp_path / "output"
+    flags = ("--data", data, "--max_length", 256, "--steps", 2, "--output_dir", output)
+    done = run_script(RECIPES / "quickstart.py", *flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     said = done.stdout
     assert "300 documents, " in said

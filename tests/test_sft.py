@@ -8,7 +8,7 @@ import sft
 import torch
 import yaml
 from processes import run_script
-from recipe_inputs import chats, prompts, save_tiny_model, weights, write
+from recipe_inputs import chats, prompts, save_tiny_model, write
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -55,18 +55,6 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(train, tmp_path):
-    train(steps=2)
-    saved = weights(tmp_path / "output")
-    for file in (tmp_path / "output").glob("*.*"):
-        file.unlink()
-    with pytest.raises(SystemExit, match="^0$"):
-        train("--resume_from_checkpoint", "last", steps=2)
-    assert weights(tmp_path / "output") == saved
-    assert not list((tmp_path / "output").glob("optimizer*"))
-    assert sft.AutoTokenizer.from_pretrained(tmp_path / "output").eos_token == "<|endoftext|>"
-
-
 REFUSED = [
     (("--resume_from_checkpoint", "last"), "--resume_from_checkpoint"),
     (("--resume_from_checkpoint", "{folder}"), "--resume_from_checkpoint"),
@@ -102,9 +90,8 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
 
 
 def test_an_error_is_printed_on_one_process(tiny_model):
-    done = run_script(
-        sft.__file__, "--data", "nowhere.jsonl", "--model_name_or_path", tiny_model, "--use_cpu", "True", ranks=2
-    )
+    flags = ("--data", "nowhere.jsonl", "--model_name_or_path", tiny_model, "--use_cpu", "True")
+    done = run_script(sft.__file__, *flags, ranks=2)
     assert done.returncode
     assert (done.stdout + done.stderr).count("--data: expected a file or a dataset's name, got 'nowhere.jsonl'") == 1
     assert "Traceback" not in done.stdout + done.stderr
@@ -164,35 +151,26 @@ def test_what_is_trained_on(train, chat_data, tmp_path):
     assert all(text.startswith("<|im_start|>user\nHi") for text in texts("--train_on", "all", data=chat_data))
 
 
-def test_per_turn(train, chat_data, tmp_path):
-    """Each turn of a chat is a document of its own, in training and in evaluation, packed or not."""
+@pytest.mark.parametrize("strategy", ["none", "best_fit"])
+def test_per_turn(train, chat_data, tmp_path, strategy):
+    """Each turn of a chat is a document of its own, packed or not, and shares the text before it unless told not to."""
     turns = sum(len(row["messages"]) // 2 for row in chats())
     assert turns > len(chats())
-    for strategy in ("none", "best_fit"):
-        flags = ("--per_turn", "True", "--strategy", strategy, "--eval_data", chat_data)
-        trainer = train(*flags, data=chat_data, steps=1, output=tmp_path / strategy)
+    steps = []
+    flags = ("--per_turn", "True", "--strategy", strategy, "--eval_data", chat_data, "--max_tokens", 4096)
+    for share in ((), ("--share_prefixes", "False")):
+        trainer = train(*flags, *share, data=chat_data, steps=1, output=tmp_path / str(len(share)))
         rows = trainer.train_dataset if strategy == "none" else hfp.unpack(trainer.train_dataset)
         assert len(rows) == len(trainer.eval_dataset) == turns
         found = (trainer.processing_class.decode([each for each in row if each != IGNORED]) for row in rows["labels"])
         assert {re.sub("(Ho)+", "Ho", text) for text in found} == {"Ho<|im_end|>"}
-
-
-def test_turns_share_the_text_before_them(train, chat_data, tmp_path):
-    """One step on all documents: the loss and gradient of the documents alone, on fewer tokens."""
-    found = {}
-    for strategy in ("none", "best_fit"):
-        for share, flags in ((True, ()), (False, ("--share_prefixes", "False"))):
-            flags = ("--per_turn", "True", "--strategy", strategy, "--max_tokens", 4096, *flags)
-            trainer = train(*flags, data=chat_data, steps=1, output=tmp_path / f"{strategy}-{share}")
-            (batch,) = trainer.get_train_dataloader()
-            assert ("parents" in batch) == share
-            found[strategy, share] = trainer.state.log_history[0], batch["input_ids"].numel()
-    (expected, raw), (_, unique) = found["none", False], found["none", True]
-    assert [tokens for _, tokens in found.values()] == [unique, raw] * 2
+        (batch,) = trainer.get_train_dataloader()
+        assert ("parents" in batch) == (share == ())
+        steps.append((batch["input_ids"].numel(), trainer.state.log_history[0]))
+    (unique, sharing), (raw, alone) = steps
     assert unique < 0.9 * raw
-    for each, _ in found.values():
-        assert each["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert each["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert sharing["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert sharing["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
 def test_what_cannot_share_prefixes(train, chat_data, tmp_path, tmp_path_factory):
@@ -219,17 +197,18 @@ def test_packs_have_the_seed(train, strategy, tmp_path):
     assert rows(1, "same") == one != rows(2, "other")
 
 
-def test_evaluation(train, data, tmp_path):
+def test_evaluation_and_other_flags(train, data):
     trainer = train("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--bf16_full_eval", "True")
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(found) == 3
-    last = []
-    for size in (1, 16):
-        flags = ("--eval_data", data, "--per_device_eval_batch_size", size)
-        trainer = train(*flags, output=tmp_path / str(size))
-        (entry,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        last.append(entry["eval_loss"])
-    assert last[0] == pytest.approx(last[1], rel=1e-6)
+    flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
+    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
+    flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
+    trainer = train(*flags, "--logging_steps", 2)
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
+    loader = trainer.callback_handler.train_dataloader
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
@@ -247,17 +226,6 @@ def test_flags_of_the_model_and_of_the_texts(train, chat_data, tmp_path):
     assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {end}
     with pytest.raises(Exception, match="no-such-implementation"):
         train("--model_init_kwargs", '{"attn_implementation": "no-such-implementation"}', output=tmp_path / "none")
-
-
-def test_other_flags(train):
-    flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
-    flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
-    flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
-    trainer = train(*flags, "--logging_steps", 2)
-    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
-    loader = trainer.callback_handler.train_dataloader
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
 
 
 def test_yaml_says_what_flags_say(tiny_model, data, tmp_path):

@@ -14,7 +14,6 @@ from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
 from hf_packing.attention import layout, prove_on_batch
-from hf_packing.attention.batch_kinds import prove_trees
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.route import route_of

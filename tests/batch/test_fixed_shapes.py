@@ -1,16 +1,16 @@
-"""Batches of fixed shapes: one segment without labels fills them, and empty segments come after it."""
+"""Batches of fixed shapes, which one segment without labels fills, and batches with extra borders."""
 
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_packing as hfp
 from hf_packing.attention.layout import read_layout
+from hf_packing.batch.segments import with_segments_cut
 from hf_packing.errors import PackingError
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
@@ -45,10 +45,6 @@ def test_the_batch_is_filled_and_its_documents_stay_as_they_are(lengths, missing
     assert borders.tolist() == batch["cu_seq_lens_q"].tolist() + [tokens] * (max_segments - segments)
     assert filled["cu_seq_lens_k"].tolist() == borders.tolist()
     assert filled["max_length_q"] == filled["max_length_k"] == tokens
-    # law 9: transformers finds the same segments of documents
-    found = find_packed_sequence_indices(filled["position_ids"])
-    expected = torch.repeat_interleave(torch.arange(segments), batch["cu_seq_lens_q"].diff())
-    assert found is None or found[0, :given].tolist() == expected.tolist()
 
 
 @given(ROWS, st.integers(0, 40), st.integers(0, 9))
@@ -71,30 +67,27 @@ def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
     assert by_seq_idx.lengths == row.lengths
 
 
-def test_the_first_label_may_stay():
+def test_the_collator_is_a_value_and_the_first_label_may_stay():
     collator = hfp.PackingCollator(keep_first_labels=True, tokens=4, max_segments=3)
     assert collator([{"input_ids": [5, 6]}])["labels"].tolist() == [[5, 6, -100, -100]]
-
-
-def test_the_collator_is_a_value():
-    collator = hfp.PackingCollator(tokens=4, max_segments=3)
     assert pickle.loads(pickle.dumps(collator)) == collator != hfp.PackingCollator()
 
 
 FIRST = {"cu_seq_lens_q": [0, 3, 3, 5, 9], "cu_seq_lens_k": [0, 3, 3, 5, 9], "position_ids": None, "seq_idx": None}
 
 
+SAME_LENGTHS = "expected segments of the same lengths"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (FIRST, r"cu_seq_lens_q: expected cumulative lengths that rise .* \[0, 3, 3, 5, 9"),
-        (
-            {"cu_seq_lens_k": [0, 3, 6, 9, 9, 9, 9]},
-            "cu_seq_lens_k: expected segments of the same lengths",
+        *(
+            ({"cu_seq_lens_k": ends}, f"cu_seq_lens_k: {SAME_LENGTHS}")
+            for ends in ([0, 3, 6, 9, 9, 9, 9], [0, 3, 9], [0, 3, 5, 8, 9])
         ),
-        ({"cu_seq_lens_k": [0, 3, 9]}, "cu_seq_lens_k: expected segments of the same lengths"),
-        ({"cu_seq_lens_k": [0, 3, 5, 8, 9]}, "cu_seq_lens_k: expected segments of the same lengths"),
-        ({"seq_idx": [[0, 0, 1, 1, 1, -1, -1, -1, -1]]}, "seq_idx: expected segments of the same lengths"),
+        ({"seq_idx": [[0, 0, 1, 1, 1, -1, -1, -1, -1]]}, f"seq_idx: {SAME_LENGTHS}"),
     ],
     ids=str,
 )
@@ -104,13 +97,51 @@ def test_a_patched_model_refuses_other_borders(changes, message):
     assert read_layout(batch, training=True).lengths == (3, 2, 4)
     shorter = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
     assert read_layout(batch | {"cu_seq_lens_k": shorter}, training=True).lengths == (3, 2, 4)
+    too_small = read_layout(batch | {"max_length_q": 2}, training=True)
+    assert too_small.max_length == 4  # it is not passed on
     for name, values in changes.items():
         batch[name] = None if values is None else torch.tensor(values, dtype=batch[name].dtype)
     with pytest.raises(PackingError, match=message):
         read_layout(batch, training=True)
 
 
-def test_a_max_length_that_is_too_small_is_not_passed_on():
-    batch = hfp.PackingCollator(tokens=5, max_segments=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    assert read_layout(batch, training=True).max_length == 5
-    assert read_layout(batch | {"max_length_q": 2}, training=True).max_length == 3
+BORDERS = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+LENGTHS = st.lists(st.integers(1, 12), max_size=5)
+
+
+def row_of(lengths, is_copy):
+    copied = {"seq_idx": np.repeat(-2 - np.arange(len(lengths)), lengths)} if is_copy else {}
+    return {"input_ids": np.arange(3, 3 + sum(lengths)), "seq_lengths": lengths, **copied}
+
+
+@given(LENGTHS, LENGTHS, st.booleans(), st.integers(1, 14))
+def test_borders_are_those_of_cut_rows(lengths, of_copy, copy_first, longest):
+    rows = [(each, is_copy) for each, is_copy in ((lengths, False), (of_copy, True)) if each]
+    assume(rows)
+    rows = rows[::-1] if copy_first else rows
+    pieces = [
+        ([min(longest, length - begin) for length in each for begin in range(0, length, longest)], is_copy)
+        for each, is_copy in rows
+    ]
+    whole = hfp.PackingCollator()([row_of(*row) for row in rows])
+    before = pickle.dumps(whole)
+    cut = with_segments_cut(whole, longest)
+    expected = hfp.PackingCollator()([row_of(*row) for row in pieces])
+    assert pickle.dumps(whole) == before
+    assert list(cut) == list(whole)
+    for name, value in whole.items():
+        wanted = expected[name] if name in BORDERS else value
+        if isinstance(wanted, torch.Tensor):
+            assert torch.equal(cut[name], wanted)
+            assert cut[name].dtype == wanted.dtype
+        else:
+            assert cut[name] == wanted
+    assert (cut["labels"] == -100).sum() == len(lengths) + len(of_copy)  # the first of each document, not of each piece
+    assert (cut["seq_idx"] < 0).sum() == sum(of_copy)
+
+
+def test_no_limit():
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}])
+    assert with_segments_cut(batch, None) == batch

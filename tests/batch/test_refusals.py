@@ -126,43 +126,25 @@ def test_columns_of_trees_that_contradict_each_other(column, changes):
     refused(f"^column '{column}'.*row 1", [TREE | types, TREE | changes, TREE | types])
 
 
-@pytest.mark.parametrize("name", list(TREE))
-def test_a_missing_column_of_trees(name):
-    rest = {other: values for other, values in TREE.items() if other != name}
-    refused(
-        f"^column '{name}': expected this column in row 1, a row of trees, got .*remove_unused_columns", [TREE, rest]
-    )
-
-
-@pytest.mark.parametrize("left", [["segment_lengths", "parents"], ["parents"], ["ends"], ["tree_labels"]], ids=str)
-def test_what_trainer_leaves_of_a_row_of_trees(left):
-    refused("^column 'tree_input_ids': expected this column in row 0, a row", [{name: TREE[name] for name in left}])
-
-
-@pytest.mark.parametrize("kept", [["tree_labels"], ["segment_lengths", "parents"]], ids=str)
-def test_a_renamed_column_of_trees(kept):
-    row = {"input_ids": TREE["tree_input_ids"], **{name: TREE[name] for name in kept}}
-    refused("^column 'input_ids': expected no such column in row 0, .*trees", [row])
-
-
-@pytest.mark.parametrize("other", [TWO, TWO | {"seq_lengths": [1, 1]}], ids=str)
-def test_rows_of_two_kinds(other):
-    for rows in ([TREE, other], [other, TREE]):
-        refused(f"^rows: expected rows of trees only, or none, but row {rows.index(other)} has", rows)
-
-
 def test_other_rows_of_trees():
-    empty = {name: [] for name in TREE}
-    refused("^rows: expected at least one token, got 2 rows without tokens", [empty, empty])
+    for name in TREE:
+        rest = {other: values for other, values in TREE.items() if other != name}
+        refused(f"^column '{name}': expected this column in row 1, .*remove_unused_columns", [TREE, rest])
+    for left in (["segment_lengths", "parents"], ["parents"], ["ends"], ["tree_labels"]):  # what Trainer leaves
+        refused("^column 'tree_input_ids': expected this column in row 0, a row", [{name: TREE[name] for name in left}])
+    for kept in (["tree_labels"], ["segment_lengths", "parents"]):
+        renamed = {"input_ids": TREE["tree_input_ids"], **{name: TREE[name] for name in kept}}
+        refused("^column 'input_ids': expected no such column in row 0, .*trees", [renamed])
+    for other in (TWO, TWO | {"seq_lengths": [1, 1]}):
+        for rows in ([TREE, other], [other, TREE]):
+            refused(f"^rows: expected rows of trees only, or none, but row {rows.index(other)} has", rows)
+    refused("^rows: expected at least one token, got 2 rows without tokens", [{name: [] for name in TREE}] * 2)
     refused("^column 'token_type_ids': expected this column in every row", [TREE | {"token_type_ids": [0] * 8}, TREE])
     refused("^keep_first_labels: expected False for rows of trees, got True", [TREE], keep_first_labels=True)
     refused("^tokens: expected None for rows of trees, .* got 99", [TREE], tokens=99, max_segments=9)
     longer, shorter = ({**TREE, "segment_lengths": TREE["segment_lengths"][:-1] + [last]} for last in (3, 1))
     refused("^column 'segment_lengths': .* got 9 in row 0", [longer, shorter])  # they add up over the rows
-
-
-def test_depths_are_no_positions_of_a_packed_row():
-    depths = hfp.PackingCollator()([TREE])["position_ids"][0].tolist()
-    row = {"input_ids": TREE["tree_input_ids"], "position_ids": depths}
-    for more in ({"seq_lengths": TREE["segment_lengths"]}, {}):
-        refused("^column 'position_ids': expected positions that restart at 0", [row | more])
+    depths = {"position_ids": hfp.PackingCollator()([TREE])["position_ids"][0].tolist()}
+    for more in ({"seq_lengths": TREE["segment_lengths"]}, {}):  # which are no positions of a packed row
+        row = {"input_ids": TREE["tree_input_ids"], **depths, **more}
+        refused("^column 'position_ids': expected positions that restart at 0", [row])

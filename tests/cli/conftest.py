@@ -7,12 +7,6 @@ WORDS = {word: number for number, word in enumerate(["[UNK]", "<end>", "one", "t
 
 
 @pytest.fixture
-def words():
-    """The tokens of the tokenizer."""
-    return WORDS
-
-
-@pytest.fixture
 def tokenizer(tmp_path):
     backend = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -22,6 +16,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
+    """Document number n has n % 13 + 1 times the token 2."""
     file = tmp_path / "data.jsonl"
     file.write_text("".join(f'{{"text": "{"one " * (number % 13 + 1)}"}}\n' for number in range(300)))
     return str(file)

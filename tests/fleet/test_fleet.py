@@ -31,11 +31,6 @@ from hf_packing.fleet.pack_files import group_files
 pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("fleet") / "files")
-
-
 def check_law(packed, strategy=STRATEGY, **settings):
     """Check that each packed file has the rows that `pack` makes of the files of its task, and return all rows."""
     tables = []
@@ -89,7 +84,7 @@ def test_any_engine_writes_the_same_files(files, tmp_path, engine, request):
     assert str(packed) == str(read_manifest(str(tmp_path / "here")))
 
 
-def test_the_order_of_the_files_does_not_matter(files, tmp_path):
+def test_order_and_kind_of_the_files_do_not_matter(files, tmp_path):
     pack_here(files, tmp_path / "list")
     pack_here(files[::-1], tmp_path / "reversed")
     pack_here(str(Path(files[0]).parent), tmp_path / "folder")
@@ -97,6 +92,9 @@ def test_the_order_of_the_files_does_not_matter(files, tmp_path):
     expected = contents(tmp_path / "list")
     for other in ("reversed", "folder", "pattern"):
         assert contents(tmp_path / other) == expected
+    datasets.Dataset(pq.read_table(files[2])).save_to_disk(tmp_path / "saved")
+    pack_here(f"{tmp_path}/saved/*.arrow", tmp_path / "out", tasks=1)
+    assert rows_of_file(tmp_path / "out" / "packed-00001-of-00001.parquet").equals(rows_of_pack(files[2:3]))
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 28), min_size=1, max_size=40), tasks=st.none() | st.integers(1, 50))
@@ -112,7 +110,7 @@ def test_tasks_are_of_about_equal_size(sizes, tasks):
     assert list(map(list, changed)) == list(map(list, groups))
 
 
-def test_what_is_lost_is_counted(tmp_path):
+def test_what_is_lost_or_masked_is_counted(tmp_path):
     strategy = hfp.BestFit(64, overflow="truncate")
     files = write_files(tmp_path / "files")
     with pytest.warns(UserWarning, match="^pack ") as warned:
@@ -144,15 +142,12 @@ def test_what_is_lost_is_counted(tmp_path):
     ):
         assert any(text in each for each in said)
         assert text in str(packed)
-
-
-def test_masks_are_applied_and_said(tmp_path):
     rows = {"input_ids": [[1, 2, 3], [4, 5]], "completion_mask": [[0, 0, 1], [0, 1]]}
     files = []
     for number in range(2):
         files.append(str(tmp_path / f"{number}.parquet"))
         datasets.Dataset.from_dict(rows).to_parquet(files[-1])
-    packed = pack_here(files, tmp_path / "out")
+    packed = pack_here(files, tmp_path / "masked")
     check_law(packed)
     assert "applies completion_mask to labels: 4 of 10 tokens are trained on" in packed.changes()
 
@@ -167,7 +162,7 @@ def chats(tmp_path):
     return [str(tmp_path / f"{number}.jsonl") for number in range(3)]
 
 
-def test_chats_are_tokenized_as_by_tokenize(chats, tmp_path):
+def test_chats_are_tokenized_as_by_tokenize_and_bad_ones_counted(chats, tmp_path):
     tokenizer = tokenizer_with(FROM_TRL["qwen3"])
     named = pack_here(chats, tmp_path / "named", tokenizer=str(tmp_path / "tokenizer"))
     given = pack_here(chats, tmp_path / "given", tokenizer=tokenizer)
@@ -177,9 +172,6 @@ def test_chats_are_tokenized_as_by_tokenize(chats, tmp_path):
         documents = hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer)
         expected = hfp.pack(documents, STRATEGY, load_from_cache_file=False).data.table
         assert rows_of_file(place).equals(expected.replace_schema_metadata().combine_chunks())
-
-
-def test_rows_that_cannot_be_used_are_counted(chats, tmp_path):
     with open(chats[1], "a") as file:
         file.write('{"messages": \n')
     settings = {"tokenizer": str(tmp_path / "tokenizer")}
@@ -189,12 +181,6 @@ def test_rows_that_cannot_be_used_are_counted(chats, tmp_path):
     assert packed.counts["skipped_rows"] == 1
     assert packed.counts["num_documents"] == 6
     assert f"1 rows that cannot be used; the first one: {chats[1]}, line 3" in str(packed)
-
-
-def test_arrow_files(files, tmp_path):
-    datasets.Dataset(pq.read_table(files[2])).save_to_disk(tmp_path / "saved")
-    pack_here(f"{tmp_path}/saved/*.arrow", tmp_path / "out", tasks=1)
-    assert rows_of_file(tmp_path / "out" / "packed-00001-of-00001.parquet").equals(rows_of_pack(files[2:3]))
 
 
 def write(folder, name, **columns):
@@ -239,11 +225,6 @@ def test_refused(case, files, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_file_twice_is_refused(files, tmp_path):
-    with pytest.raises(hfp.PackingError, match=f"files: .* each of them once, got .*'{files[0]}'"):
-        pack_here([files[0], *files], tmp_path / "out")
-
-
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_files_that_disagree_are_refused(tmp_path, tasks):
     """Within a task, and between tasks."""
@@ -262,7 +243,7 @@ def test_files_that_disagree_are_refused(tmp_path, tasks):
         pack_here(f"{tmp_path}/*.jsonl", tmp_path / "texts", tasks=tasks)
 
 
-def test_other_settings_are_refused(files, tmp_path):
+def test_other_settings_and_a_file_twice_are_refused(files, tmp_path):
     pack_here(files, tmp_path / "out")
     before = contents(tmp_path / "out")
     for named, changed in (
@@ -279,6 +260,8 @@ def test_other_settings_are_refused(files, tmp_path):
     with pytest.raises(hfp.PackingError, match="output: expected a new folder, .*'a.parquet'"):
         pack_here(files, tmp_path / "other")
     assert contents(tmp_path / "out") == before
+    with pytest.raises(hfp.PackingError, match=f"files: .* each of them once, got .*'{files[0]}'"):
+        pack_here([files[0], *files], tmp_path / "out")
 
 
 def test_the_command(files, tmp_path, capsys):
@@ -294,14 +277,3 @@ def test_the_command(files, tmp_path, capsys):
     check_law(read_manifest(str(tmp_path / "array")))
     check_complete(tmp_path / "array")
     assert read_manifest(str(tmp_path / "array")).counts["num_documents"] == facts["num_documents"]
-
-
-def test_flags_that_do_not_fit(files, tmp_path, capsys):
-    out = ["--output", str(tmp_path / "out")]
-    for named, flags in (
-        ("--task", [files[0], *out, "--task", "4/3"]),
-        ("--overwrite", [files[0], *out, "--workers", "1", "--overwrite"]),
-        ("DATA", [*files, *out]),
-    ):
-        assert main(["pack", *flags]) == 2
-        assert named in capsys.readouterr().err

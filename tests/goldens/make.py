@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import datasets
 import torch
-from goldens import batches, command, epochs, forwards, plans, reports, rows, streams, trainings, trees
+from goldens import batches, command, forwards, plans, rows, streams, trainings
 from goldens.digests import Cases
 
 Subject = Callable[[Path], Cases]
@@ -36,13 +36,13 @@ SUBJECTS: dict[str, Subject | Callable[[Path], dict[str, str]]] = {
     "pattern_tables": plans.of_counts,
     "rows": rows.packed,
     "mapped_rows": rows.mapped,
-    "trees": trees.packed,
+    "trees": rows.with_shared_prefixes,
     "streams": streams.packed,
     "mixtures": streams.mixed,
     "command": command.packed,
-    "epochs": epochs.planned,
+    "epochs": batches.planned,
     "batches": batches.collated,
-    "reports": reports.made,
+    "reports": plans.reported,
     "forwards": forwards.computed,
     "trainings": trainings.computed,
 }

@@ -1,11 +1,11 @@
-"""Packed rows: `pack`, lazy rows, `map`, `unpack`."""
+"""Packed rows: `pack`, lazy rows, shared prefixes, `map`, `unpack`."""
 
 from pathlib import Path
 from typing import Any
 
 import datasets
 from goldens.digests import digest_of_dataset, digest_of_rows
-from goldens.inputs import LONGEST, dataset, labeled, masked
+from goldens.inputs import LONGEST, dataset, labeled, masked, related
 
 import hf_packing as hfp
 
@@ -68,4 +68,25 @@ def mapped(_: Path) -> dict[str, str]:
             )
     rows = masked("completion_mask").map(hfp.BestFit(LONGEST), batched=True, remove_columns=["completion_mask"])
     found["completion_mask"] = digest_of_dataset(rows)
+    return found
+
+
+def with_shared_prefixes(_: Path) -> dict[str, str]:
+    """Rows of `pack(share_prefixes=...)`, their metrics, and the documents that `unpack` restores."""
+    strategies = [
+        hfp.BestFit(80),
+        hfp.BestFit(40, overflow="drop", seed=3),
+        hfp.ShortestPackFirst(80),
+        hfp.Multipack(80, window=20),
+        hfp.FirstCome(80, order="dataset"),
+    ]
+    found = {}
+    for name, documents in {"related": related(), "no labels": related(8, 1).remove_columns("labels")}.items():
+        for strategy in strategies:
+            for fewest in (True, 4, 1):
+                case = f"{name}, {strategy}, share_prefixes={fewest}"
+                rows = hfp.pack(documents, strategy, share_prefixes=fewest)
+                found[case] = digest_of_dataset(rows)
+                found[f"{case}, unpacked"] = digest_of_dataset(hfp.unpack(rows))
+    found["unrelated"] = digest_of_dataset(hfp.pack(labeled(), hfp.BestFit(80), share_prefixes=True))
     return found

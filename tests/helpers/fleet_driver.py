@@ -2,15 +2,8 @@
 
 python fleet_driver.py FOLDER OUTPUT [SETTINGS AS JSON]
 
-"kill" among the settings is [number of a task, point, file]; the worker that reaches this point of the task kills
-itself, unless the file is there, which it makes before:
-
-    begin     before the task
-    read      the files are read
-    half      a part of the rows is written
-    unplaced  all rows are written, but not yet in place
-    placed    the rows are in place, and it is not yet noted
-    done      the task is done, but the driver does not know it yet
+"kill" among the settings is [number of a task, file]; the worker that has written a part of this task's rows kills
+itself, unless the file is there, which it makes before.
 """
 
 import functools
@@ -24,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import hf_packing as hfp
-from hf_packing.fleet import manifest, pack_files
+from hf_packing.fleet import pack_files
 
 HANGS = 240
 """Seconds after which processes are taken to hang, also on a busy machine."""
@@ -32,12 +25,12 @@ HANGS = 240
 do_task = pack_files.do_task
 
 
-def start_driver(files, output, limit=None, **settings):
+def start_driver(files, output, **settings):
     """Start a driver that packs the folder of some files, in a session of its own; its workers are in this session."""
     command = [sys.executable, __file__, os.path.dirname(files[0]), str(output), json.dumps(settings)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=limit, **pipes)
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
 def run_driver(*arguments, **settings):
@@ -47,35 +40,19 @@ def run_driver(*arguments, **settings):
     return process.returncode, errors
 
 
-def dying_task(number, point, mark, task):
-    """Do a task, in a process that dies at a point of one task unless there is a file `mark`."""
+def dying_task(number, mark, task):
+    """Do a task, in a process that dies within one task unless there is a file `mark`."""
+    write_table = pack_files.pq.ParquetWriter.write_table
 
-    def reach(here):
-        if here == point and task.number == number and not Path(mark).exists():
+    def write_and_die(*arguments, **options):
+        write_table(*arguments, **options)
+        if task.number == number and not Path(mark).exists():
             with suppress(OSError):
                 Path(mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(home, name, before=None, after=None):
-        function = getattr(home, name)
-
-        def watched(*arguments, **options):
-            if before:
-                reach(before)
-            found = function(*arguments, **options)
-            if after:
-                reach(after)
-            return found
-
-        setattr(home, name, watched)
-
-    reach("begin")
-    around(pack_files, "find_token_columns", before="read")
-    around(pack_files.pq.ParquetWriter, "write_table", after="half")
-    around(manifest.Folder, "put", before="unplaced", after="placed")
-    found = do_task(task)
-    reach("done")
-    return found
+    pack_files.pq.ParquetWriter.write_table = write_and_die
+    return do_task(task)
 
 
 def main(files, output, settings="{}"):

@@ -54,6 +54,11 @@ def questions(number=40, none_every=5):
     return rows
 
 
+def texts(number=300, seed=0):
+    rng = np.random.default_rng(seed)
+    return [{"text": " ".join(rng.choice(["aaa", "bbb", "ccc"], length))} for length in rng.integers(2, 90, number)]
+
+
 def write(file, rows):
     file.write_text("\n".join(map(json.dumps, rows)))
     return file

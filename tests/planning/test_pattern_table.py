@@ -7,10 +7,9 @@ import pytest
 from any_strategy import any_strategy, made_for, many_examples, strategy_classes
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import packs_of
 
 import hf_packing as hfp
-from hf_packing.planning.lengths import count_lengths, cut_to_pieces
-from hf_packing.planning.patterns import cut_by_overflow
 from hf_packing.strategies.base import CountingStrategy
 
 counting_strategies = any_strategy(CountingStrategy)
@@ -27,10 +26,9 @@ def deal_in_shards(table, lengths, borders):
     return sorted(tuple(map(int, segment)) for segment in segments)
 
 
-def segments_of(plan):
-    place = np.arange(plan.num_segments) - plan.pack_offsets[plan.pack_of_segment()]
-    columns = plan.pack_of_segment(), place, plan.segment_document, plan.segment_start, plan.segment_length
-    return [tuple(map(int, segment)) for segment in zip(*columns, strict=True)]
+def places_in(plan):
+    """(pack, place, document, start, length) of each segment."""
+    return [(n, place, *segment) for n, pack in enumerate(packs_of(plan)) for place, segment in enumerate(pack)]
 
 
 cases = st.lists(st.integers(0, 40), min_size=1, max_size=60).flatmap(
@@ -43,7 +41,7 @@ cases = st.lists(st.integers(0, 40), min_size=1, max_size=60).flatmap(
 def test_shards_are_dealt_as_all_documents_at_once(case, strategy):
     lengths, borders = case
     table = hfp.plan_counts(np.bincount(lengths), strategy)
-    assert deal_in_shards(table, lengths, borders) == segments_of(hfp.plan_packing(lengths, strategy))
+    assert deal_in_shards(table, lengths, borders) == places_in(hfp.plan_packing(lengths, strategy))
 
 
 @given(cases, counting_strategies)
@@ -56,35 +54,19 @@ def test_a_table_has_the_metrics_of_its_plan(case, strategy):
     assert vars(ours) == pytest.approx(vars(theirs))
 
 
-@many_examples
-@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 20), st.sampled_from(["split", "truncate", "drop"]))
-def test_cuts_are_the_pieces_of_each_document(lengths, capacity, overflow):
-    pieces = cut_to_pieces(np.array(lengths, dtype=np.int32), capacity, overflow)
-    cuts = cut_by_overflow(count_lengths(np.array(lengths, dtype=np.int32)), capacity, overflow)
-    assert cuts.counts().tolist() == np.bincount(pieces.length, minlength=len(cuts.counts())).tolist()
-    assert cuts.num_documents == len(lengths)
-    assert cuts.documents @ cuts.tokens_kept == pieces.length.sum()
-
-
-def test_a_table_travels_to_workers(rng):
+def test_tables_of_many_and_of_no_documents_travel_to_workers(rng):
     lengths = rng.integers(1, 90, 500)
     table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(64))
     table.deal(lengths[:10])
     copy = pickle.loads(pickle.dumps(table))
-    assert deal_in_shards(copy, lengths, [100, 400]) == segments_of(hfp.plan_packing(lengths, hfp.BestFit(64)))
+    assert deal_in_shards(copy, lengths, [100, 400]) == places_in(hfp.plan_packing(lengths, hfp.BestFit(64)))
     assert repr(copy) == repr(table)
-
-
-def test_more_documents_than_fit_anywhere():
     table = hfp.plan_counts([0] * 30 + [10**15], hfp.BestFit(100))
     assert table.num_packs == -(-(10**15) // 3)
     last = table.deal([30, 30], [0] * 30 + [10**15 - 2])
     assert last.pack.max() < table.num_packs
     lonely = hfp.plan_counts([0, 10**11], hfp.BestFit(2**31 - 1, max_documents=1))
     assert lonely.metrics().num_padding_slots == 10**11 * (2**31 - 2)
-
-
-def test_a_histogram_with_no_documents():
     for counts in ([], [0, 0], [3]):
         table = hfp.plan_counts(counts, hfp.BestFit(8))
         assert table.num_packs == len(table.deal([]).pack) == 0
@@ -99,16 +81,7 @@ def test_documents_of_billions_of_tokens_in_a_plan(strategy):
     assert plan.segment_start.max() == 2**31
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [[0, 2, -1], [0.0, 2.0], [[1, 2]], [True], [[1], [2, 3]], np.ma.array([1, 2], mask=[0, 1]), [0, 2**62, 2**62]],
-)
-def test_bad_counts(counts):
-    with pytest.raises(hfp.PackingError, match="^counts: expected .*, got "):
-        hfp.plan_counts(counts, hfp.BestFit(8))
-
-
-def test_a_strategy_that_needs_the_order_of_documents():
+def test_counts_that_a_strategy_cannot_plan():
     in_order = set(strategy_classes()) - set(strategy_classes(CountingStrategy))
     assert len(in_order) >= 4
     for strategy in in_order:
@@ -116,6 +89,10 @@ def test_a_strategy_that_needs_the_order_of_documents():
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
+    with pytest.raises(
+        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
+    ):
+        hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))
 
 
 @pytest.mark.parametrize(
@@ -137,10 +114,3 @@ def test_shards_that_were_not_counted(argument, lengths, already):
     table = hfp.plan_counts(np.bincount([5, 5, 2]), hfp.BestFit(8))
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected .*, got "):
         table.deal(lengths, already)
-
-
-def test_overflow_error_from_counts():
-    with pytest.raises(
-        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
-    ):
-        hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))

@@ -1,4 +1,4 @@
-"""packing_report: figures beside slow literal ones, the recommendation, tables, JSON, pictures."""
+"""packing_report: figures beside slow literal ones, the recommendation, tables, JSON, pictures, the page."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from any_strategy import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import fast_only
+from tiers import fast_only, slow
 
 import hf_packing as hfp
 from hf_packing.errors import MissingDependencyError, PackingError
@@ -63,7 +63,7 @@ def test_work_of_padding(lengths, ranks, rows, max_length):
     assert (equal.tokens, equal.time) == slowest(batches, 2)
 
 
-def test_figures_are_those_of_compare(chat):
+def test_figures_are_those_of_compare_and_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, [2048, 4096])
     compared = hfp.compare(chat, [row.compared.strategy for row in report.rows])
     assert [row.metrics for row in report.rows] == [row.metrics for row in compared]
@@ -72,9 +72,6 @@ def test_figures_are_those_of_compare(chat):
         *("FixedLength(4096)", "FirstCome(4096)", "BestFit(4096)", "Bucket((2048, 4096))"),
     ]
     assert [padded.cut_documents for padded in report.padded] == [(chat > 2048).sum(), (chat > 4096).sum()]
-
-
-def test_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, 4096, strategies=[hfp.BestFit(4096)], ranks=4, padded_rows=8)
     (row,) = report.rows
     setup = Setup(4, 8, LINEAR_COST)
@@ -85,50 +82,34 @@ def test_speed_up_is_time_per_real_token(chat):
     assert row.leveled.balance > row.work.balance
 
 
-def test_equal_documents_and_idle_ranks_are_no_speed_up():
-    for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
-        strategies = [hfp.BestFit(length)]
-        report = hfp.packing_report(np.full(documents, length), strategies=strategies, padded_rows=padded_rows)
-        assert report.rows[0].speed_up == pytest.approx(1)
-    (row,) = hfp.packing_report([64] * 5, strategies=[hfp.BestFit(64)], ranks=500).rows
-    assert row.work.balance == 1  # of the ranks that work in an incomplete step
+EQUAL, VARIED = [512] * 800, np.random.default_rng(0).integers(300, 701, 600)
+BOTH = [hfp.FixedLength(2048), hfp.BestFit(2048)]
 
 
-def test_rows_as_long_as_documents_need(chat):
-    shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
-    assert shares[2048] > shares[4096] > 0.01 > shares[8192]
-    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
-    assert taken.strategy == "BestFit(8192)"
-    assert (chat > 8192).sum() == 0
-    assert "it cuts no document" in taken.reason
-    assert "FixedLength(8192) would cut" in taken.reason
-    short = hfp.packing_report(chat, [1024]).recommendation
-    assert short.strategy == "BestFit(1024)"
-    assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
+@pytest.mark.parametrize(
+    ("lengths", "max_length", "strategies", "said"),
+    [
+        ([1025] * 4000, [2048, 8192], None, "BestFit(8192)"),  # short rows stay half empty
+        ([100] * 9901 + [200_000] * 99, [2048, 8192], None, "BestFit(8192)"),  # and cut most of the tokens
+        ([700] * 9 + [3000], None, [hfp.BestFit(2048, overflow="drop"), hfp.FirstCome(2048)], "FirstCome(2048)"),
+        (VARIED, None, BOTH, "BestFit(2048)"),
+        slow(VARIED, None, [*BOTH, hfp.Optimal(2048, time_limit=600)], "Optimal(2048, time_limit=600.0)"),
+        (EQUAL, 512, None, "and provably needs as few packs as possible"),
+        (
+            EQUAL * 50 + [300, 300, 300, 130, 130],
+            None,
+            [hfp.FirstCome(512, order="dataset")],
+            "less than 0.01% more packs",
+        ),
+        ([50] * 10, None, [hfp.FixedLength(64)], "% of the documents, leaves"),
+    ],
+)
+def test_what_is_recommended_and_said(lengths, max_length, strategies, said):
+    given = {"max_length": max_length} if max_length else {"strategies": strategies}
+    assert said in str(hfp.packing_report(lengths, **given).recommendation)
 
 
-def test_longer_rows_are_suggested_where_documents_are_cut(chat):
-    """Those that would cut one document in a hundred, and those that would cut none."""
-    said = hfp.packing_report(chat, [1024]).recommendation.reason
-    few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
-    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
-    assert none == chat.max()
-    assert f"longer than a row (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
-    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
-    assert f"longer than a row (rows of {chat.max():,} tokens would cut no document)" in said
-    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
-
-
-def test_a_plan_that_is_proven_best_is_said_to_be():
-    equal = hfp.packing_report(np.full(800, 512), 512).recommendation.reason
-    assert "and provably needs as few packs as possible" in equal
-    lengths = np.concatenate([np.full(40_000, 512), [300, 300, 300, 130, 130]])
-    report = hfp.packing_report(lengths, strategies=[hfp.FirstCome(512, order="dataset")])
-    assert 0 < report.rows[0].compared.gap < 0.00005
-    assert "and needs less than 0.01% more packs than the best possible plan" in report.recommendation.reason
-
-
-def test_empty_documents_are_in_no_share_of_the_table_nor_of_json():
+def test_which_documents_count():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
     cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
@@ -136,32 +117,16 @@ def test_empty_documents_are_in_no_share_of_the_table_nor_of_json():
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
     assert cells["padding, at most 64"][2] == "100.000%"
     assert report.lengths.empty == 100
-
-
-VARIED = np.random.default_rng(0).integers(300, 701, 600)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "arguments", "taken"),
-    [
-        ([1025] * 4000, {"max_length": [2048, 8192]}, "BestFit(8192)"),  # short rows stay half empty
-        ([100] * 9901 + [200_000] * 99, {"max_length": [2048, 8192]}, "BestFit(8192)"),  # and cut most of the tokens
-        (
-            [700] * 9 + [3000],
-            {"strategies": [hfp.BestFit(2048, overflow="drop"), hfp.FirstCome(2048)]},
-            "FirstCome(2048)",
-        ),
-        (VARIED, {"strategies": [hfp.FixedLength(2048), hfp.BestFit(2048)]}, "BestFit(2048)"),
-        pytest.param(
-            VARIED,
-            {"strategies": [hfp.FixedLength(2048), hfp.BestFit(2048), hfp.Optimal(2048, time_limit=600)]},
-            "Optimal(2048, time_limit=600.0)",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_is_recommended(lengths, arguments, taken):
-    assert hfp.packing_report(lengths, **arguments).recommendation.strategy == taken
+    for documents, length, padded_rows in ((800, 512, 1), (40, 3000, 16)):
+        strategies = [hfp.BestFit(length)]
+        report = hfp.packing_report(np.full(documents, length), strategies=strategies, padded_rows=padded_rows)
+        assert report.rows[0].speed_up == pytest.approx(1)
+    (row,) = hfp.packing_report([64] * 5, strategies=[hfp.BestFit(64)], ranks=500).rows
+    assert row.work.balance == 1  # of the ranks that work in an incomplete step
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.FixedLength(64)], ranks=2).rows
+    assert row.work.documents == 10
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.BestFit(64, overflow="drop")], ranks=2).rows
+    assert (row.work.documents, row.work.documents_per_step) == (0, 0)
 
 
 @few_examples
@@ -169,25 +134,22 @@ def test_what_is_recommended(lengths, arguments, taken):
 def test_any_lengths_make_a_report(lengths, row_lengths):
     report = hfp.packing_report(lengths, row_lengths)
     assert report.lengths.documents + report.lengths.empty == len(lengths)
-    assert report.recommendation.strategy in [row.name for row in report.rows]
+    assert report.reportation.strategy in [row.name for row in report.rows]
     json.dumps(report.to_dict(), allow_nan=False)
     assert str(report).count("\n") >= len(report.rows)
 
 
-def test_tables(chat):
+def test_tables_and_steps_beside_their_documents(chat):
     report = hfp.packing_report([*chat.tolist(), 0], 2048, source="a <b>")
     text = str(report)
     assert text.startswith(f"a <b>: 4,000 documents, {chat.sum():,} tokens, and 1 empty documents")
     table = text.split("\n\n")[1].splitlines()
     assert len({len(line) for line in table}) == 1
-    assert f"take {report.recommendation}" in text
+    assert f"take {report.reportation}" in text
     html = report._repr_html_()
     assert html.count("<tr") == 1 + len(report.padded) + len(report.rows)
     assert "class=taken" in html
-
-
-def test_steps_stand_beside_their_documents(chat):
-    """A step of padding has 16 documents of each rank, one of packs a pack of each."""
+    # A step of padding has 16 documents of each rank, one of packs a pack of each.
     report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
     cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in report_cells(report)}
     facts = report.to_dict()
@@ -198,29 +160,35 @@ def test_steps_stand_beside_their_documents(chat):
     assert report.padded[0].work.documents_per_step == pytest.approx(64, rel=0.02)
 
 
-def test_documents_that_are_split_count_once():
-    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.FixedLength(64)], ranks=2).rows
-    assert row.work.documents == 10
-    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.BestFit(64, overflow="drop")], ranks=2).rows
-    assert (row.work.documents, row.work.documents_per_step) == (0, 0)
-
-
-def test_the_recommendation_names_its_gain_and_does_not_blame_buckets(chat):
+def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(chat):
     report = hfp.packing_report(chat, [2048, 4096])
-    speed_up, reason = report.taken.speed_up, report.recommendation.reason
+    speed_up, reason = report.taken.speed_up, report.reportation.reason
     assert speed_up > 1.5
     assert reason.startswith(f"it is about {speed_up:.1f} times as fast as padding to at most 4,096 tokens (counted")
     assert report.to_dict()["recommendation"]["speed_up"] == speed_up
     assert "FirstCome(4096) would need" in reason
     assert "Bucket" not in reason
-    equal = hfp.packing_report(np.full(800, 512), 512, padded_rows=1).recommendation.reason
+    equal = hfp.packing_report(EQUAL, 512, padded_rows=1).recommendation.reason
     assert equal.startswith("it is about as fast as padding to at most 512 tokens, since there is little to save")
-
-
-def test_cutting_documents_that_fit_a_row_is_said():
-    report = hfp.packing_report([50] * 10, strategies=[hfp.FixedLength(64)])
-    assert (ratio := report.taken.metrics.truncation_ratio) > 0
-    assert f"it cuts {ratio:.2%} of the documents, leaves" in report.recommendation.reason
+    shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
+    assert shares[2048] > shares[4096] > 0.01 > shares[8192]
+    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
+    assert taken.strategy == "BestFit(8192)"
+    assert (chat > 8192).sum() == 0
+    assert "it cuts no document" in taken.reason
+    assert "FixedLength(8192) would cut" in taken.reason
+    short = hfp.packing_report(chat, [1024]).recommendation
+    assert short.strategy == "BestFit(1024)"
+    assert f"it cuts only the {(chat > 1024).sum():,} documents that are longer than a row" in short.reason
+    # Those that would cut one document in a hundred, and those that would cut none.
+    said = hfp.packing_report(chat, [1024]).recommendation.reason
+    few, none = [int(each.replace(",", "")) for each in re.findall(r"rows of ([\d,]+) ", said)]
+    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
+    assert none == chat.max()
+    assert f"longer than a row (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
+    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
+    assert f"longer than a row (rows of {chat.max():,} tokens would cut no document)" in said
+    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
 
 
 @pytest.mark.parametrize(
@@ -256,3 +224,46 @@ def test_without_matplotlib(chat, tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
         hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.9, 0.55, 4000), 1, 9000).astype(int)
+    report = hfp.packing_report(lengths, [2048, 4096, 8192], source="a-rather-long-name-of-a-data-set/" * 3)
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    assert report.save(file) == [file, *(file.parent / "report-pictures" / f"{name}.png" for name in PICTURES)]
+    return file
+
+
+def test_names_of_elements_are_unique_and_pictures_have_titles(page):
+    text = page.read_text()
+    names = re.findall(r'\sid="([^"]+)"', text)
+    assert len(names) == len(set(names)) > 20
+    referred = re.findall(r'(?:url\(#|href="#)([^)"]+)', text)
+    assert referred
+    assert set(referred) <= set(names)
+    titles = re.findall("<h3>(.*?)</h3>", text)
+    assert re.findall(r'<svg role="img" aria-label="([^"]+)"', text) == titles
+    assert len(titles) == len(PICTURES)
+    assert all(f'id="{name}-mark-' in text for name in PICTURES), "a picture shows nothing"
+    assert not re.search(r'(src|href)="(?!data:|#|https://)', text), "fetched when the page is opened"
+    assert "@media (prefers-color-scheme: dark)" in text
+
+
+def test_what_pictures_leave_out_is_said(page):
+    said = re.search(r"with the same row length as BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
+    other = {"2048", "4096", "8192"} - {said[1]}
+    assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
+    assert f"FirstCome({said[1]})" not in said[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "title"), [("chat & <b>.jsonl.gz", "chat &amp; &lt;b&gt;.jsonl.gz"), ("", "3 documents, 18 t")]
+)
+def test_the_title_is_the_source_of_the_data_and_escaped(tmp_path, monkeypatch, source, title):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{title}" in page
+    assert f"<h1>{title}" in page

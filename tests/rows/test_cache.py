@@ -20,6 +20,7 @@ from hf_packing.rows.cache import UNTOUCHED_FOR
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
+STRATEGY = hfp.BestFit(4)
 FILES = [
     *("packing.json", "first_labels.npy", "plan/plan.json"),
     *("plan/document_length.npy", "plan/segment_document.npy", "plan/segment_start.npy", "plan/segment_length.npy"),
@@ -34,14 +35,20 @@ def folder(tmp_path):
 
 
 def pack(folder, **options):
-    packed = hfp.pack(load_from_disk(folder), hfp.BestFit(4), **options)
+    packed = hfp.pack(load_from_disk(folder), STRATEGY, **options)
     return Path(packed.cache_files[0]["filename"]).parent, packed
 
 
-def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(folder):
-    on_disk, in_memory = (
-        hfp.pack(each, hfp.BestFit(4)) for each in (load_from_disk(folder), Dataset.from_dict(DOCUMENTS))
-    )
+def test_where_rows_are_cached(folder):
+    source = load_from_disk(folder)
+    datasets.disable_caching()
+    try:
+        packed = hfp.pack(source, STRATEGY)
+    finally:
+        datasets.enable_caching()
+    assert not list(folder.glob("packed-*"))
+    assert hfp.unpack(packed)["input_ids"][:] == ROWS
+    on_disk, in_memory = (hfp.pack(each, STRATEGY) for each in (source, Dataset.from_dict(DOCUMENTS)))
     assert on_disk.cache_files[0]["filename"].startswith(str(folder / "packed-"))
     assert in_memory.cache_files[0]["filename"].startswith(f"{datasets.config.HF_DATASETS_CACHE}/hf_packing/packed-")
     assert not list(folder.glob(".*"))
@@ -50,92 +57,45 @@ def test_rows_are_beside_the_datasets_own_files_or_in_the_cache_of_datasets(fold
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_hit_plans_nothing(folder, monkeypatch, lazy):
     source = load_from_disk(folder)
-    first = hfp.pack(source, hfp.BestFit(4), lazy=lazy)
+    first = hfp.pack(source, STRATEGY, lazy=lazy)
     monkeypatch.setattr(hfp.BestFit, "plan_lengths", lambda *_: pytest.fail("planned again"))
-    second = hfp.pack(source, hfp.BestFit(4), lazy=lazy)
+    second = hfp.pack(source, STRATEGY, lazy=lazy)
     assert second.cache_files == first.cache_files
     assert second[:] == first[:]
     for options in ({"lazy": lazy, "load_from_cache_file": False}, {"lazy": not lazy}):
         with pytest.raises(pytest.fail.Exception, match="planned again"):
-            hfp.pack(source, hfp.BestFit(4), **options)
+            hfp.pack(source, STRATEGY, **options)
 
 
 def test_misses(folder, tmp_path, monkeypatch):
-    def cache_file(source, strategy, **options):
+    source = load_from_disk(folder)
+
+    def cache_file(strategy=STRATEGY, source=source, **options):
         return hfp.pack(source, strategy, **options).cache_files[0]["filename"]
 
-    source = load_from_disk(folder)
     Dataset.from_dict({name: [*rows, [12]] for name, rows in DOCUMENTS.items()}).save_to_disk(tmp_path / "other")
-    first = cache_file(source, hfp.BestFit(4))
-    others = [
-        cache_file(source, hfp.BestFit(5)),
-        cache_file(source, hfp.BestFit(4, seed=1)),
-        cache_file(source, hfp.FirstCome(4)),
-        cache_file(source, hfp.BestFit(4), position_ids=False),
-        cache_file(source, hfp.BestFit(4), share_prefixes=2),
-        cache_file(source, hfp.BestFit(4), share_prefixes=3),
-        cache_file(source.select([0, 2]), hfp.BestFit(4)),
-        cache_file(load_from_disk(tmp_path / "other"), hfp.BestFit(4)),
+    found = [
+        *map(cache_file, (STRATEGY, hfp.BestFit(5), hfp.BestFit(4, seed=1), hfp.FirstCome(4))),
+        cache_file(position_ids=False),
+        *(cache_file(share_prefixes=fewest) for fewest in (2, 3)),
+        *(cache_file(source=each) for each in (source.select([0, 2]), load_from_disk(tmp_path / "other"))),
     ]
     monkeypatch.setattr(hfp, "__version__", "999")
-    others.append(cache_file(source, hfp.BestFit(4)))
-    assert len({first, *others}) == len(others) + 1
-
-
-def test_caching_disabled(folder):
-    source = load_from_disk(folder)
-    datasets.disable_caching()
-    try:
-        packed = hfp.pack(source, hfp.BestFit(4))
-    finally:
-        datasets.enable_caching()
-    assert not list(folder.glob("packed-*"))
-    assert hfp.unpack(packed)["input_ids"][:] == ROWS
+    assert len({*found, cache_file()}) == len(found) + 1
 
 
 @pytest.mark.slow
-def test_another_process_hits_and_another_version_does_not(folder):
+def test_another_process_hits(folder):
     script = (
         "import sys, datasets, hf_packing as hfp\n"
         "plan = hfp.BestFit.plan_lengths\n"
         "hfp.BestFit.plan_lengths = lambda *given: print('planned') or plan(*given)\n"
-        "hfp.__version__ = sys.argv[1]\n"
-        "packed = hfp.pack(datasets.load_from_disk(sys.argv[2]), hfp.BestFit(4))\n"
+        "packed = hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4))\n"
         "print(packed['input_ids'][:])\n"
     )
-
-    def run(version):
-        command = [sys.executable, "-c", script, version, str(folder)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-    first = run("1.0")
-    assert first[0] == "planned"
-    assert run("1.0") == first[1:]
-    assert run("1.1") == first
-
-
-@pytest.mark.slow
-def test_two_processes_at_once(folder):
-    script = (
-        "import sys, datasets, hf_packing as hfp\n"
-        "for _ in range(10):\n"
-        "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
-    )
     command = [sys.executable, "-c", script, str(folder)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [(process.communicate()[1], process.returncode)[1] for process in running] == [0, 0]
-    assert hfp.unpack(hfp.pack(load_from_disk(folder), hfp.BestFit(4)))["input_ids"][:] == ROWS
-    assert not list(folder.glob(".*"))
-
-
-def test_half_a_cache_is_not_used(folder, monkeypatch):
-    source = load_from_disk(folder)
-    monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        hfp.pack(source, hfp.BestFit(4))
-    monkeypatch.undo()
-    assert not list(folder.glob("*pack*"))
-    assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == f"planned\n{second}"
 
 
 def cut(file, how):
@@ -163,7 +123,14 @@ def test_every_file_cut_short_is_packed_again(folder, how):
         assert hfp.unpack(packed)[:] == DOCUMENTS
 
 
-def test_a_plan_of_trees_that_lacks_what_they_share_is_packed_again(folder):
+def test_half_a_cache_is_not_used(folder, monkeypatch):
+    source = load_from_disk(folder)
+    monkeypatch.setattr(pack_module.Origin, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hfp.pack(source, STRATEGY)
+    monkeypatch.undo()
+    assert not list(folder.glob("*pack*"))
+    assert hfp.unpack(hfp.pack(source, STRATEGY))["input_ids"][:] == ROWS
     stored, packed = pack(folder, share_prefixes=1)
     (stored / "plan" / "segment_shared.npy").unlink()
     assert pack(folder, share_prefixes=1)[1][:] == packed[:]
@@ -193,14 +160,11 @@ def test_a_stream_that_ends_between_two_blocks_is_packed_again(folder, monkeypat
         assert len(pack(folder)[1]) == 3
 
 
-def test_unpack_of_damaged_files_says_what_to_do(folder):
+def test_unpack_says_what_is_damaged_or_of_other_rows(folder):
     stored, packed = pack(folder)
     cut(stored / "packing.json", "half")
     with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* the documents again"):
         hfp.unpack(packed)
-
-
-def test_the_plan_of_other_rows_is_refused(folder):
     stored, packed = pack(folder)
     hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(stored / "plan")
     with pytest.raises(hfp.PackingError, match="plan: expected the plan that these rows were packed with"):

@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from tiers import fast_only
 
 import hf_packing as hfp
+from hf_packing.sampling.sizes import sizes_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To copy construct from a tensor:UserWarning",  # of datasets
@@ -43,44 +44,41 @@ class TestFormats:
         with pytest.raises(hfp.PackingError, match="got a single row; .*batched=True"):
             source.map(functools.partial(STRATEGY), remove_columns=source.column_names)
 
-    @pytest.mark.parametrize("remove", [False, True])
-    def test_columns_that_are_not_packed_are_left_out(self, documents, form, remove):
-        source = documents.with_format(form)
-        packed = source.map(STRATEGY, batched=True, remove_columns=source.column_names if remove else None)
-        assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
-        assert {feature.feature.dtype for feature in packed.features.values()} == {"int32"}
-        assert rows_of(packed) == PACKED
-
-    @pytest.mark.parametrize("batch_size", [1, 2])
-    def test_a_batch_of_one_row(self, documents, form, batch_size):
-        packed = documents.with_format(form).map(STRATEGY, batched=True, batch_size=batch_size)
-        assert rows_of(packed) == DOCUMENTS | {"labels": [[-100, 2, 3], [-100, -100], [-100]]}
-
-    def test_streams(self, documents, form):
-        stream = documents.to_iterable_dataset().with_format(form)
-        tables = form in ("arrow", "pandas")
-        packed = stream.map(STRATEGY, batched=True, remove_columns=None if tables else ["attention_mask", "text"])
-        assert rows_of(packed) == PACKED
+    def test_columns_that_are_not_packed_are_left_out(self, documents, form):
+        source, stream = documents.with_format(form), documents.to_iterable_dataset().with_format(form)
+        for removed in (None, source.column_names):
+            packed = source.map(STRATEGY, batched=True, remove_columns=removed)
+            assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+            assert {feature.feature.dtype for feature in packed.features.values()} == {"int32"}
+            assert rows_of(packed) == PACKED
+        removed = None if form in ("arrow", "pandas") else ["attention_mask", "text"]
+        assert rows_of(stream.map(STRATEGY, batched=True, remove_columns=removed)) == PACKED
+        for batch_size in (1, 2):
+            packed = source.map(STRATEGY, batched=True, batch_size=batch_size)
+            assert rows_of(packed) == DOCUMENTS | {"labels": [[-100, 2, 3], [-100, -100], [-100]]}
 
     def test_streams_that_would_keep_or_lose_columns(self, documents, form):
-        stream = documents.to_iterable_dataset().with_format(form)
-        tables = form in ("arrow", "pandas")
-        packed = stream.map(STRATEGY, batched=True, remove_columns=documents.column_names if tables else ["text"])
-        expected = (
-            r"expected no columns of packed rows, got \['input_ids', 'labels'\]"
-            if tables
-            else r"expected \['attention_mask'\] to be removed, .* map\(strategy, batched=True, remove_columns="
-        )
+        stream, columns = documents.to_iterable_dataset().with_format(form), ["text"]
+        expected = r"expected \['attention_mask'\] to be removed, .* map\(strategy, batched=True, remove_columns="
+        if form in ("arrow", "pandas"):
+            columns = documents.column_names
+            expected = r"expected no columns of packed rows, got \['input_ids', 'labels'\]"
         with pytest.raises(hfp.PackingError, match=f"remove_columns: {expected}"):
-            next(iter(packed))
+            next(iter(stream.map(STRATEGY, batched=True, remove_columns=columns)))
 
 
-def test_columns_that_are_left_out_unasked_are_named(documents):
+def test_columns_left_out_unasked_and_first_batches_without_tokens(documents):
     with pytest.warns(UserWarning, match=r"packing leaves out columns .*: 'text' \(string"):
         documents.map(STRATEGY, batched=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         documents.map(STRATEGY, batched=True, remove_columns=["text"])
+    # Its lists have no type; weights of the next batch are no integers.
+    document = {"input_ids": [5, 6], "weights": [0.5, 1.0]}
+    documents = Dataset.from_list([{name: [] for name in document}] * 2 + [document])
+    for source in (documents, documents.to_iterable_dataset()):
+        packed = source.map(STRATEGY, batched=True, batch_size=2, remove_columns=list(document))
+        assert [row["weights"] for row in packed] == [[0.5, 1.0]]
 
 
 @pytest.mark.parametrize("form", fast_only([None, "arrow"], None))
@@ -94,21 +92,15 @@ def test_processes(documents, form):
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"with_indices": True}, "list"),
-        ({"input_columns": ["input_ids", "labels"]}, "list"),
-        ({"fn_kwargs": {"max_length": 8}}, "max_length"),
+        ({"with_indices": True}, "no arguments besides the batch, got list; call map without"),
+        ({"input_columns": ["input_ids", "labels"]}, "no arguments besides the batch, got list; call map without"),
+        ({"fn_kwargs": {"max_length": 8}}, "no arguments besides the batch, got max_length; call map without"),
+        ({"input_columns": "input_ids"}, "a mapping of .* got list; .* do not set input_columns"),
     ],
 )
 def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
-    with pytest.raises(
-        hfp.PackingError, match=f"expected no arguments besides the batch, got {given}; call map without"
-    ):
+    with pytest.raises(hfp.PackingError, match=f"expected {given}"):
         documents.map(STRATEGY, batched=True, **options)
-
-
-def test_a_single_input_column(documents):
-    with pytest.raises(hfp.PackingError, match="expected a mapping of .* got list; .* do not set input_columns"):
-        documents.map(STRATEGY, batched=True, input_columns="input_ids")
 
 
 @pytest.mark.parametrize("form", [None, "numpy", "torch"])
@@ -117,16 +109,13 @@ def test_single_rows_through_a_function_of_ones_own(documents, form):
         documents.with_format(form).map(lambda row: STRATEGY(row))
 
 
-def test_a_batch_that_was_changed_before_it_is_packed(documents):
+def test_batches_by_hand_and_changed_ones(documents):
     def without_labels(batch):
         batch["labels"] = [[-100] * len(row) for row in batch["input_ids"]]
         return STRATEGY(batch)
 
     packed = documents.map(without_labels, batched=True, remove_columns=documents.column_names)
     assert packed["labels"][:] == [[-100] * 4, [-100] * 2]
-
-
-def test_batches_by_hand():
     table = pa.table({"input_ids": [[1, 2, 3]]})
     assert STRATEGY(table).num_rows == 1
     assert STRATEGY(table.to_pandas()).to_pydict() == STRATEGY(table).to_pydict()
@@ -147,3 +136,6 @@ class TestTransforms:
         with pytest.warns(UserWarning, match=r"map keeps the transform of a dataset.*with_format\(None\)"):
             packed = transformed.map(STRATEGY, batched=True, remove_columns=documents.column_names)
         assert packed.with_format(None)["labels"][:] == [[-100] * 4, [-100] * 2]
+        with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths .*with_format"):
+            sizes_of(packed)
+        assert sizes_of(packed.with_format(None)).packed

@@ -1,4 +1,4 @@
-"""pack and unpack over whole datasets."""
+"""pack and unpack over whole datasets, and which columns are packed, whatever the types of their lists."""
 
 from pathlib import Path
 
@@ -6,13 +6,15 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from any_strategy import few_examples
 from datasets import Dataset, DatasetDict, load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
 import hf_packing.rows.pack as pack_module
+import hf_packing.rows.token_columns
+from hf_packing.planning.lengths import Pieces
+from hf_packing.rows.token_columns import TokenColumn
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
 
@@ -24,39 +26,20 @@ def documents(**more):
     return Dataset.from_dict({"input_ids": ROWS, "labels": LABELS, **more})
 
 
-def on_disk(folder, rows=ROWS):
-    Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
-    return load_from_disk(folder)
-
-
-def test_columns_types_and_values():
+def test_columns_types_values_and_format_and_what_is_left_of_documents():
     packed = hfp.pack(documents(), hfp.BestFit(4, seed=None))
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
     assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
     assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
-
-
-@few_examples
-@given(
-    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=12), max_size=15),
-    st.sampled_from([hfp.BestFit(5), hfp.FixedLength(4), hfp.FirstCome(6, max_documents=2), hfp.BestFit(7, seed=None)]),
-    st.booleans(),
-)
-def test_unpack_is_the_inverse(rows, strategy, with_labels):
-    columns = {"input_ids": rows} | ({"labels": [[-7, *row[1:]] if row else [] for row in rows]} if with_labels else {})
-    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
-    packed = hfp.pack(Dataset.from_dict(columns, features=features), strategy, load_from_cache_file=False)
-    assert hfp.unpack(packed)[:] == columns
-
-
-def test_unpack_what_was_not_dropped():
+    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
+    assert isinstance(packed[0]["input_ids"], np.ndarray)
     truncated = hfp.pack(documents(), hfp.BestFit(4, overflow="truncate"))
     assert hfp.unpack(truncated)["input_ids"][:] == [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10]]
     dropped = hfp.pack(documents(), hfp.BestFit(4, overflow="drop"))
     assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
 
 
-def test_rows_that_were_filtered_away_are_not_looked_at():
+def test_selected_and_joined_datasets_are_packed_as_they_stand():
     rows = [[1, 2], None, [3], [4, None]]
     source = Dataset.from_dict({"input_ids": rows})
     assert hfp.unpack(hfp.pack(source.select([2, 0]), hfp.BestFit(4)))["input_ids"][:] == [[3], [1, 2]]
@@ -64,9 +47,6 @@ def test_rows_that_were_filtered_away_are_not_looked_at():
         hfp.pack(source.select([2, 1]), hfp.BestFit(4))
     with pytest.raises(hfp.PackingError, match="row 0 is null or has a null"):
         hfp.pack(source.select([3, 2]), hfp.BestFit(4))
-
-
-def test_shuffled_selected_filtered_and_concatenated_datasets_are_packed_as_they_stand():
     source = documents()
     joined = datasets.concatenate_datasets([source] * 3)
     assert joined.data.column("input_ids").num_chunks == 3
@@ -76,16 +56,15 @@ def test_shuffled_selected_filtered_and_concatenated_datasets_are_packed_as_they
     assert source.shuffle(seed=3)["input_ids"][:] != ROWS
 
 
-def test_blocks_make_the_same_rows(monkeypatch, rng):
+def test_blocks_and_large_lists_have_the_same_rows(monkeypatch, rng):
     rows = [list(range(n)) for n in rng.integers(0, 60, 300)]
     whole = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64))
     monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 500)
     blocks = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64), load_from_cache_file=False)
-    assert blocks.data.column("input_ids").num_chunks > 5
+    written = [len(chunk.flatten()) for chunk in blocks.data.column("input_ids").chunks]
+    assert len(written) > 5
+    assert max(written) <= 500
     assert whole[:] == blocks[:]
-
-
-def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     columns = {"input_ids": [[*range(9)], [9]], "labels": [[*range(9)], [9]]}
     packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(16))
     assert isinstance(hfp.unpack(packed).features["input_ids"], datasets.List)
@@ -98,35 +77,23 @@ def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
 
 
-def test_the_format_is_kept():
-    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
-    assert isinstance(packed[0]["input_ids"], np.ndarray)
-
-
-def test_without_position_ids():
-    packed = hfp.pack(documents(), hfp.BestFit(4), position_ids=False)
-    assert packed.column_names == ["input_ids", "labels", "seq_lengths"]
-    assert hfp.unpack(packed)["labels"][:] == LABELS
-
-
-def test_what_is_left_out_is_said():
-    with pytest.warns(
-        UserWarning,
-        match=r"pack leaves out columns without one number for each token: 'text' \(string\), 'id' \(int64\)",
-    ):
-        packed = hfp.pack(documents(text=list("abcde"), id=list(range(5))), hfp.BestFit(4))
-    assert "text" not in packed.column_names
-
-
-def test_what_is_dropped_or_skipped_is_said_on_a_hit_too(tmp_path):
-    source = on_disk(tmp_path / "documents")
+def test_what_is_masked_dropped_skipped_or_left_out_is_said_on_a_hit_too():
+    with pytest.warns(UserWarning, match="packing applies assistant_masks to labels: tokens with a 0 are not"):
+        assert hfp.BestFit(8)({"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]})["labels"] == [[-100, 6]]
+    columns = {"input_ids": [[5, 6, 7, 8], [9, 10]], "completion_mask": [[0, 0, 1, 1], [1, 1]]}
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="pack applies completion_mask to labels: 3 of 6 tokens are trained on"):
+            packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(8))
+    assert sorted(label for row in packed["labels"] for label in row) == [-100, -100, -100, 7, 8, 10]
     for _ in range(2):
         with pytest.warns(UserWarning, match="pack") as said:
-            hfp.pack(source, hfp.BestFit(4, overflow="drop"))
+            packed = hfp.pack(documents(text=list("abcde"), id=list(range(5))), hfp.BestFit(4, overflow="drop"))
+        assert "text" not in packed.column_names
         words = [str(warning.message) for warning in said]
         dropped = "pack drops 5 of 11 tokens, as configured by BestFit(max_length=4, overflow='drop'"
         assert any(dropped in each for each in words)
         assert "pack skips 1 document without a token" in words
+        assert any("without one number for each token: 'text' (string), 'id' (int64)" in each for each in words)
 
 
 @pytest.mark.parametrize("share_prefixes", [False, 2])
@@ -161,3 +128,80 @@ def test_documents_without_a_token(rows, options):
         for packed in (hfp.pack(source, hfp.BestFit(4), **options) for _ in range(2)):  # the second from the cache
             assert (len(packed), packed.column_names) == (0, names)
             assert hfp.unpack(packed)[:] == columns
+    untyped = Dataset.from_dict({"input_ids": [], "labels": [], "attention_mask": []})
+    assert hfp.pack(untyped, hfp.BestFit(4), **options).column_names == names
+
+
+STRATEGY = hfp.BestFit(8)
+
+rows_strategy = st.lists(st.lists(st.integers(-100, 100), max_size=6), min_size=1, max_size=20)
+KINDS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.float32())]
+
+
+@st.composite
+def chunked(draw):
+    """Rows, and a chunked column of them that may be a slice of a longer one."""
+    rows, kind = draw(rows_strategy), draw(st.sampled_from(KINDS))
+    before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    array = pa.array([[7, 7]] * before + rows + [[8]] * after, type=kind).slice(before, len(rows))
+    cut = draw(st.integers(0, len(rows)))
+    return rows, pa.chunked_array([array.slice(0, cut), array.slice(cut)])
+
+
+@given(chunked(), st.data())
+def test_gather_is_slicing(case, data):
+    rows, column = case
+    row_numbers = data.draw(st.one_of(st.none(), st.permutations(range(len(rows)))))
+    read = TokenColumn("input_ids", column, None if row_numbers is None else np.array(row_numbers))
+    rows = rows if row_numbers is None else [rows[i] for i in row_numbers]
+    assert read.length.tolist() == [len(row) for row in rows]
+    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10))
+    starts = [data.draw(st.integers(0, len(rows[i]))) for i in wanted]
+    lengths = [data.draw(st.integers(0, len(rows[i]) - start)) for i, start in zip(wanted, starts, strict=True)]
+    expected = [value for i, a, n in zip(wanted, starts, lengths, strict=True) for value in rows[i][a : a + n]]
+    gathered = read.gather(Pieces(*(np.array(values, dtype=np.int64) for values in (wanted, starts, lengths))))
+    assert gathered.tolist() == expected
+    assert gathered.dtype == column.type.value_type.to_pandas_dtype()
+
+
+def test_empty_lists_and_hidden_columns_are_not_packed():
+    with pytest.warns(UserWarning, match="leaves out columns without one number for each token: 'tools'"):
+        packed = hfp.pack(Dataset.from_dict({"input_ids": [[5, 6], [7]], "tools": [[], []]}), STRATEGY)
+    assert "tools" not in packed.column_names
+    documents = Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [5] * 8], "bucket": [1, 2]})
+    hidden = documents.with_format(columns=["input_ids"])
+    assert sorted(hfp.pack(hidden, hfp.Bucket((4, 8)))["bucket"]) == [4, 8]
+
+
+@pytest.mark.parametrize("padded", [0, 1, 3])
+def test_padding_is_found_block_by_block(monkeypatch, padded):
+    monkeypatch.setattr(hf_packing.rows.token_columns, "TOKENS_AT_ONCE", 3)
+    masks = [[1, 1], [1], [], [1, 1, 1, 1]]
+    masks[padded][-1] = 0
+    documents = Dataset.from_dict({"input_ids": masks, "attention_mask": masks})
+    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, got a 0 in row {padded}"):
+        hfp.pack(documents, STRATEGY)
+
+
+LISTS = {
+    "list": datasets.List(datasets.ClassLabel(names=["a", "b"])),
+    "large_list": datasets.LargeList(datasets.ClassLabel(names=["a", "b"])),
+    "fixed_size_list": datasets.List(datasets.ClassLabel(names=["a", "b"]), length=3),
+}
+
+
+@pytest.mark.parametrize("ids", LISTS)
+@pytest.mark.parametrize("others", LISTS)
+@pytest.mark.parametrize("share_prefixes", [False, 2])
+def test_lists_of_several_kinds(ids, others, share_prefixes):
+    tokens = datasets.Value("int64")
+    input_ids = datasets.LargeList(tokens) if ids == "large_list" else datasets.List(tokens, LISTS[ids].length)
+    features = datasets.Features({"input_ids": input_ids, "labels": LISTS[others], "tags": LISTS[others]})
+    columns = {"input_ids": [[1, 2, 3], [1, 2, 6]], "labels": [[1, 0, 1]] * 2, "tags": [[0, 1, 1], [0, 1, 0]]}
+    packed = hfp.pack(Dataset.from_dict(columns, features=features), hfp.BestFit(8), share_prefixes=share_prefixes)
+    assert len(packed) == 1
+    assert packed.features["tags"].feature == LISTS[others].feature
+    tokens, segments = ("tree_input_ids", "ends") if share_prefixes else ("input_ids", "seq_lengths")
+    assert isinstance(packed.features[tokens], datasets.LargeList) == (ids == "large_list")
+    assert isinstance(packed.features[segments], datasets.List)
+    assert hfp.unpack(packed)[:] == columns

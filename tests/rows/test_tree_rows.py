@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
+from any_documents import any_documents, with_masks_applied
 from any_strategy import few_examples
 from datasets import Dataset
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from literal_trie import forests
 
 import hf_packing as hfp
 from hf_packing.columns import TREE_COLUMNS
@@ -31,22 +30,6 @@ STRATEGIES = [
 ]
 
 
-@st.composite
-def tables(draw):
-    """Documents that share prefixes, some with labels, loss masks and weights."""
-    columns = {"input_ids": draw(forests())}
-    values = {
-        "labels": lambda token: st.sampled_from([token, token, -100, 7]),
-        "completion_mask": lambda token: st.integers(0, 1),  # noqa: ARG005
-        "weights": lambda token: st.sampled_from([0.5, 0.5, 0.5, 2.0]),  # noqa: ARG005
-    }
-    for name, of in values.items():
-        if draw(st.booleans()):
-            columns[name] = [[draw(of(token)) for token in document] for document in columns["input_ids"]]
-    types = {name: datasets.List(datasets.Value("float32" if name == "weights" else "int32")) for name in columns}
-    return Dataset.from_dict(columns, features=datasets.Features(types))
-
-
 def expand(row):
     """The documents of a row, as whoever knows only the row sees them: tokens, labels and weights."""
     segments = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
@@ -65,19 +48,8 @@ def expand(row):
         yield {"labels": labels, **of_tokens}
 
 
-def with_masks_applied(dataset):
-    """The columns of the documents, with labels that are -100 where the loss mask is 0."""
-    columns = dataset[:]
-    if "completion_mask" in columns:
-        mask, ids = columns.pop("completion_mask"), columns.pop("input_ids")
-        pairs = zip(columns.pop("labels", ids), mask, strict=True)
-        labels = [[label if on else -100 for label, on in zip(*each, strict=True)] for each in pairs]
-        columns = {"input_ids": ids, "labels": labels, **columns}
-    return columns
-
-
 @few_examples
-@given(tables(), st.sampled_from(STRATEGIES), st.integers(1, 4))
+@given(any_documents(), st.sampled_from(STRATEGIES), st.integers(1, 4))
 def test_a_row_says_what_its_documents_are(dataset, strategy, least):
     try:
         packed = hfp.pack(dataset, strategy, share_prefixes=least, load_from_cache_file=False)
@@ -104,14 +76,6 @@ def test_a_row_says_what_its_documents_are(dataset, strategy, least):
         assert {place for place, label in enumerate(row["tree_labels"]) if label != -100} == trains
         check_smallest(row)
     assert segment == plan.num_segments
-    unpacked = hfp.unpack(packed)
-    assert unpacked.column_names == list(plain)
-    dropped = plan.metrics().num_dropped_tokens
-    for name, values in plain.items():
-        if not dropped:
-            assert unpacked[name][:] == values
-        else:
-            assert all(before[: len(after)] == after for before, after in zip(values, unpacked[name], strict=True))
 
 
 def check_smallest(row):
@@ -133,7 +97,7 @@ def on_trees(**more):
     return Dataset.from_dict({"input_ids": DOCUMENTS, **more})
 
 
-def test_columns_types_and_values():
+def test_columns_types_values_and_metrics():
     packed = hfp.pack(on_trees(), hfp.BestFit(8, seed=None), share_prefixes=1)
     assert packed.column_names == list(TREE_COLUMNS)
     assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
@@ -146,9 +110,6 @@ def test_columns_types_and_values():
         "trained": [[0, 1, 2, 1, 1, 3, 2, 1, 2, 3, 1, 1, 4, 1, 1]],
     }
     assert hfp.unpack(packed)[:] == {"input_ids": DOCUMENTS}
-
-
-def test_metrics_are_those_of_the_rows():
     packed = hfp.pack(on_trees(), hfp.BestFit(5), share_prefixes=1)
     metrics, unique = plan_of(packed).metrics(), sum(map(len, packed["tree_input_ids"]))
     assert metrics.shared_ratio == 14 / unique
@@ -156,16 +117,13 @@ def test_metrics_are_those_of_the_rows():
     assert metrics.num_documents == 6
 
 
-def test_true_means_sixteen_tokens():
+def test_true_means_sixteen_tokens_and_splits_are_said():
     documents = Dataset.from_dict(
         {"input_ids": [[*range(16), 1], [*range(16), 2], [*range(50, 65), 1], [*range(50, 65), 2]]}
     )
     packed = hfp.pack(documents, hfp.BestFit(99), share_prefixes=True)
     assert sorted(len(row) for row in packed["tree_input_ids"]) == [18 + 32]
     assert hfp.pack(documents, hfp.BestFit(99), share_prefixes=15)["tree_input_ids"][0] != packed["tree_input_ids"][0]
-
-
-def test_splits_are_said():
     weights = [[1, 1, 1, 1], [1, 1, 1], [1, 1], [1, 2, 1], [1, 1], []]
     with pytest.warns(UserWarning, match="pack shares fewer tokens at 1 places, where tokens agree but weights differ"):
         packed = hfp.pack(on_trees(weights=weights), hfp.BestFit(8), share_prefixes=2)

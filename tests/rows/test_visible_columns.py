@@ -1,12 +1,15 @@
-"""Columns that a format hides are not there, for packing as for a stock trainer."""
+"""Columns that a format hides are not there, and datasets keep the trace of packing in their description."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
+from torch.utils.data import ConcatDataset, Subset
 
 import hf_packing as hfp
+from hf_packing.rows.packing_trace import has_packs, is_packed, stored_datasets
 from hf_packing.sampling.sizes import sizes_of
 
 IDS, LABELS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[-100, -100, 3], [-100, 5], [-100, -100, -100, 9]]
@@ -46,7 +49,7 @@ def test_labels_are_those_of_a_stock_loader(documents, how, form):
     assert packed_labels(formatted, how) == expected
 
 
-def test_a_hidden_loss_mask_is_not_there(documents):
+def test_hidden_loss_masks_are_not_there_and_the_cache_knows(documents):
     masked = documents.remove_columns("labels").add_column("completion_mask", [[0] * len(row) for row in IDS])
     hidden = masked.with_format(columns=["input_ids"])
     packed = hidden.map(hfp.BestFit(8, seed=None), batched=True)
@@ -54,6 +57,15 @@ def test_a_hidden_loss_mask_is_not_there(documents):
     assert sum(row.count(-100) for row in packed.with_format(None)["labels"]) == 3
     (batch,) = hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(16))
     assert int((batch["labels"] == -100).sum()) == 3
+    source = documents.remove_columns("text")
+    all_columns, hidden = (hfp.pack(each, hfp.BestFit(8)) for each in (source, source.with_format(**HIDING[0])))
+    assert all_columns.cache_files != hidden.cache_files
+    again = hfp.pack(source.with_format(**HIDING[0]), hfp.BestFit(8))
+    assert again.cache_files == hidden.cache_files
+    changed_in_place = source.with_format(None)
+    changed_in_place._format_columns = ["input_ids"]  # as datasets itself sets it after map, without a new fingerprint
+    assert changed_in_place._fingerprint == source.with_format(None)._fingerprint
+    assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
 
 
 @pytest.mark.parametrize(
@@ -90,28 +102,6 @@ def test_hidden_borders_of_packed_rows(documents):
                 call()
 
 
-def test_the_cache_knows_what_is_hidden(documents):
-    source = documents.remove_columns("text")
-    all_columns, hidden = (hfp.pack(each, hfp.BestFit(8)) for each in (source, source.with_format(**HIDING[0])))
-    assert all_columns.cache_files != hidden.cache_files
-    again = hfp.pack(source.with_format(**HIDING[0]), hfp.BestFit(8))
-    assert again.cache_files == hidden.cache_files
-    changed_in_place = source.with_format(None)
-    changed_in_place._format_columns = ["input_ids"]  # as datasets itself sets it after map, without a new fingerprint
-    assert changed_in_place._fingerprint == source.with_format(None)._fingerprint
-    assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
-
-
-class TestTransforms:
-    def test_one_that_map_has_kept_hides_no_borders(self, documents):
-        transformed = documents.with_transform(lambda batch: {"input_ids": batch["input_ids"]})
-        with pytest.warns(UserWarning, match="map keeps the transform"):
-            packed = transformed.map(hfp.BestFit(8), batched=True, remove_columns=documents.column_names)
-        with pytest.raises(hfp.PackingError, match="dataset: expected the column seq_lengths .*with_format"):
-            sizes_of(packed)
-        assert sizes_of(packed.with_format(None)).packed
-
-
 @pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
 def test_what_map_would_hide_of_packed_rows(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
@@ -131,3 +121,53 @@ def test_buckets_that_map_would_hide(documents):
     hidden = documents.add_column("bucket", [1, 2, 3]).with_format(columns=["input_ids"])
     with pytest.raises(hfp.PackingError, match="column 'bucket': expected no hidden column of this name"):
         hidden.map(hfp.Bucket((4, 8)), batched=True)
+
+
+DOCUMENTS = [[1, 2, 3], [4, 5], [6], [7, 8]]
+
+
+def packed(**changes):
+    return hfp.pack(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), hfp.BestFit(4, seed=None), **changes)
+
+
+def test_a_dataset_says_that_it_is_packed_and_packed_again():
+    info = datasets.DatasetInfo(description="Mine")
+    documents = datasets.Dataset.from_dict({"input_ids": DOCUMENTS}, info=info)
+    for rows in (hfp.pack(documents, hfp.BestFit(4)), hfp.pack(documents, hfp.BestFit(4))):  # the second from the cache
+        assert rows.info.description == "Mine\n\nPacked by hf_packing: 8 tokens in 4 segments."
+        assert hfp.unpack(rows)["input_ids"][:] == DOCUMENTS
+    assert documents.info.description == "Mine"
+    alone = hfp.pack(documents, hfp.BestFit(3, seed=None)).select([0])
+    assert is_packed(alone)
+    assert not is_packed(hfp.pack(documents.select([0]), hfp.BestFit(4)))  # no row has several documents
+    assert not is_packed(hfp.pack(documents, hfp.BestFit(4), share_prefixes=True))  # has other columns, which say it
+    assert is_packed(hfp.pack(documents.to_iterable_dataset(), hfp.BestFit(4)))
+    rows, names = packed(), ["input_ids", "seq_lengths"]
+    assert has_packs(rows, names)
+    assert has_packs(rows.shuffle().select([0]), names)
+    assert not has_packs(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), names)
+    again = rows.remove_columns("seq_lengths").add_column("seq_lengths", [[sum(each)] for each in rows["seq_lengths"]])
+    with pytest.raises(hfp.PackingError, match="expected the 4 segments in which pack\\(\\) packed 8 tokens, got 2"):
+        has_packs(again, names)
+
+
+def test_datasets_and_wrappers_keep_the_trace(tmp_path):
+    rows = packed()
+    rows.save_to_disk(tmp_path)
+    kept = [
+        rows.select_columns("input_ids"),
+        rows.remove_columns(["position_ids", "seq_lengths"]),
+        rows.with_format("torch", columns=["input_ids"]),
+        rows.map(lambda _: {"more": 1}).shuffle().flatten_indices().filter(lambda _: True),
+        rows.train_test_split(0.5)["test"],
+        datasets.concatenate_datasets([datasets.Dataset.from_dict({"input_ids": DOCUMENTS}), rows]),
+        datasets.interleave_datasets([rows, rows]),
+        datasets.load_from_disk(tmp_path),
+        hfp.pack(datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).to_iterable_dataset(), hfp.BestFit(4))
+        .map(lambda row: row)
+        .shuffle()
+        .select_columns("input_ids"),
+    ]
+    assert all(map(is_packed, kept))
+    rows = packed()
+    assert stored_datasets(ConcatDataset([Subset(rows, [0]), DOCUMENTS])) == [rows, DOCUMENTS]

@@ -1,4 +1,4 @@
-"""Strategies as objects and as transforms of `datasets.map`."""
+"""Strategies as objects and as transforms of `datasets.map`, and compared with each other."""
 
 import pickle
 from dataclasses import dataclass
@@ -30,13 +30,6 @@ BUCKETS = [strategy for strategy in STRATEGIES if strategy.has_buckets]
 pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of 11 tokens of a batch")
 
 
-def test_what_is_dropped_is_said():
-    with pytest.warns(UserWarning, match="packing drops 1 of 11 tokens of a batch, as configured by overflow"):
-        hfp.BestFit(4, overflow="truncate")(BATCH)
-    with pytest.warns(UserWarning, match="drops 5 of 11 tokens of a batch"):
-        hfp.BestFit(4, overflow="drop")(BATCH)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_frozen_comparable_picklable(strategy):
     assert pickle.loads(pickle.dumps(strategy)) == strategy
@@ -46,7 +39,16 @@ def test_frozen_comparable_picklable(strategy):
     assert strategy != hfp.BestFit(5)
 
 
-def test_lists_in_lists_out():
+def test_arguments_of_any_type_and_batches_of_arrays():
+    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
+    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
+    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
+    with pytest.warns(UserWarning, match="packing drops 1 of 11 tokens of a batch, as configured by overflow"):
+        hfp.BestFit(4, overflow="truncate")(BATCH)
+    with pytest.warns(UserWarning, match="drops 5 of 11 tokens of a batch"):
+        hfp.BestFit(4, overflow="drop")(BATCH)
     packed = hfp.BestFit(4, seed=None)(BATCH)
     assert sorted(packed) == sorted(COLUMNS)
     assert packed == {
@@ -58,11 +60,6 @@ def test_lists_in_lists_out():
     }
 
 
-def test_a_square_array_is_rows_of_tokens():
-    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
-    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_rows_in_every_form(strategy):
     lists = strategy(BATCH)
@@ -72,35 +69,13 @@ def test_the_same_rows_in_every_form(strategy):
     assert all(table.schema.field(name).type == pa.list_(pa.int32()) for name in COLUMNS if name != "weights")
     if strategy in BUCKETS:
         assert table.schema.field("bucket").type == pa.int32()
+    documents = Dataset.from_dict(BATCH)
+    packed = documents.map(strategy, batched=True, remove_columns=documents.column_names)
+    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
+    assert packed[:] == lists
     arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
     assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
     assert {array.dtype for name in ("input_ids", "labels") for array in arrays[name]} == {np.dtype("int32")}
-
-
-@pytest.mark.parametrize("form", [None, "arrow"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_map_stores_int32(strategy, form):
-    documents = Dataset.from_dict(BATCH)
-    packed = documents.with_format(form).map(strategy, batched=True, remove_columns=documents.column_names)
-    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
-    assert {str(packed.features[name].feature.dtype) for name in COLUMNS if name != "weights"} == {"int32"}
-    assert packed.with_format(None)[:] == strategy(BATCH)
-
-
-def test_map_over_numpy_torch_and_streams():
-    documents = Dataset.from_dict(BATCH).select_columns(["input_ids", "labels"])
-    expected = hfp.BestFit(4)(BATCH)["labels"]
-    for form in ("numpy", "torch"):
-        packed = documents.with_format(form).map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
-        assert packed.with_format(None)["labels"][:] == expected
-    stream = documents.to_iterable_dataset().map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
-    assert [row["labels"] for row in stream] == expected
-
-
-def test_map_over_a_first_batch_without_tokens():
-    documents = Dataset.from_dict({"input_ids": [[], [], [1, 2]], "weights": [[], [], [0.5, 1.0]]})
-    packed = documents.map(hfp.BestFit(32), batched=True, batch_size=2, remove_columns=documents.column_names)
-    assert packed["weights"][:] == [[0.5, 1.0]]
 
 
 def test_map_is_cached_by_version(tmp_path, monkeypatch):
@@ -127,16 +102,7 @@ def test_transformers_finds_exactly_our_segments(rows, max_length, seed):
         assert (found[0].tolist() if found is not None else [0] * len(positions)) == expected
 
 
-def test_a_batch_without_documents():
-    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
-    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
-    assert all(strategy({"input_ids": []})["bucket"] == [] for strategy in BUCKETS)
-    with pytest.warns(UserWarning, match="pack skips 2 documents without a token"):
-        packed = hfp.pack(Dataset.from_dict({"input_ids": [[], []]}), hfp.BestFit(4))
-    assert len(packed) == 0
-
-
-def test_lengths_are_those_of_a_dataset():
+def test_lengths_are_those_of_a_dataset_or_of_a_column(monkeypatch):
     lengths = [5, 3, 0, 7]
     documents = Dataset.from_dict({"input_ids": [[1] * length for length in lengths], "id": list(range(4))})
     for dataset, expected in (
@@ -149,15 +115,16 @@ def test_lengths_are_those_of_a_dataset():
         assert hfp.plan_packing(dataset, hfp.BestFit(8)).document_length.tolist() == expected
     advice = [hfp.packing_report(each, 8).recommendation for each in (documents, lengths)]
     assert str(advice[0]) == str(advice[1])
+    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
+    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
+    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
 
 
 @pytest.mark.parametrize("columns", [{"messages": [[]]}, {"prompt": ["a"], "completion": ["b"]}, {"text": ["a"]}])
 def test_texts_are_told_how_to_become_tokens(columns):
     documents = Dataset.from_dict(columns)
     for call in (hfp.pack, hfp.plan_packing, lambda rows, _: hfp.packing_report(rows)):
-        with pytest.raises(
-            hfp.PackingError, match="column 'input_ids': .*; hf_packing.tokenize makes it from texts and chats"
-        ):
+        with pytest.raises(hfp.PackingError, match="column 'input_ids': .*; hf_packing.tokenize makes it from texts"):
             call(documents, hfp.BestFit(4))
 
 
@@ -183,12 +150,6 @@ def test_texts_are_told_how_to_become_tokens(columns):
 def test_bad_batches(argument, batch):
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
         hfp.BestFit(4)(batch)
-
-
-def test_a_column_of_lengths_is_read_at_once(monkeypatch):
-    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
-    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
-    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
 
 
 @pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
@@ -228,12 +189,9 @@ def test_a_token_column_bucket_is_a_column_like_any_other():
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
 
 
-def test_every_registered_strategy_is_public():
+def test_registered_strategies_are_public_or_ones_own(monkeypatch):
     assert len(base.registered_strategies()) >= 9
     assert all(getattr(hfp, each.__name__) is each for each in base.registered_strategies().values())
-
-
-def test_a_strategy_of_ones_own_is_found_by_its_name(monkeypatch):
     monkeypatch.setattr(base, "_REGISTERED", dict(base._REGISTERED))
 
     @base.register_strategy
@@ -246,3 +204,82 @@ def test_a_strategy_of_ones_own_is_found_by_its_name(monkeypatch):
 
     assert base.registered_strategies()["one_each"] is OneEach
     assert hfp.plan_packing([3, 2], OneEach(8)).num_packs == len(OneEach(8)(BATCH)["input_ids"]) - 2 == 2
+
+
+LENGTHS = [14, 14, 14, 9, 8, 8, 8, 4, 3, 3, 3, 2, 40]
+
+
+def test_rows_and_tables_in_order():
+    strategies = [hfp.BestFit(30), hfp.Optimal(30), hfp.Bucket((10, 30)), hfp.FixedLength(30)]
+    rows = hfp.compare(LENGTHS, strategies)
+    assert [row.strategy for row in rows] == strategies
+    for row, strategy in zip(rows, strategies, strict=True):
+        plan = hfp.plan_packing(LENGTHS, strategy)
+        assert row.metrics.num_packs == plan.num_packs
+        assert row.note == plan.note
+        assert row.seconds > 0
+    assert rows[2].gap is None
+    assert len(rows[1:]) == 3
+    text = repr(hfp.compare(LENGTHS, [hfp.BestFit(30, overflow="drop"), hfp.Bucket((10, 30), seed=1)]))
+    header, best_fit, bucket = text.splitlines()
+    assert header.split() == [
+        "padding", "truncation", "dropped", "concatenation", "packs", "above", "bound", "seconds"
+    ]  # fmt: skip
+    assert best_fit.startswith("BestFit(30, overflow='drop')  25.000%      0.000%  30.769%")
+    assert bucket.startswith("Bucket((10, 30), seed=1)")
+    assert len({len(line) for line in (header, best_fit, bucket)}) == 1
+
+
+def test_bounds_are_shared_where_they_hold(rng):
+    lengths = rng.integers(60, 140, 3000)
+    alone = hfp.compare(lengths, [hfp.BestFit(400)])[0]
+    best_fit, optimal, limited, longer = hfp.compare(
+        lengths, [hfp.BestFit(400), hfp.Optimal(400), hfp.BestFit(400, max_documents=3), hfp.BestFit(401)]
+    )
+    assert best_fit.metrics.lower_bound == optimal.metrics.lower_bound
+    assert best_fit.gap == best_fit.metrics.num_packs / optimal.metrics.lower_bound - 1 > optimal.gap
+    assert limited.metrics.lower_bound == 1000
+    assert limited.gap < alone.gap + 1
+    assert longer.metrics.lower_bound == hfp.plan_packing(lengths, hfp.BestFit(401)).metrics().lower_bound
+    limited, free = hfp.compare([1] * 12, [hfp.BestFit(12, max_documents=2), hfp.BestFit(12)])
+    assert limited.metrics.lower_bound == 6
+    assert (free.metrics.lower_bound, free.metrics.num_packs, free.gap) == (1, 1, 0.0)
+    assert hfp.compare([], [hfp.BestFit(8)])[0].gap == 0
+    column = Dataset.from_dict({"length": [5, 3]})["length"]
+    assert hfp.compare(column, (strategy for strategy in [hfp.BestFit(8)]))[0].metrics.num_packs == 1
+
+
+@pytest.mark.parametrize("strategies", [[], hfp.BestFit(8), "best fit", None, [hfp.BestFit]])
+def test_bad_strategies(strategies):
+    with pytest.raises(hfp.PackingError, match="^strateg(y|ies): expected .*, got "):
+        hfp.compare([1, 2], strategies)
+
+
+WITH_BUCKETS = [each for each in strategy_classes() if each.has_buckets]
+REFUSED_ARGUMENTS = [
+    *((each, {"max_length": value}) for each in strategy_classes(having="max_length") for value in ("8", True, None)),
+    *((each, {"max_length": value}) for each in strategy_classes(having="max_length") for value in (0, -3, 2.5, 2**31)),
+    *((each, {"bucket_lengths": value}) for each in WITH_BUCKETS for value in ((), (4, 2), (2, 2), 2048, "2048")),
+    *((each, {"bucket_lengths": [value, 16]}) for each in WITH_BUCKETS for value in (0, -1, 2.5, "8", True)),
+    *((each, {"max_length": 8, "max_documents": 0}) for each in strategy_classes(having="max_documents")),
+    *((each, {"max_length": 8, "overflow": "cut"}) for each in strategy_classes(having="overflow")),
+    *((each, {"max_length": 8, "seed": -1}) for each in strategy_classes(having="max_length")),
+    *((each, {"seed": -1}) for each in WITH_BUCKETS),
+    *((hfp.NonNegativeLeastSquares, {"max_length": 8, "max_documents": value}) for value in (None, 2.5)),
+    (hfp.FirstCome, {"max_length": 8, "order": "shortest"}),
+    (hfp.FirstCome, {"max_length": 8, "seed": None}),
+    (hfp.Multipack, {"max_length": 8, "window": 0}),
+    (hfp.Multipack, {"max_length": 8, "seed": None}),
+    *((hfp.Bucket, {"padding_threshold": value}) for value in (-0.1, 1.5, float("nan"), "0.1", True, None)),
+    *((hfp.Optimal, {"max_length": 8, "time_limit": value}) for value in (-1, float("nan"), "60", None, True)),
+    *((hfp.LengthSchedule, {"steps": 1, "start": value}) for value in (0, 1.5)),
+    (hfp.LengthSchedule, {"start": 1, "steps": 0}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "end": 4}),
+    (hfp.LengthSchedule, {"start": 8, "steps": 1, "growth": "sudden"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "arguments"), REFUSED_ARGUMENTS)
+def test_an_argument_that_is_refused_is_named(strategy, arguments):
+    with pytest.raises(hfp.PackingError, match=f"^{[*arguments][-1]}: expected .* got "):
+        strategy(**arguments)

@@ -2,29 +2,21 @@
 
 import numpy as np
 import pytest
-from any_strategy import any_strategy, capacities, strategy_classes
+from any_strategy import any_strategy
 from hypothesis import example, given
 from hypothesis import strategies as st
+from plans import segments_of
 
 import hf_packing as hfp
 
 lengths_lists = st.lists(st.integers(0, 40), max_size=60)
 
 
-def tokens_of_segments(plan):
-    """(document, token) of every token in every segment."""
-    return [
-        (document, token)
-        for document, start, length in zip(plan.segment_document, plan.segment_start, plan.segment_length, strict=True)
-        for token in range(start, start + length)
-    ]
-
-
 @given(lengths_lists, any_strategy())
 @example([14, 7, 5, 2, 3], hfp.BestFit(8))
 def test_every_token_is_in_one_segment_or_counted_as_dropped(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
-    tokens = tokens_of_segments(plan)
+    tokens = [(document, token) for document, start, n in segments_of(plan) for token in range(start, start + n)]
     assert len(tokens) == len(set(tokens))
     everything = {(document, token) for document, length in enumerate(lengths) for token in range(length)}
     assert set(tokens) <= everything
@@ -34,7 +26,7 @@ def test_every_token_is_in_one_segment_or_counted_as_dropped(lengths, strategy):
 
 
 @given(lengths_lists, any_strategy())
-def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
+def test_the_laws_of_a_plan(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
     fills = [plan.segment_length[a:b].sum() for a, b in zip(plan.pack_offsets, plan.pack_offsets[1:], strict=False)]
     assert all(0 < fill <= capacity for fill, capacity in zip(fills, plan.pack_capacity, strict=True))
@@ -43,23 +35,13 @@ def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
     assert all(length > 0 for length in plan.segment_length)
     limit = getattr(strategy, "max_documents", None)
     assert limit is None or np.diff(plan.pack_offsets).max(initial=0) <= limit
-
-
-@given(lengths_lists, any_strategy())
-def test_same_input_same_fingerprint(lengths, strategy):
     assert hfp.plan_packing(lengths, strategy) == hfp.plan_packing(np.array(lengths, dtype=np.int64), strategy)
-
-
-@given(lengths_lists, any_strategy())
-def test_metric_identities(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
     m, slots = plan.metrics(), int(plan.pack_capacity.sum())
     packed = int(plan.segment_length.sum())
-    segments_of = np.bincount(plan.segment_document, minlength=len(lengths))
+    segments = np.bincount(plan.segment_document, minlength=len(lengths))
     kept = np.bincount(plan.segment_document, plan.segment_length, minlength=len(lengths))
-    cut = sum(
-        1 for n, k, count in zip(lengths, kept, segments_of, strict=True) if count and not (count == 1 and k == n)
-    )
+    cut = sum(count > 1 or 0 < k < n for n, k, count in zip(lengths, kept, segments, strict=True))
     assert (m.num_documents, m.num_segments, m.num_packs) == (len(lengths), plan.num_segments, plan.num_packs)
     assert m.num_tokens == sum(lengths) == packed + m.num_dropped_tokens
     assert m.num_empty_documents == lengths.count(0)
@@ -67,6 +49,8 @@ def test_metric_identities(lengths, strategy):
     assert m.num_cut_documents == cut
     assert m.num_padding_slots == slots - packed
     assert m.num_packs >= m.lower_bound
+    if getattr(strategy, "max_documents", None) == 1:
+        assert m.num_packs == m.num_segments == m.lower_bound
     if not slots:
         assert m.padding_ratio == m.packing_efficiency == m.concatenation_ratio == m.attention_cost == 0
         return
@@ -85,14 +69,3 @@ def test_the_laws_were_tried_on_packs_of_several_segments():
     plan = hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8))
     assert np.diff(plan.pack_offsets).max() > 1
     assert plan.metrics().num_cut_documents == 1
-
-
-@pytest.mark.parametrize("strategy", strategy_classes(having="max_documents"))
-@given(lengths=st.lists(st.integers(0, 40), max_size=30), capacity=capacities, limit=st.integers(1, 3))
-def test_no_limit_on_documents_is_too_small_to_place_one(strategy, lengths, capacity, limit):
-    """Any piece fits in a pack of its own."""
-    plan = hfp.plan_packing(lengths, strategy(capacity, max_documents=limit))
-    assert plan.segment_length.sum() == sum(lengths)
-    assert np.diff(plan.pack_offsets).max(initial=0) <= limit
-    if limit == 1:
-        assert plan.num_packs == plan.num_segments == plan.metrics().lower_bound

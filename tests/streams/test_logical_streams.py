@@ -1,16 +1,28 @@
-"""Logical streams: the same rows in the same order on any number of ranks and workers."""
+"""Logical streams, of mixtures too: the same rows in the same order on any number of ranks and workers."""
 
 import pickle
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
+from accelerate import Accelerator
+from any_strategy import few_examples
+from datasets import Dataset, concatenate_datasets
 from datasets.distributed import split_dataset_by_node
-from document_streams import make_documents, names_in, stream_of, write_source
+from document_streams import (
+    NAMES,
+    check_resumed,
+    generated,
+    make_documents,
+    names_in,
+    stream_of,
+    tokens_in,
+    write_source,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only
-from torch.utils.data import DataLoader
 
 import hf_packing as hfp
 from hf_packing.streams.reader import equal_shares
@@ -73,16 +85,6 @@ def test_rows_do_not_depend_on_the_number_of_ranks(kind, streams, tmp_path):
         assert Counter(names_in(row for node in nodes for row in node)) == Counter(range(240))
 
 
-@pytest.mark.slow
-def test_workers_of_a_loader_read_every_document_once(tmp_path):
-    packed = hfp.pack(write_source(tmp_path, "jsonl")(), hfp.BestFit(64), window_packs=4, streams=8)
-    rows = list(packed)
-    for workers in (1, 2):
-        read = list(DataLoader(packed, batch_size=None, num_workers=workers))
-        assert Counter(names_in(read)) == Counter(range(240))
-        assert read[:24] == rows[:24]
-
-
 def test_a_state_of_all_streams_serves_any_rank(tmp_path):
     """A rank picks the states of its own streams."""
     opened = write_source(tmp_path, "row groups")
@@ -102,14 +104,171 @@ def test_a_state_of_all_streams_serves_any_rank(tmp_path):
     assert sorted(map(str, [*head, *(row for each in rest for row in each)])) == sorted(map(str, rows))
 
 
-def test_more_streams_than_documents():
+def test_many_and_few_streams():
     with pytest.warns(UserWarning, match="pack reads the stream about 16 times, since 16 logical streams share 1 sh"):
         packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
     assert sorted(names_in(packed)) == list(range(5))
-
-
-def test_streams_are_packed_in_orders_of_their_own():
     documents = [[number % 5 + 1] * 7 for number in range(400)]
     packed = hfp.pack(stream_of(documents), hfp.BestFit(16), window_packs=8, streams=2)
     first, second = ([row for stream, row in turns_of(packed) if stream == number and row] for number in (0, 1))
     assert [row["input_ids"] for row in first] != [row["input_ids"] for row in second]
+
+
+ALL = "all_exhausted_without_replacement"
+MANY = 1000
+"""Documents of source number s have names from s * MANY on."""
+
+
+def documents(source, number, length):
+    rng = np.random.default_rng(source)
+    lengths = rng.integers(max(length // 2, 1), length + length // 2 + 1, number)
+    return [[NAMES + MANY * source + n, *[source] * (int(size) - 1)] for n, size in enumerate(lengths)]
+
+
+def dataset(*of):
+    return Dataset.from_dict({"input_ids": documents(*of)})
+
+
+def share_of_first(rows):
+    sources = Counter(source for row in rows for source in row["source"])
+    return sources[0] / sources.total()
+
+
+def unchanged(row):
+    return row
+
+
+CHANGES = {
+    "mixture": lambda mixed: mixed,
+    "map and filter": lambda mixed: mixed.map(unchanged).filter(lambda row: len(row["input_ids"]) > 1),
+    "maps in batches": lambda mixed: mixed.map(unchanged, batched=True, batch_size=7).map(
+        unchanged, batched=True, batch_size=5
+    ),
+}
+
+
+@pytest.mark.parametrize("change", fast_only(CHANGES, "mixture"))
+def test_shares_in_logical_streams(change):
+    """A source has 64 shards, but a logical stream is one mixture of them."""
+    sources = {"short": dataset(0, 700, 4), "long": dataset(1, 130, 20)}
+    for share in (0.75, 0.95):
+        mixed = CHANGES[change](hfp.mix(sources, {"short": share, "long": 1 - share}))
+        whole = tokens_in(mixed)
+        packed = hfp.pack(mixed, hfp.BestFit(64), streams=4, window_packs=4)
+        parts = [list(packed.shard(4, number)) for number in range(4)]
+        rows = [row for part in parts for row in part]
+        assert share_of_first(rows) == pytest.approx(share, abs=0.02)
+        assert tokens_in(rows) > 0.85 * whole
+        assert max(Counter(names_in(rows)).values()) == 1
+        sizes = [tokens_in(part) for part in parts]
+        assert max(sizes) < 1.25 * min(sizes)
+
+
+def test_small_sources_are_read_by_other_streams_in_each_pass():
+    sources = {"many": generated([documents(0, 200, 10)] * 4), "few": generated([documents(1, 3, 10)])}
+    shares = {"many": 0.8, "few": 0.2}
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy="all_exhausted"), hfp.BestFit(64), streams=4))
+    assert share_of_first(rows) == pytest.approx(0.8, abs=0.02)  # also where a logical stream has no document of few
+    assert {name // MANY for name in names_in(rows)} == {0, 1}
+    rows = list(hfp.pack(hfp.mix(sources, shares, stopping_strategy=ALL), hfp.BestFit(64), streams=4))
+    assert Counter(names_in(rows)) == {**dict.fromkeys(range(200), 4), **dict.fromkeys(range(MANY, MANY + 3), 1)}
+    # In each pass, a logical stream reads the documents of the next one, so that all have all documents in the end.
+    sources = {"many": dataset(0, 400, 10), "few": dataset(1, 8, 10)}
+    mixed = hfp.mix(sources, {"many": 0.5, "few": 0.5}, stopping_strategy="all_exhausted")
+    packed = hfp.pack(mixed, hfp.BestFit(64), streams=4)
+    for stream in range(4):
+        names = Counter(names_in(packed.shard(4, stream)))
+        few = [count for name, count in names.items() if name >= MANY]
+        assert len(few) == 8
+        assert max(few) - min(few) <= 1
+
+
+@pytest.mark.parametrize("streams", fast_only([3, 8], 3))
+def test_pieces_of_joined_sharded_and_taken_mixtures(streams):
+    mixed = hfp.mix({"a": dataset(0, 30, 5), "b": dataset(1, 30, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
+
+    def packed(documents):
+        return sorted(names_in(hfp.pack(documents, hfp.BestFit(64), streams=streams)))
+
+    names = sorted(names_in(mixed))
+    assert len(names) == 60
+    assert packed(concatenate_datasets([mixed, mixed])) == packed(mixed.repeat(2)) == sorted(2 * names)
+    assert packed(mixed.take(40)) == sorted(names_in(mixed.take(40)))
+    shards = [mixed.shard(2, number) for number in range(2)]
+    assert shards[0].num_shards == 15
+    assert sorted(name for shard in shards for name in packed(shard)) == names
+    assert sorted(name for shard in shards for name in names_in(shard.reshard())) == names
+
+
+def test_a_source_that_is_read_several_times_warns():
+    mixed = hfp.mix({"a": generated([[[1]]]), "b": dataset(1, 90, 5)}, {"a": 1, "b": 1}, stopping_strategy=ALL)
+    with pytest.warns(UserWarning, match=r"pack reads streams\['a'\] of the mixture about 4 times, .* 4 .* 1 shards"):
+        hfp.pack(mixed, hfp.BestFit(64), streams=4)
+
+
+def make_mixture(share=0.5):
+    sources = {"a": generated([documents(0, 120, 8), documents(2, 80, 8)]), "b": dataset(1, 200, 8)}
+    return hfp.mix(sources, {"a": share, "b": 1 - share}, stopping_strategy=ALL)
+
+
+@pytest.mark.parametrize("pack", [lambda mixed: mixed, lambda mixed: hfp.pack(mixed, hfp.BestFit(32), window_packs=2)])
+def test_a_state_of_another_piece_is_refused(pack):
+    streams = [pack(make_mixture()), *(split_dataset_by_node(pack(make_mixture()), rank, 2) for rank in range(2))]
+    states = []
+    for stream in streams:
+        next(iter(stream))
+        states.append(pickle.loads(pickle.dumps(stream.state_dict())))
+    for number, stream in enumerate(streams):
+        for other, state in enumerate(states):
+            stream.load_state_dict(state)
+            if number == other:
+                next(iter(stream))
+            else:
+                with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* seed 0(, piece \d of 2)?, got"):
+                    next(iter(stream))
+
+
+@few_examples
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    st.sampled_from([0, None, 1, 3]),
+    st.sampled_from(sorted(CHANGES)),
+    st.sampled_from(["first_exhausted", "all_exhausted", ALL]),
+    st.integers(1, 40),
+)
+def test_resumed_at_any_row(stops, streams, change, how, rows_in_table):
+    few, many = (documents(source, number, 8) for source, number in ((0, 30), (1, 60)))
+
+    def make():
+        sources = {"a": generated([few[:20], few[20:]]), "b": stream_of(many, rows_in_table)}
+        mixed = CHANGES[change](hfp.mix(sources, {"a": 0.5, "b": 0.5}, stopping_strategy=how))
+        return mixed if streams == 0 else hfp.pack(mixed, hfp.BestFit(64), window_packs=3, streams=streams)
+
+    rows = list(make())
+    assert how != ALL or sorted(names_in(rows)) == [*range(30), *range(MANY, MANY + 60)]
+    check_resumed(make, rows, stops)
+
+
+def test_other_shares_in_the_next_epoch_of_a_training():
+    """Through `attach`, with a state for all ranks: a state from the end of an epoch takes other shares."""
+    files = {name: [documents(source, 20, 8)] * 2 for source, name in enumerate("ab")}
+
+    def loader(share):
+        opened = {name: generated(files[name]) for name in files}
+        mixed = hfp.mix(opened, {"a": share, "b": 1 - share}, stopping_strategy=ALL)
+        packed = hfp.pack(mixed, hfp.BestFit(64), window_packs=2, streams=2)
+        return hfp.prepare_dataloader(Accelerator(cpu=True), packed, hfp.TokenBudget(64))
+
+    first, again = loader(0.5), loader(0.9)
+    seen = [batch["input_ids"][0].tolist() for batch in first]
+    again.load_state_dict(first.state_dict())
+    assert again.epoch == 1
+    other = [batch["input_ids"][0].tolist() for batch in again]
+    assert [sorted(token for row in rows for token in row if token >= NAMES) for rows in (seen, other)] == [
+        sorted(2 * [NAMES + name for name in (*range(20), *range(MANY, MANY + 20))])
+    ] * 2
+    middle = loader(0.5)
+    for _ in islice(middle, 3):
+        pass
+    with pytest.raises(hfp.PackingError, match=r"state_dict: expected .* a \(0.9\), b \(0.1\)"):
+        again.load_state_dict(middle.state_dict())

@@ -1,16 +1,23 @@
-"""The rows of packed streams: what they hold, and that they depend on the documents and the strategy alone."""
+"""The rows of packed streams, with shared prefixes too, depend on the documents and the strategy alone."""
+
+from collections import Counter
+from itertools import chain
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from any_strategy import any_strategy, few_examples
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from document_streams import make_documents, names_in, stream_of, tokens_in
 from hypothesis import given
 from hypothesis import strategies as st
-from literal_stream import literal_rows
+from literal_trie import forests
+from plans import packs_of
 
 import hf_packing as hfp
+from hf_packing.planning.lengths import check_lengths
+from hf_packing.trees.segments import TreeSegments
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|applies|reads):UserWarning")
 
@@ -26,21 +33,18 @@ def examples_of(documents):
 
 @few_examples
 @given(short_documents, any_strategy(), st.integers(1, 5), st.integers(1, 9))
-def test_rows_are_those_of_the_literal_packer(documents, strategy, window_packs, rows_in_table):
+def test_rows_are_those_of_the_literal_packer_and_logical_streams_have_its_tokens(
+    documents, strategy, window_packs, rows_in_table
+):
     expected = literal_rows(documents, strategy, window_packs)
     for stream in (stream_of(documents, rows_in_table), examples_of(documents)):
         assert list(hfp.pack(stream, strategy, window_packs=window_packs)) == expected
-
-
-@few_examples
-@given(short_documents, any_strategy(overflow="split"), st.integers(1, 5), st.sampled_from([None, 1, 3]))
-def test_every_token_goes_out_once(documents, strategy, window_packs, streams):
-    named = [[1000 * n + k for k in range(len(document))] for n, document in enumerate(documents)]
-    rows = list(hfp.pack(stream_of(named), strategy, window_packs=window_packs, streams=streams))
-    assert sorted(token for row in rows for token in row["input_ids"]) == sorted(
-        token for each in named for token in each
-    )
-    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) > 0 for row in rows)
+    for streams in (1, 3):
+        rows = list(hfp.pack(stream_of(documents, rows_in_table), strategy, window_packs=window_packs, streams=streams))
+        assert sorted(chain(*(row["input_ids"] for row in rows))) == sorted(
+            chain(*(row["input_ids"] for row in expected))
+        )
+        assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) > 0 for row in rows)
 
 
 @few_examples
@@ -73,11 +77,6 @@ def test_other_columns_go_along():
     assert sum(weight for row in rows for weight in row["weights"]) == sum(map(sum, weights))
 
 
-def test_without_position_ids():
-    packed = hfp.pack(stream_of(make_documents(9)), hfp.BestFit(16), position_ids=False)
-    assert list(packed.features) == ["input_ids", "labels", "seq_lengths"] == list(next(iter(packed)))
-
-
 @pytest.mark.parametrize("streams", [None, 1, 5])
 def test_losses_are_counted(streams):
     documents = [*make_documents(40), [], []]
@@ -92,7 +91,7 @@ def test_losses_are_counted(streams):
     assert len(said) == 2
 
 
-def test_epochs_differ_and_come_again():
+def test_epochs_and_parts_of_a_stream():
     packed = hfp.pack(stream_of(make_documents(60)), hfp.BestFit(16), window_packs=3)
     epochs = []
     for epoch in (0, 1, 2, 0, 1):
@@ -101,9 +100,6 @@ def test_epochs_differ_and_come_again():
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert epochs[3:] == epochs[:2]
     assert sorted(names_in(epochs[0])) == sorted(names_in(epochs[1])) == list(range(60))
-
-
-def test_take_skip_and_map_after_packing():
     packed = hfp.pack(stream_of(make_documents(60)), hfp.BestFit(16), window_packs=3)
     rows = list(packed)
     assert list(packed.take(5)) == rows[:5]
@@ -112,17 +108,146 @@ def test_take_skip_and_map_after_packing():
     assert [row["tokens"] for row in mapped] == [len(row["input_ids"]) for row in rows]
 
 
-def test_a_dict_of_streams():
+def test_dicts_and_cast_types():
     streams = datasets.IterableDatasetDict(train=stream_of(make_documents(30)), test=stream_of(make_documents(5)))
     packed = hfp.pack(streams, hfp.BestFit(16))
     assert sorted(names_in(packed["train"])) == list(range(30))
     assert sorted(names_in(packed["test"])) == list(range(5))
-
-
-def test_types_that_were_cast_are_the_types_that_are_packed():
     stream = stream_of([[1, 2], [3]], weights=pa.array([[1, 2], [3]])).cast_column(
         "weights", datasets.List(datasets.Value("float32"))
     )
     packed = hfp.pack(stream, hfp.BestFit(4))
     assert packed.features["weights"] == datasets.List(datasets.Value("float32"))
     assert sorted(next(iter(packed))["weights"]) == [1.0, 2.0, 3.0]
+
+
+STRATEGIES = [hfp.BestFit(9), hfp.FirstCome(9), hfp.Multipack(9, window=5), hfp.Bucket((5, 9), padding_threshold=1)]
+
+
+def documents_in(rows):
+    """The tokens of the documents of rows of trees."""
+    for row in rows:
+        segments = TreeSegments.from_arrays(row["segment_lengths"], row["parents"])
+        for end in row["ends"]:
+            yield tuple(row["tree_input_ids"][place] for place in segments.path_of(end))
+
+
+def alike(groups=30, each=4, seed=0):
+    """Documents in groups that begin with the same 20 tokens, one group after the other."""
+    rng = np.random.default_rng(seed)
+    prefixes = rng.integers(0, 1000, (groups, 20)).tolist()
+    return [
+        [*prefixes[group], *rng.integers(0, 1000, rng.integers(1, 15)).tolist()]
+        for group in range(groups)
+        for _ in range(each)
+    ]
+
+
+@few_examples
+@given(forests(longest=9), st.sampled_from(STRATEGIES), st.integers(1, 3), st.sampled_from([None, 1, 2]))
+def test_every_document_goes_out_once(documents, strategy, window_packs, streams):
+    how = {"window_packs": window_packs, "streams": streams, "share_prefixes": 2}
+    rows = list(hfp.pack(stream_of(documents, rows_in_table=4), strategy, **how))
+    assert Counter(documents_in(rows)) == Counter(tuple(document) for document in documents if document)
+    assert all(len(row["tree_input_ids"]) <= 9 for row in rows)
+
+
+def test_relatives_of_a_window_share_as_in_a_dataset():
+    documents, strategy = alike(), hfp.BestFit(100)
+    rows = list(hfp.pack(stream_of(documents), strategy, window_packs=1000, share_prefixes=True))
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int64"))})
+    dataset = Dataset.from_dict({"input_ids": documents}, features=features)
+    whole = hfp.pack(dataset, strategy.with_seed_for("window 0"), share_prefixes=True)
+    assert rows == list(whole)
+    assert sum(len(row["tree_input_ids"]) for row in rows) == sum(map(len, documents)) - 20 * 3 * 30
+    documents = alike(groups=200)
+    packed = hfp.pack(stream_of(documents), hfp.BestFit(100), window_packs=8, share_prefixes=True)
+    rows = list(packed)
+    assert Counter(documents_in(rows)) == Counter(map(tuple, documents))
+    raw, unique = sum(map(len, documents)), sum(len(row["tree_input_ids"]) for row in rows)
+    assert raw - unique > 0.9 * 20 * 3 * 200
+    assert unique > 0.9 * 100 * len(rows)
+
+
+def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict]:
+    """Pack documents window by window; see `hf_packing.pack`."""
+    left, waiting, ages, number, rows = list(documents), [], [], 0, []
+    ended = False
+    while not ended:
+        window, age = list(waiting), list(ages)
+        size = window_packs * strategy.largest_capacity
+        most = max(size, min(32 * size, 2**22))
+        tokens, new = sum(map(len, waiting)), 0
+        while ((new < 1 or tokens < size or len(window) < 16 * window_packs) and tokens < most) or not new:
+            if not left:
+                ended = True
+                break
+            tokens, new = tokens + len(left[0]), new + len(left[0])
+            window.append(left.pop(0))
+            age.append(0)
+        plan, is_open, all_wait, _ = strategy.plan_window(check_lengths([len(each) for each in window]), number)
+        packs = packs_of(plan)
+        capacity = plan.pack_capacity.tolist()
+        free = [1 - sum(length for *_, length in pack) / capacity[p] for p, pack in enumerate(packs)]
+        may_wait = [p for p in range(len(packs)) if is_open[p]]
+        waits: list[int] = []
+        for p in sorted(may_wait, key=lambda p: -free[p]):
+            few = 4 * (len(waits) + 1) <= len(packs)
+            small = 4 * sum(capacity[w] for w in [*waits, p]) <= min(sum(capacity), size)
+            if all_wait or (few and small):
+                waits.append(p)
+            else:
+                break
+        if not all_wait:
+            waits = _send_old(packs, waits, capacity, age, most_windows)
+        if ended:
+            waits = []
+        for p, pack in enumerate(packs):
+            if p not in waits:
+                rows.append(_row(window, pack, capacity[p] if strategy.has_buckets else None))
+        kept = sorted(segment for p in waits for segment in packs[p])
+        waiting = [window[document][start : start + length] for document, start, length in kept]
+        ages = [age[document] + 1 for document, *_ in kept]
+        number += 1
+    return rows
+
+
+def _send_old(packs, waits, capacity, age, most_windows) -> list[int]:
+    """Exchange old segments for young ones of packs that go out; return the packs that still wait."""
+
+    def room(p):
+        return capacity[p] - sum(length for *_, length in packs[p])
+
+    everywhere = [(p, k) for p in range(len(packs)) for k in range(len(packs[p]))]
+    old = [(p, k) for p, k in everywhere if p in waits and age[packs[p][k][0]] >= most_windows]
+    young = [(p, k) for p, k in everywhere if p not in waits and age[packs[p][k][0]] < most_windows]
+    taken = set()
+    waits = list(waits)
+    for p, k in sorted(old, key=lambda place: -packs[place[0]][place[1]][2]):
+        if p not in waits:
+            continue
+        length = packs[p][k][2]
+        free = [(q, j, packs[q][j][2], n) for n, (q, j) in enumerate(young) if (q, j) not in taken]
+        shorter = [each for each in free if each[2] <= length and length - each[2] <= room(each[0])]
+        longer = [each for each in free if each[2] > length]
+        if shorter:
+            q, j, *_ = max(shorter, key=lambda each: (each[2], each[3]))
+        elif longer and min(each[2] for each in longer) - length <= room(p):
+            q, j, *_ = min(longer, key=lambda each: (each[2], each[3]))
+        else:
+            waits.remove(p)
+            continue
+        packs[p][k], packs[q][j] = packs[q][j], packs[p][k]
+        taken.add((q, j))
+    return waits
+
+
+def _row(window, pack, bucket) -> dict:
+    segments = [window[document][start : start + length] for document, start, length in pack]
+    row = {
+        "input_ids": [token for segment in segments for token in segment],
+        "labels": [label for segment in segments for label in [-100, *segment[1:]]],
+        "position_ids": [place for segment in segments for place in range(len(segment))],
+        "seq_lengths": [len(segment) for segment in segments],
+    }
+    return row if bucket is None else {**row, "bucket": bucket}

@@ -1,20 +1,27 @@
-"""A packed stream that is stopped after any row and resumed goes on with the next row."""
+"""A packed stream that is stopped after any row goes on with the next one, whatever was done to it before packing."""
 
 import itertools
 import pickle
+import re
 from itertools import islice
+from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
+from datasets import IterableDataset
 from document_streams import (
     SOURCES,
     check_resumed,
     keep_most,
     make_documents,
     names_in,
+    read_stream,
     reverse,
     stream_of,
     tokens_in,
+    write_jsonl,
+    write_parquet,
     write_source,
 )
 from hypothesis import given, settings
@@ -24,6 +31,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hf_packing as hfp
 from hf_packing.planning.windows import choose_waiting
+from hf_packing.streams.reader import sizes_of_shards
+from hf_packing.streams.upstream import examples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
 
@@ -85,7 +94,7 @@ def test_formats(form):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["row groups", "jsonl", "generator"])
 def test_two_hundred_kills(kind, workers, tmp_path):
-    """In the first, a middle and the last window, each twice in a row, with maps and a filter around the packing."""
+    """In the nine cases, in the first, a middle and the last window, twice in a row; with maps around the packing."""
     opened, rng = write_source(tmp_path, kind, files=6), np.random.default_rng(workers)
 
     def loader():
@@ -96,17 +105,14 @@ def test_two_hundred_kills(kind, workers, tmp_path):
     rows = list(loader())
     assert len(rows) > 40
     assert names_in(rows) != sorted(names_in(rows))
-    kills = 0
     for begin in [0, len(rows) // 2 - 2, len(rows) - 8] * 4:
         stops = [begin + int(rng.integers(1, 5))]
         if workers < 2 or begin < len(rows) - 8:  # datasets repeats the rows of workers that read none after a resume
             stops.append(int(rng.integers(workers, min(len(rows) - stops[0], 20))))
         check_resumed(loader, rows, stops)
-        kills += len(stops)
-    assert kills == (20 if workers == 2 else 24)  # 204 in the nine cases
 
 
-def test_state_is_at_most_a_quarter_window():
+def test_states_are_small_and_no_document_waits_long(monkeypatch):
     window_packs, length = 8, 512
     documents = stream_of(make_documents(2000, median=60))
     examples = hfp.pack(documents, hfp.BestFit(length), window_packs=window_packs)._ex_iterable
@@ -114,9 +120,6 @@ def test_state_is_at_most_a_quarter_window():
     sizes = [len(pickle.dumps(examples.state_dict())) for _ in examples]
     assert max(sizes) < window_packs * length * 4 / 4 + 2048  # tokens of 4 bytes
     assert max(sizes) > 4000  # or nothing waits
-
-
-def test_no_document_waits_for_more_than_four_windows(monkeypatch):
     oldest = []
 
     def noting(window, age, size):
@@ -127,3 +130,113 @@ def test_no_document_waits_for_more_than_four_windows(monkeypatch):
     documents = [[1] * length for length in [*[9, 9, 9, 9] * 600]]  # packs of 16 never fill
     list(hfp.pack(stream_of(documents), hfp.BestFit(16), window_packs=12))
     assert 0 < max(oldest) <= 4
+
+
+DOCUMENTS = make_documents(90)
+UNEVEN = [DOCUMENTS[:60], DOCUMENTS[60:70], DOCUMENTS[70:75], DOCUMENTS[75:]]
+
+
+CHANGES = {
+    "take": lambda stream: stream.take(40),
+    "skip": lambda stream: stream.skip(40),
+    "take, then repeat": lambda stream: stream.take(40).repeat(2),
+    "map after take": lambda stream: stream.take(40).map(lambda row: row),
+    "by index": lambda stream: stream.filter(lambda _, number: number < 45, with_indices=True),
+    "interleaved": lambda stream: datasets.interleave_datasets([stream, stream.take(20)]),
+    "without the last batch": lambda stream: stream.map(
+        lambda batch: batch, batched=True, batch_size=37, drop_last_batch=True
+    ),
+    "repeat": lambda stream: stream.repeat(3),
+    "the end of one and the beginning": lambda stream: datasets.concatenate_datasets([stream.skip(70), stream.take(9)]),
+}
+
+
+@pytest.fixture
+def stream(tmp_path):
+    return read_stream("json", write_jsonl(tmp_path / "files", UNEVEN))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("streams", fast_only([None, 1, 3], None, 3))
+def test_documents_are_those_of_the_plain_stream(stream, change, streams):
+    changed = CHANGES[change](stream)
+    expected = names_in(changed)
+    packed = hfp.pack(changed, hfp.BestFit(64), window_packs=2, streams=streams)
+    assert sorted(names_in(packed)) == sorted(expected)
+    assert len(expected) not in (0, 90)
+
+
+@pytest.mark.parametrize("streams", [None, 2])
+def test_an_endless_stream_reads_every_document(stream, streams):
+    packed = hfp.pack(stream.repeat(None), hfp.BestFit(64), window_packs=2, streams=streams)
+    assert set(names_in(islice(packed, 120))) == set(range(90))
+
+
+def generated(row_of):
+    return IterableDataset.from_generator(lambda: (row_of(n, ids) for n, ids in enumerate(DOCUMENTS)))
+
+
+def more(ids, **columns):
+    return {"input_ids": ids, **columns}
+
+
+LATER = {
+    "'labels': expected ": lambda ids: more(ids, labels=[-100] * len(ids)),
+    "'completion_mask': expected ": lambda ids: more(ids, completion_mask=np.zeros(len(ids), dtype=np.int64)),
+    "'attention_mask': expected ": lambda ids: more(ids, attention_mask=[0, *[1] * (len(ids) - 1)]),
+    "'weights'.* 0.5.* truncated": lambda ids: more(ids, weights=[0.5] * len(ids)),
+    "'input_ids'.* truncated": lambda ids: more(np.array(ids) + 0.5),
+    "'input_ids'.* not in range": lambda ids: more([token + 2**33 for token in ids]),
+}
+
+
+@pytest.mark.parametrize("named", LATER)
+@pytest.mark.parametrize("change", [lambda stream: stream, lambda stream: stream.map(lambda row: row)])
+def test_other_columns_and_values_of_later_documents_are_refused(named, change):
+    def row_of(n, ids):
+        first = more(ids, weights=[1] * len(ids)) if "weights" in named else more(ids)
+        return LATER[named](ids) if n > 20 else first
+
+    with pytest.raises(hfp.PackingError, match=f"column {named}"):
+        list(hfp.pack(change(generated(row_of)), hfp.BestFit(64)))
+
+
+def test_other_columns_of_later_documents_do_no_harm():
+    made = generated(lambda n, ids: more(ids, note="late") if n > 20 else more(ids))
+    assert sorted(names_in(hfp.pack(made, hfp.BestFit(64)))) == list(range(90))
+
+
+def test_sizes_of_files_and_copies(tmp_path):
+    files = write_jsonl(tmp_path / "files", UNEVEN)
+    assert sizes_of_shards(examples_of(read_stream("json", files))) == [Path(file).stat().st_size for file in files]
+    (file,) = write_parquet(tmp_path / "parquet", [DOCUMENTS], rows_in_group=10)
+    groups = sizes_of_shards(examples_of(read_stream("parquet", [file]).reshard()))
+    assert groups == [Path(file).stat().st_size / 9] * 9
+    assert sizes_of_shards(examples_of(generated(lambda _, ids: {"input_ids": ids}))) == [1]
+
+    def packed(folder, files):
+        return hfp.pack(read_stream("json", write_jsonl(tmp_path / folder, files)), hfp.BestFit(64))
+
+    stream = packed("files", UNEVEN)
+    rows = list(stream)
+    for _ in islice(stream, 3):
+        pass
+    copies, others = packed("copies", UNEVEN), packed("others", UNEVEN[::-1])
+    for each in (copies, others):
+        each.load_state_dict(stream.state_dict())
+    assert list(copies) == rows[3:]
+    with pytest.raises(hfp.PackingError, match="dataset: expected the files with which the state was saved"):
+        list(others)
+
+
+def test_numbers_in_errors_tell_the_place_in_the_stream():
+    rows = [{"input_ids": ids, "labels": ids if n != 70 else ids[1:]} for n, ids in enumerate(make_documents(90, 1))]
+    packed = hfp.pack(IterableDataset.from_generator(lambda: iter(rows)), hfp.BestFit(64), window_packs=1)
+    with pytest.raises(hfp.PackingError, match="column 'labels'.*row") as error:
+        list(packed)
+    found = re.search(
+        r"but row (\d+) has .*: (\d+) that have waited, then those from document (\d+) on", str(error.value)
+    )
+    row, waited, first = map(int, found.groups())
+    assert first > 0
+    assert first + row - waited == 70

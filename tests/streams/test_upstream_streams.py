@@ -9,17 +9,14 @@ from document_streams import make_documents, stream_of, write_source
 from hf_packing.streams import upstream
 
 
-def test_examples_of_a_stream():
+def test_examples_of_a_stream_and_their_methods():
     """upstream.examples_of, stream_of: without them, packing cannot be put between a source and its readers."""
     stream = stream_of(make_documents(5))
     assert isinstance(upstream.examples_of(stream), iterable_dataset._BaseExamplesIterable)
     names = {"info", "split", "formatting", "distributed", "token_per_repo_id"}
     assert names < set(inspect.signature(IterableDataset).parameters)
     assert {"_formatting", "_distributed", "_token_per_repo_id", "_ex_iterable"} < set(vars(stream))
-
-
-def test_methods_of_examples():
-    """PackedExamples, LogicalStreams and MixedExamples define these; add one that datasets begins to call."""
+    # PackedExamples, LogicalStreams and MixedExamples define these; add one that datasets begins to call.
     base = {name for name in vars(iterable_dataset._BaseExamplesIterable) if not name.startswith("__")}
     assert base == {
         "_init_state_dict",
@@ -75,7 +72,7 @@ def test_epochs_come_as_a_generator():
     assert seen[-1]
 
 
-def test_positions_of_a_stream():
+def test_positions_of_a_stream_and_what_depends_on_places():
     """upstream.position: without it, attach would ignore a state that was loaded into the stream."""
     stream = stream_of(make_documents(5))
     assert upstream.position(stream) == ""
@@ -84,10 +81,7 @@ def test_positions_of_a_stream():
     stream = stream_of(make_documents(5))
     stream.set_epoch(2)
     assert upstream.position(stream) == "in epoch 2"
-
-
-def test_streams_that_depend_on_places():
-    """upstream.depends_on_places: without it, ranks would read other documents than those of `take`."""
+    # upstream.depends_on_places: without it, ranks would read other documents than those of `take`.
     stream = stream_of(make_documents(5))
     fixed = [stream.take(2), stream.skip(2), stream.repeat(None), stream.map(lambda row, _: row, with_indices=True)]
     fixed += [interleave_datasets([stream, stream]), stream.batch(2, drop_last_batch=True)]

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import random
 import zipfile
@@ -10,8 +11,9 @@ from dataclasses import replace
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from written_rows import ROWS, write_array, write_gzip, write_lines, write_parquet, write_saved, write_splits
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -20,6 +22,39 @@ from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 OPEN_TABLES = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
 """datasets 5.0 leaves tables for pandas to close."""
+
+
+ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
+
+
+def write_lines(file, rows):
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_gzip(file, rows):
+    file.write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    return file
+
+
+def write_array(file, rows):
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def write_parquet(file, rows):
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def write_saved(folder, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def write_splits(folder, rows):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder)
+    return folder
 
 
 def zipped(*texts):
@@ -35,10 +70,9 @@ def zipped(*texts):
 def read(tmp_path, words):
     """A function that returns the texts of documents, and what it has read them with."""
 
-    def read_texts(data, tokenizer=None, **options):
+    def read_texts(data, **options):
         documents = Documents(str(data), **options)
-        tokenizer = replace(text_tokenizer(tokenizer or words), end=None)
-        tokens = documents.tokens(tokenizer, tmp_path / "tokens.arrow")
+        tokens = documents.tokens(replace(text_tokenizer(words), end=None), tmp_path / "tokens.arrow")
         return [words.decode(ids) for ids in tokens["input_ids"]], documents
 
     return read_texts
@@ -83,7 +117,7 @@ def test_values_are_not_changed(tmp_path):
         assert [repr(row) for _, row in documents._lines()] == list(map(repr, rows))
 
 
-def test_a_text_file_has_a_document_in_each_line_and_a_folder_in_each_file(tmp_path, read):
+def test_text_files_and_folders_of_one_kind(tmp_path, read):
     """What is blank is no document."""
     (tmp_path / "data" / ".hidden").mkdir(parents=True)
     (tmp_path / "data" / "sub").mkdir()
@@ -97,14 +131,12 @@ def test_a_text_file_has_a_document_in_each_line_and_a_folder_in_each_file(tmp_p
     for pattern in ("*.md", "**/*.md"):
         assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
     assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
-
-
-def test_files_of_one_folder_are_of_one_kind(tmp_path, read):
-    write_lines(tmp_path / "b.jsonl", ROWS)
-    (tmp_path / "README.md").write_text("about the rows")
+    (tmp_path / "rows").mkdir()
+    write_lines(tmp_path / "rows" / "b.jsonl", ROWS)
+    (tmp_path / "rows" / "README.md").write_text("about the rows")
     with pytest.raises(PackingError, match="data: expected files of one kind, got JSON and text"):
-        Documents(str(tmp_path))
-    assert len(read(tmp_path, glob="*.jsonl")[0]) == len(ROWS)
+        Documents(str(tmp_path / "rows"))
+    assert len(read(tmp_path / "rows", glob="*.jsonl")[0]) == len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -162,29 +194,20 @@ def test_the_format_of_a_saved_dataset_does_not_change_rows(tmp_path, read, form
         ({"data": "{folder}/splits", "split": "test"}, "data"),
         ({"data": "{folder}/saved", "split": "test"}, "data"),
         ({"data": "nobody/nothing"}, "data"),
+        ({"data": "{folder}/a.txt", "tokenizer": None}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl"}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl", "tokenizer": None, "skip_bad": True}, "skip_bad"),
     ],
 )
-def test_refused(tmp_path, read, options, argument):
+def test_refused(tmp_path, words, options, argument):
     (tmp_path / "a.txt").write_text("one")
+    write_lines(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2]}])
     write_splits(tmp_path / "splits", ROWS)
     write_saved(tmp_path / "saved", ROWS)
-    options = {name: value.format(folder=tmp_path) for name, value in options.items()}
+    options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
+    tokenizer = options.pop("tokenizer", words)
     with pytest.raises(PackingError, match=f"^{argument}: expected "):
-        read(options.pop("data"), **options)
-
-
-@pytest.mark.parametrize(
-    ("row", "tokenizer", "options", "argument"),
-    [
-        ({"text": "one"}, False, {}, "tokenizer"),
-        ({"input_ids": [1, 2]}, True, {}, "tokenizer"),
-        ({"input_ids": [1, 2]}, False, {"skip_bad": True}, "skip_bad"),
-    ],
-)
-def test_arguments_that_do_not_fit_the_rows(tmp_path, words, row, tokenizer, options, argument):
-    documents = Documents(str(write_lines(tmp_path / "a.jsonl", [row])), **options)
-    with pytest.raises(PackingError, match=f"^{argument}: expected "):
-        documents.tokens(text_tokenizer(words) if tokenizer else None, tmp_path / "tokens.arrow")
+        Documents(options.pop("data"), **options).tokens(tokenizer and text_tokenizer(tokenizer), tmp_path / "t.arrow")
 
 
 @pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])

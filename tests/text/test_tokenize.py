@@ -1,10 +1,10 @@
-"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map, with marks in templates or without."""
+"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map; and the texts that rows become."""
 
 import json
 
 import datasets
 import pytest
-from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, WITH_TOOLS, tokenizer_with
+from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, tokenizer_with
 from tiny_models import build
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -12,7 +12,8 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.text.render import Rendered
+from hf_packing.text.render import CHATML as OWN_CHATML
+from hf_packing.text.render import Rendered, Renderer
 from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -35,13 +36,10 @@ def columns(dataset):
 
 def of_trl(rows, tokenizer, **settings):
     """The tokens and labels that SFTTrainer trains on."""
-    args = SFTConfig(
-        "unused", use_cpu=True, bf16=False, report_to="none", max_length=None, shuffle_dataset=False, **settings
-    )
-    model = build("Llama", vocab_size=len(tokenizer))
-    return SFTTrainer(
-        model, args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
-    ).train_dataset
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
+    model, data = build("Llama", vocab_size=len(tokenizer)), datasets.Dataset.from_list(rows)
+    return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
 
 
 def ours(rows, template=CHATML, **settings):
@@ -123,25 +121,13 @@ def test_datasets_streams_and_map_are_the_same():
     assert len(hfp.pack(whole, hfp.BestFit(512))) == 1
 
 
-def test_a_stream_keeps_its_shards():
+def test_streams_keep_their_shards_and_templates_may_be_others():
     """Each logical stream reads its own; `pack` would warn of shards that several have to read."""
     stream = datasets.Dataset.from_list(CHATS).to_iterable_dataset(num_shards=3)
     packed = hfp.pack(hfp.tokenize(stream, tokenizer_with(CHATML)), hfp.BestFit(512), streams=3)
     assert len(list(packed)) == 3
-
-
-def test_tools_and_thinking():
-    template = FROM_TRL["qwen3"]
-    (ids,), (labels,) = columns(ours([{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}], template))
-    tokenizer = tokenizer_with(template)
-    assert "Finds what is lost" in tokenizer.decode(ids)
-    trained = tokenizer.decode([label for label in labels if label != -100])
-    for said in ("I look.", '"what": "keys"', "And now?", "Found.", "On the table.<|im_end|>"):
-        assert said in trained
-    for said in ("Finds what is lost", "Where are my keys?", "on the table", "Thanks"):
-        assert said not in trained
-    with pytest.raises(PackingError, match="row 0: expected a chat template that writes tools"):
-        ours([{"messages": PLAIN, "tools": TOOLS}])
+    shouted = CHATML.replace("message.content", "message.content + '!'")
+    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
 
 
 def test_text_that_the_template_leaves_out_is_counted():
@@ -149,11 +135,6 @@ def test_text_that_the_template_leaves_out_is_counted():
         ours([{"messages": PLAIN}, {"messages": CHAT}])
     with pytest.warns(UserWarning, match="tokenize: 1 of 1 documents have no token to train on"):
         ours([{"messages": PLAIN[:1]}])
-
-
-def test_another_template():
-    shouted = CHATML.replace("message.content", "message.content + '!'")
-    assert columns(ours(CHATS, chat_template=shouted)) == columns(ours(CHATS, shouted))
 
 
 @pytest.mark.parametrize("template", [STRIPPED, OPENED])
@@ -169,8 +150,7 @@ def test_templates_that_rewrite_earlier_turns(template):
         (CHATS, {"train_on": "user"}, "train_on: "),
         (CHATS, {"train_on": "completion"}, "row 0: .*train_on='completion'"),
         ([{"body": "a"}], {}, "row 0: .*text_field"),
-        ([{"input_ids": [1]}], {}, "row 0: .*input_ids"),
-        ([{"body": 1}], {"text_field": "body"}, "row 0: .*'body'"),
+        ([{"messages": PLAIN, "tools": TOOLS}], {}, "row 0: expected a chat template that writes tools"),
     ],
 )
 def test_refused(rows, settings, message):
@@ -232,20 +212,24 @@ def test_tokens_that_the_tokenizer_puts_around_a_text(words):
     assert chat["input_ids"][0][0] != 5, "a chat template has its own"
 
 
-def test_prompts_end_where_they_do_for_a_tokenizer_that_leaves_characters_out():
-    """Its offsets drift: 'two' would lie within the prompt."""
-    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("onetw")}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
-    assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
-
-
 def test_padding_and_truncation_of_a_tokenizer_are_switched_off(tmp_path, words):
     words.backend_tokenizer.enable_truncation(1)
     words.backend_tokenizer.enable_padding(length=9)
     words.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = text_tokenizer(load_tokenizer(str(tmp_path / "tokenizer.json")))
     assert tokenizer.tokens([Rendered("one two three")]) == ([[2, 3, 4]], [[2, 3, 4]])
+
+
+def test_tokenizers_in_python_and_those_that_leave_characters_out():
+    """Its offsets drift: 'two' would lie within the prompt."""
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("onetw")}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    found = hfp.tokenize({"prompt": ["######one"], "completion": ["two"]}, tokenizer)
+    assert found == {"input_ids": [[0, 1, 2, 3, 4, 0]], "labels": [[-100, -100, -100, 3, 4, 0]]}
+    tokenizer = text_tokenizer(Spelled(), separator="\n")
+    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
+    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
+    assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
 
 
 class Spelled(PreTrainedTokenizer):
@@ -272,13 +256,6 @@ class Spelled(PreTrainedTokenizer):
         return [1, *[0] * len(token_ids_0), 1]
 
 
-def test_a_tokenizer_in_python():
-    tokenizer = text_tokenizer(Spelled(), separator="\n")
-    tokens = tokenizer.tokens([tokenizer.renderer.render({"prompt": "ab", "completion": "c"})])
-    assert tokens == ([list(map(ord, "<ab\nc>"))], [[*[-100] * 4, ord("c"), ord(">")]])
-    assert hfp.tokenize({"text": ["a"]}, Spelled())["input_ids"] == [list(map(ord, "<a>"))]
-
-
 @pytest.mark.parametrize("special", ["$A </s>", "<s> $A </s>"])
 def test_special_tokens_that_end_a_prompt_alone_take_no_label_from_its_completion(special):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "one": 3, "two": 4}, unk_token="<unk>"))
@@ -289,3 +266,98 @@ def test_special_tokens_that_end_a_prompt_alone_take_no_label_from_its_completio
     rows = [{"prompt": "one", "completion": completion} for completion in completions]
     tokens = hfp.tokenize(datasets.Dataset.from_list(rows), tokenizer)
     assert [[label for label in row if label != -100] for row in tokens["labels"]] == list(completions.values())
+
+
+PLAIN_TOKENIZER = tokenizer_with(None)
+
+
+def render(row, source=OWN_CHATML, **options):
+    return Renderer(PLAIN_TOKENIZER, source, **options).render(row)
+
+
+def test_chatml_is_the_template_of_those_without_one_and_separators_belong_to_prompts():
+    calls = [{"name": "find", "arguments": {}}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    text = render({"messages": messages}, train_on="all").text
+    assert text == (f"<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n{json.dumps(calls)}<|im_end|>\n")
+    text = render({"messages": [USER], "tools": TOOLS}).text
+    assert text == f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n{ASKED}"
+    assert render({"messages": [USER], "tools": None}).text == ASKED
+    assert render({"prompt": "one", "completion": "two"}, separator="\n")[:2] == ("one\ntwo", [(4, 7)])
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "text"),
+    [
+        ({"id": 1, "text": "a"}, None, "a"),
+        ({"text": "a", "prompt": "b", "completion": "c"}, None, "a"),
+        ({"text": "a", "content": "b"}, "content", "b"),
+        ({"text": "a", "input_ids": [1]}, "text", "a"),
+        ({"text": None, "prompt": "a", "completion": "b"}, None, "ab"),
+    ],
+)
+def test_the_first_field_that_a_row_has_is_its_text(row, field, text):
+    assert render(row, text_field=field).text == text
+
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+ASKED, BEGUN, ANSWERED = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n", "A<|im_end|>\n"
+TURN = ASKED + BEGUN + ANSWERED
+PAIR = {"prompt": [USER], "completion": [ASSISTANT]}
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "text"),
+    [
+        ({"prompt": "one", "completion": "two"}, None, "one[two]"),
+        ({"messages": [USER, ASSISTANT]}, "all", TURN),
+        ({"messages": [USER, ASSISTANT] * 2}, None, f"{ASKED}{BEGUN}[{ANSWERED}]" * 2),
+        ({"messages": [USER, ASSISTANT, USER]}, "assistant", f"{ASKED}{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [ASSISTANT, USER]}, None, f"{BEGUN}[{ANSWERED}]{ASKED}"),
+        ({"messages": [USER]}, "assistant", ASKED),
+        (PAIR, None, f"{ASKED}{BEGUN}[{ANSWERED}]"),
+        (PAIR, "all", TURN),
+        ({"prompt": [USER], "completion": [ASSISTANT, USER]}, "completion", f"{ASKED}{BEGUN}[{ANSWERED}{ASKED}]"),
+        (PAIR | {"prompt": [USER, ASSISTANT, USER]}, "assistant", f"{TURN}{ASKED}{BEGUN}[{ANSWERED}]"),
+    ],
+)
+def test_what_is_trained_on(row, train_on, text):
+    """It stands in brackets, but for rows of which all is trained on."""
+    rendered = render(row, train_on=train_on)
+    marked = rendered.text
+    for begin, end in reversed(rendered.trained or []):
+        marked = f"{marked[:begin]}[{marked[begin:end]}]{marked[end:]}"
+    assert marked == text
+    assert (rendered.trained is None) == (train_on == "all")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        ({"prompt": "a"}, {}, "prompt and completion"),
+        ({"prompt": "a"}, {"text_field": "prompt"}, "prompt and completion"),
+        ({"text": "a"}, {"text_field": "body"}, "body"),
+        ({}, {}, "text, prompt"),
+        ({"input_ids": [1]}, {}, "text, prompt"),
+        ({"text": 5}, {}, "'text'"),
+        ({"messages": "one"}, {}, "a list of messages"),
+        ({"messages": ["one"]}, {}, "messages with a role"),
+        ({"messages": [{"from": "human", "value": "one"}]}, {}, "messages with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "text, got a part .*image"),
+        ({"prompt": "one", "completion": [ASSISTANT]}, {}, "a list of messages"),
+        ({"prompt": [USER], "completion": []}, {}, "completion"),
+        ({"text": "a"}, {"separator": ""}, "separator"),
+        ({"messages": [USER]}, {"train_on": "completion"}, "train_on='assistant' or 'all'"),
+        ({"prompt": "a", "completion": "b"}, {"train_on": "assistant"}, "train_on='completion' or 'all'"),
+        ({"text": "a"}, {"train_on": "assistant"}, "train_on='all'"),
+        ({"messages": [USER], "tools": "{"}, {}, "tools"),
+        ({"messages": [USER], "tools": {"name": "find"}}, {}, "[Tt]ools"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, {}, "chat_template_kwargs"),
+    ],
+)
+def test_rows_that_are_refused(row, options, reason):
+    with pytest.raises(PackingError, match=f"expected .*{reason}|^{reason}: expected "):
+        render(row, **options)

@@ -1,16 +1,28 @@
-"""The fast search for shared prefixes, beside a literal trie."""
+"""Trees: found beside a literal trie, cut optimally, walked segment by segment, and how much they shrink documents."""
 
+import json
+from itertools import combinations, pairwise
+
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from datasets import Dataset
+from forests import forests as tree_shapes
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from literal_trie import forests, tokens_of_trie
+from literal_trie import common_prefix, forests, tokens_of_trie
 
+import hf_packing as hfp
 import hf_packing.trees.find as find_module
+import hf_packing.trees.find as measure_module
+from hf_packing.cli import main
+from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 from hf_packing.rows.token_columns import find_token_columns
-from hf_packing.trees.find import find_trees
+from hf_packing.trees.find import find_trees, measure_shared_prefixes
+from hf_packing.trees.forest import Forest, cheapest_cuts, cut_large_trees, smallest_first
+from hf_packing.trees.segments import TreeSegments
 
 
 def columns_of(types=(), **columns):
@@ -32,10 +44,12 @@ def check_sharing(forest, values):
         assert left[:shared] == right[:shared]
 
 
-@given(forests(), st.integers(1, 5))
-def test_as_many_tokens_as_the_trie(documents, least):
-    found, _ = find(documents, least)
-    forest, filled = found.forest, [tuple(document) for document in documents if document]
+@given(forests(longest=16), st.integers(1, 5), st.integers(2, 6) | st.just(16))
+def test_as_many_tokens_as_the_trie(documents, least, capacity):
+    """Longer documents than the capacity are cut first."""
+    found, pieces = find(documents, least, capacity)
+    places = zip(pieces.document, pieces.start, pieces.length, strict=True)
+    forest, filled = found.forest, [tuple(documents[each][start : start + length]) for each, start, length in places]
     assert sorted(forest.order) == list(range(len(filled)))
     assert [len(filled[each]) for each in forest.order] == forest.length.tolist()
     check_sharing(forest, filled)
@@ -43,17 +57,6 @@ def test_as_many_tokens_as_the_trie(documents, least):
     assert found.splits == {}
     firsts = [min(forest.order[a:b]) for a, b in zip(forest.offsets[:-1], forest.offsets[1:], strict=True)]
     assert firsts == sorted(firsts)
-
-
-@given(forests(longest=16), st.integers(1, 4), st.integers(2, 6))
-def test_long_documents_are_cut_first(documents, least, capacity):
-    found, pieces = find(documents, least, capacity)
-    parts = [
-        tuple(documents[document][start : start + length])
-        for document, start, length in zip(pieces.document, pieces.start, pieces.length, strict=True)
-    ]
-    check_sharing(found.forest, parts)
-    assert found.forest.sizes.sum() == tokens_of_trie(parts, least)
 
 
 @given(forests(), st.integers(1, 3), st.data())
@@ -83,7 +86,13 @@ def test_values_of_other_columns_split_prefixes(documents, least, data):
     assert again.splits == found.splits
 
 
-def test_splits_are_counted_by_column():
+def test_branchings_close_to_others_and_splits_by_other_columns():
+    documents = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7], [1, 2, 8]]
+    assert find(documents, 1)[0].forest.shared.tolist() == [0, 4, 3, 2]
+    assert find(documents, 2)[0].forest.shared.tolist() == [0, 4, 2, 2]
+    assert find(documents, 3)[0].forest.shared.tolist() == [0, 3, 3, 0]
+    assert find(documents, 4)[0].forest.shared.tolist() == [0, 4, 0, 0]
+    assert find(documents, 5)[0].forest.shared.tolist() == [0, 0, 0, 0]
     documents = [[1, 2, 3, 4]] * 3 + [[1, 2, 5]]
     found, _ = find(documents, 2, weights=[[1, 1, 1, 1], [1, 1, 1, 9], [1, 1, 1, 9], [1, 1, 1]])
     assert found.splits == {"weights": 1}
@@ -96,15 +105,6 @@ def test_splits_are_counted_by_column():
     assert find(documents, 2, labels=first)[0].splits == {}  # nobody trains on a first token
 
 
-def test_a_branching_close_to_another_moves_up():
-    documents = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7], [1, 2, 8]]
-    assert find(documents, 1)[0].forest.shared.tolist() == [0, 4, 3, 2]
-    assert find(documents, 2)[0].forest.shared.tolist() == [0, 4, 2, 2]
-    assert find(documents, 3)[0].forest.shared.tolist() == [0, 3, 3, 0]
-    assert find(documents, 4)[0].forest.shared.tolist() == [0, 4, 0, 0]
-    assert find(documents, 5)[0].forest.shared.tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float64"])
 def test_columns_of_every_type(dtype):
     values = list(np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=dtype))
@@ -114,7 +114,7 @@ def test_columns_of_every_type(dtype):
     assert found.splits == {"kinds": 1}
 
 
-def test_blocks_change_nothing(monkeypatch, rng):
+def test_equal_hashes_and_blocks_change_nothing(monkeypatch, rng):
     prefixes = [rng.integers(0, 9, 30).tolist() for _ in range(9)]
     documents = [
         [*prefixes[rng.integers(9)][: rng.integers(30)], *rng.integers(0, 9, rng.integers(20)).tolist()]
@@ -128,10 +128,180 @@ def test_blocks_change_nothing(monkeypatch, rng):
         assert (again.order == whole.order).all()
         assert (again.shared == whole.shared).all()
         assert np.array_equal(again.length, whole.length)
-
-
-def test_documents_with_equal_hashes_need_not_be_equal(monkeypatch):
     monkeypatch.setattr(find_module, "_hash", lambda rows: np.zeros(len(rows), dtype=np.uint64))
     documents = [[1, 2, 3], [4, 5, 6], [1, 2, 9], [7, 5, 6]]
     forest = find(documents, 2)[0].forest
     assert (forest.order.tolist(), forest.shared.tolist()) == ([0, 2, 1, 3], [0, 2, 0, 0])
+
+
+@given(tree_shapes())
+def test_every_path_is_the_literal_one(forest):
+    lengths, parents = forest
+    trees = TreeSegments(lengths, parents)
+    begins = [sum(lengths[:segment]) for segment in range(len(lengths))]
+    for segment in range(len(lengths)):
+        above, walk = segment, []
+        while above >= 0:
+            walk = [*range(begins[above], begins[above] + lengths[above]), *walk]
+            above = parents[above]
+        assert trees.path_of(segment).tolist() == walk
+        assert trees.position_ids[walk].tolist() == [*range(len(walk))]
+        assert trees.predecessors[walk].tolist() == [-1, *walk[:-1]]
+        below = [other for other in range(len(lengths)) if segment in trees.segments_of(other)]
+        assert below == [*range(segment, trees.ends_below[segment])]
+        assert (segment in trees.leaves) == (below == [segment])
+    assert trees.tokens == sum(lengths)
+    assert trees.has_branches == any(parent >= 0 for parent in parents)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "message"),
+    [
+        ((2, 2), (-1,), "expected one parent for each of the 2 segments in segment_lengths, got 1"),
+        ((2, 0), (-1, 0), "expected at least 1 token in each segment, got 0 in segment 1"),
+        ((2, 2), (1, -1), "depth-first order.*got parent 1 for segment 0"),
+        ((2, 2), (-1, 1), "got parent 1 for segment 1"),
+        ((2, 2), (-1, -2), "got parent -2 for segment 1"),
+        ((1, 1, 1, 1), (-1, 0, 0, 1), "got parent 1 for segment 3"),
+    ],
+)
+def test_what_is_no_forest_is_refused(lengths, parents, message):
+    with pytest.raises(PackingError, match=message):
+        TreeSegments.from_arrays(lengths, parents)
+
+
+def forest_of(documents):
+    """One forest of all documents with tokens, by plain sorting."""
+    order = sorted((number for number, each in enumerate(documents) if each), key=lambda number: documents[number])
+    pairs = pairwise(order)
+    shared = [0, *(common_prefix([documents[left], documents[right]]) for left, right in pairs)][: len(order)]
+    lengths = [len(documents[number]) for number in order]
+    return Forest(*(np.array(values, dtype=np.int64) for values in (order, lengths, shared)))
+
+
+def is_depth_first(forest, documents):
+    """Each document begins with what it shares with the one before it."""
+    ordered = [documents[number] for number in forest.order]
+    pairs = zip(ordered[:-1], ordered[1:], forest.shared[1:], strict=True)
+    return all(left[:shared] == right[:shared] for left, right, shared in pairs)
+
+
+def parts(length, shared, cuts):
+    """The size of each part, and the number of tokens that are repeated."""
+    borders = [0, *cuts, len(length)]
+    own = length - shared
+    pairs = list(pairwise(borders))
+    return [int(own[first:end].sum() + shared[first]) for first, end in pairs], int(sum(shared[cut] for cut in cuts))
+
+
+@given(forests(max_documents=9), st.integers(0, 8))
+def test_no_cuts_repeat_fewer_tokens(documents, above):
+    forest = forest_of(documents)
+    assume(len(forest.order))
+    length, shared = forest.length, forest.shared
+    capacity = int(length.max()) + above
+    sizes, repeated = parts(length, shared, cheapest_cuts(length, shared, capacity))
+    assert max(sizes) <= capacity
+    places = range(1, len(length))
+    every = [parts(length, shared, cuts) for number in range(len(length)) for cuts in combinations(places, number)]
+    best = min((cost, len(found)) for found, cost in every if max(found) <= capacity)
+    assert (repeated, len(sizes)) == best
+
+
+@given(forests())
+def test_small_branches_first_is_depth_first_and_as_small(documents):
+    forest = forest_of(documents)
+    for first, end in zip(forest.offsets[:-1], forest.offsets[1:], strict=True):
+        order, shared = smallest_first(forest.length[first:end], forest.shared[first:end])
+        assert sorted(order) == list(range(end - first))
+        reordered = Forest(forest.order[first:end][order], forest.length[first:end][order], np.array(shared))
+        assert is_depth_first(reordered, documents)
+        assert reordered.sizes.sum() == tokens_of_trie([tuple(documents[each]) for each in reordered.order])
+
+
+def test_turns_of_a_chat_come_before_what_follows_them():
+    # each document is a history and an answer; the histories have 4, 8 and 12 tokens
+    documents = [[0] * 4 + [9] * 3, [0] * 8 + [9] * 3, [0] * 12 + [9] * 3]
+    forest = forest_of(documents)
+    assert forest.order.tolist() == [2, 1, 0]
+    order, shared = smallest_first(forest.length, forest.shared)
+    assert (forest.order[order].tolist(), shared) == ([0, 1, 2], [0, 4, 8])
+
+
+@given(forests(), st.integers(0, 6))
+def test_every_document_is_in_one_tree_that_fits(documents, above):
+    forest = forest_of(documents)
+    assume(len(forest.order))
+    capacity = int(forest.length.max()) + above
+    cut = cut_large_trees(forest, capacity)
+    assert sorted(cut.order) == sorted(forest.order)
+    assert is_depth_first(cut, documents)
+    assert (cut.length == [len(documents[each]) for each in cut.order]).all()
+    assert cut.sizes.max() <= capacity
+    if forest.sizes.max() <= capacity:
+        assert (cut.order == forest.order).all()
+
+
+HEADER = list(range(100, 160))
+DOCUMENTS = [[*HEADER, question, answer] for question in range(10) for answer in range(2)]
+LENGTHS = [len(document) for document in DOCUMENTS]
+SHRUNK = "documents share prefixes: with share_prefixes=True, your data would shrink"
+
+
+def test_the_ratio_is_that_of_packed_rows(monkeypatch):
+    dataset = Dataset.from_dict({"input_ids": DOCUMENTS})
+    packed = hfp.pack(dataset, hfp.BestFit(80), share_prefixes=True)
+    ratio = 20 * 62 / sum(map(len, packed["tree_input_ids"]))
+    assert ratio == 20 * 62 / 160  # two rows, with the header in each
+    for documents in (dataset, DOCUMENTS, [np.array(document) for document in DOCUMENTS]):
+        found = measure_shared_prefixes(documents, 80)
+        assert (found.ratio, found.documents, found.is_sample) == (ratio, 20, False)
+    assert measure_shared_prefixes(dataset.select(range(0, 20, 2)), 80).documents == 10
+    assert measure_shared_prefixes([[1, 2], [3]], 80).ratio == 1
+    assert measure_shared_prefixes([[1, 2], [3]], 80).sentence() == ""
+    assert measure_shared_prefixes([], 80).ratio == 1
+    monkeypatch.setattr(measure_module, "MEASURED_TOKENS", 310)
+    found = measure_shared_prefixes(DOCUMENTS, 800)
+    assert (found.documents, found.is_sample) == (4, True)
+    assert found.sentence().endswith("times (measured on the first 4 documents)")
+
+
+def test_compare_and_the_report_say_it(tmp_path, monkeypatch):
+    comparison = hfp.compare(LENGTHS, [hfp.BestFit(80), hfp.BestFit(800)], documents=DOCUMENTS)
+    assert comparison.shared.ratio == 20 * 62 / (60 + 40)
+    assert repr(comparison).splitlines()[-1] == f"{SHRUNK} 12.4 times"
+    assert f"{SHRUNK} 12.4 times</pre>" in comparison._repr_html_()
+    unlike = [[number] * 9 for number in range(9)]
+    for alone in (hfp.compare(LENGTHS, [hfp.BestFit(80)]), hfp.compare([9] * 9, [hfp.BestFit(80)], documents=unlike)):
+        assert "shrink" not in repr(alone)
+    report = hfp.packing_report(LENGTHS, 800, documents=DOCUMENTS)
+    assert str(report).splitlines()[-1] == f"{SHRUNK} 12.4 times"
+    assert f"<p>{SHRUNK} 12.4 times</p>" in report._repr_html_()
+    assert report.to_dict()["shared_prefixes"] == {"ratio": 12.4, "documents": 20, "is_sample": False}
+    assert hfp.packing_report(LENGTHS, 800).to_dict()["shared_prefixes"] is None
+    sample = hfp.packing_report(LENGTHS, 800, documents=DOCUMENTS[:6])
+    assert "(measured on the first 6 documents)" in str(sample)
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    report.save(tmp_path / "report.html")
+    assert f"<p>{SHRUNK} 12.4 times.</p>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_command_reports_and_packs(tmp_path, capsys):
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in DOCUMENTS))
+    assert main(["report", str(file), "--max-length", "800"]) == 0
+    assert f"{SHRUNK} 12.4 times" in capsys.readouterr().out.replace("\n", " ")
+    given = ["pack", str(file), "--max-length", "80", "--output", str(tmp_path / "packed")]
+    assert main([*given, "--share-prefixes"]) == 0
+    assert "prefixes shared: 7.75 times fewer tokens in packs" in capsys.readouterr().out
+    packed = datasets.load_from_disk(tmp_path / "packed")
+    plan = hfp.PackingPlan.load(tmp_path / "packed" / "plan")
+    assert hfp.unpack(packed, plan)["input_ids"][:] == DOCUMENTS
+    assert main([*given, "--overwrite", "--share-prefixes", "61", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["shared_ratio"] == 20 * 62 / (10 * 63)
+
+
+@pytest.mark.parametrize("documents", ["text", 3, [["a"]], Dataset.from_dict({"text": ["a"]})])
+def test_documents_without_tokens(documents):
+    with pytest.raises(hfp.PackingError, match="documents: expected|column 'input_ids': expected"):
+        hfp.compare([1], [hfp.BestFit(8)], documents=documents)
