@@ -45,7 +45,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
     (tree_proof). The rows of a padded batch can share their prefixes in the same way (padded).
 
-The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
+The file model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
 """
 
@@ -56,10 +56,10 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
-from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
+from hf_packing.attention.model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,

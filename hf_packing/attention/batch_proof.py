@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.inspect_model import embedding_of, without_ddp
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.layout import read_layout
 from hf_packing.attention.locate import locate_leak
+from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import on_any_rank, prove
 from hf_packing.attention.route import READ_ARGUMENTS, route_of
 from hf_packing.attention.runs import Embedded, Runner, gradients_of, logits_of

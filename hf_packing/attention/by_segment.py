@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
+from hf_packing.attention.model import GATHERED, is_fsdp
 from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (

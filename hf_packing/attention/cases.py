@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import distinctive_lengths, embedding_of
 from hf_packing.attention.layout import Layout, roots
+from hf_packing.attention.model import distinctive_lengths, embedding_of
 from hf_packing.attention.runs import (
     Embedded,
     NoLanguageModelError,

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import RowCase, examine_in_training
 from hf_packing.attention.forward import install, remove, unpatched_on_error
-from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.kernels import kernel_of, switched_off
+from hf_packing.attention.model import Signature, has_vocabulary, pad_token_of
 from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_borders
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.route import (

@@ -21,14 +21,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
 from hf_packing.attention.function import register
-from hf_packing.attention.inspect_model import (
-    Signature,
-    has_local_weights,
-    has_vocabulary,
-    inner_model,
-    sees_media,
-    tower_configurations,
-)
 from hf_packing.attention.labels import check_loader, refuse_copied_labels
 from hf_packing.attention.layout import (
     CACHES,
@@ -40,6 +32,14 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     within,
     without_first_labels,
+)
+from hf_packing.attention.model import (
+    Signature,
+    has_local_weights,
+    has_vocabulary,
+    inner_model,
+    sees_media,
+    tower_configurations,
 )
 from hf_packing.attention.padded import (
     PaddedRows,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
@@ -26,6 +25,7 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     tokens_of,
 )
+from hf_packing.attention.model import pad_token_of
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError

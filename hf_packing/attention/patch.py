@@ -15,13 +15,13 @@ from transformers.integrations.hub_kernels import is_kernel
 from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.function import NAME
-from hf_packing.attention.inspect_model import (
+from hf_packing.attention.kernels import HUB_KERNEL
+from hf_packing.attention.model import (
     configurations,
     has_local_weights,
     inner_model,
     weights_location,
 )
-from hf_packing.attention.kernels import HUB_KERNEL
 from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import has_thresholds, random_where_zero

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
-from hf_packing.attention.inspect_model import has_local_weights, input_device
 from hf_packing.attention.kernels import fallbacks
+from hf_packing.attention.model import has_local_weights, input_device
 from hf_packing.attention.tolerance import (
     GRADIENT_LENIENCE,
     LARGEST_GRADIENT_LEAK,

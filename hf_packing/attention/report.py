@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_proof import BatchProof, kernel_if_any, prove_on_batch
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase
-from hf_packing.attention.inspect_model import (
+from hf_packing.attention.model import (
     distinctive_lengths,
     embedding_of,
     has_local_weights,

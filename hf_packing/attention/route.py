@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
-from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,

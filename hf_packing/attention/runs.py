@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import Signature, inner_model, input_device, is_compiled
+from hf_packing.attention.model import Signature, inner_model, input_device, is_compiled
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,

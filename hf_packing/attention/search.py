@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
-from hf_packing.attention.inspect_model import configurations
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import configurations
 from hf_packing.attention.module_checks import (
     WatchFunctions,
     depends_on_far_positions,

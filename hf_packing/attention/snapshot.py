@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.inspect_model import configurations
+from hf_packing.attention.model import configurations
 
 _CHANGED_IN_PLACE = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

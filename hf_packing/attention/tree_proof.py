@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
 from hf_packing.attention.forward import Patch
-from hf_packing.attention.inspect_model import has_local_weights
+from hf_packing.attention.model import has_local_weights
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH, route_of
 from hf_packing.attention.runs import Runner

@@ -13,8 +13,8 @@ from training_by_hand import batch_of
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import Signature
 from hf_packing.attention.route import Method, route_of
 from tools.tiny_model import tiny_model
 

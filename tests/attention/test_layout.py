@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import (
     MAX_PADDING,
     Layout,
@@ -15,6 +14,7 @@ from hf_packing.attention.layout import (
     read_layout,
     within,
 )
+from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 
