@@ -10,10 +10,11 @@ The price is about five calls of each module. Of modules that are built alike, a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hf_packing.attention.module_checks import (
     run_one_by_one,
 )
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
-from hf_packing.attention.token_axes import Path, detached_copy, leaves
+from hf_packing.attention.token_axes import Path, detached_copy
 
 _CALLS: tuple[dict[str, bool], ...] = ({}, {"embedded": True}, {"output_hidden_states": True})
 """Options for forwards after the search. In the first one, all modules that run segment by segment do so from its begin
@@ -43,9 +44,7 @@ be recorded. Not every model supports all options."""
 
 @dataclass
 class _Call:
-    """One call of a module, recorded during the model's forward, and what it has shown of the module. By default, the
-    module can run on the whole packed row, since it is segment-local, or since its input or its output has no token
-    axis."""
+    """One call of a module, recorded during the model's forward."""
 
     name: str
     inputs: tuple[Any, Any]
@@ -56,11 +55,6 @@ class _Call:
     """Calls of inner modules that happened during this call, in order."""
     output: Any = None
     """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
-    forward: SegmentedForward | None = None
-    """The forward that runs the module segment by segment, if it has to."""
-    error: str = ""
-    """The reason why the module cannot be called on single segments. It is then left unchanged, but a module that
-    contains it may still run segment by segment."""
 
 
 class Search:
@@ -72,8 +66,8 @@ class Search:
     the right input. If an outer module has to run segment by segment, too, the inner module gets its original forward
     back.
 
-    Modules that are built alike, as in a stack of equal layers, are classified once, and the finding is assumed for all
-    of them. A proof of the route has to show whether this was right.
+    Of modules that are built alike, as in a stack of equal layers, the first one is classified, and the finding is
+    assumed for all of them. A proof of the route has to show whether this was right.
 
     Args:
         model: a model of transformers.
@@ -83,22 +77,29 @@ class Search:
     """
 
     def __init__(self, model: PreTrainedModel, row: Layout, thorough: bool = False) -> None:
-        self.model, self.row = model, row
+        self.model, self.row, self.thorough = model, row, thorough
         self.found: dict[str, SegmentedForward] = {}
         """Maps the name of each module that runs segment by segment to the module's new forward."""
         self.unsliceable: dict[str, str] = {}
-        """Maps the name of each module that could not be called on single segments to the error message."""
-        self._kinds = {} if thorough else kinds_of_modules(model)
-        self._first_of_kind: dict[int, _Call] = {}
-        self._classified: set[str] = set()
-        self._running = ""  # name of the module that is checked, or whose finding is assumed
+        """Maps the name of each module that could not be called on single segments to the error message. Such a module
+        is left unchanged, but a module that contains it may still run segment by segment."""
+        self._names = [name for name, _ in model.named_modules()]
+        alike = [[name] for name in self._names] if thorough else modules_alike(model)
+        self._alike = {names[0]: names for names in alike}
+        """Maps the name of each module that is classified to the names of all modules that are built like it."""
+        self._running = ""  # name of the module that is classified, or that runs segment by segment
         self._open_calls: list[_Call] = []
 
     def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
         """Run the search, and return a plan for every module that has to run segment by segment. `forward` runs the
         model on the packed row, with the options in `_CALLS`."""
         try:
-            with self._watching():
+            with WatchFunctions(self.row.tokens), ExitStack() as hooks:
+                for name in self._names[1:]:  # without the model itself
+                    # no other hook runs between these hooks and the forward, so they see its inputs and outputs
+                    module, before, after = self.model.get_submodule(name), self._before_call, self._after_call
+                    hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
                 forward()
             for options in _CALLS if self.found else ():
                 with suppress(Exception):  # if the first one raises an error, the proof will, too
@@ -106,73 +107,39 @@ class Search:
         finally:
             for found in self.found.values():
                 found.remove()
-        plans = [self.found[name].plan for name, _ in self.model.named_modules() if name in self.found]
+        plans = [self.found[name].plan for name in self._names if name in self.found]
         for plan in plans:
             plan.freeze()
         return plans
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        hooks = []
-        for name, module in self.model.named_modules():
-            if module is not self.model:
-                # no other hook runs between these hooks and the forward, so they see the forward's inputs and outputs
-                hooks.append(module.register_forward_pre_hook(self._before_call(name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
-        try:
-            with WatchFunctions(self.row.tokens):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _before_call(self, name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._running:
+            self._running = name if name in self.found else ""
+            self._open_calls.append(_Call(name, (args, kwargs), detached_copy((args, kwargs))))
 
-    def _before_call(self, name: str) -> Callable[..., None]:
-        def record(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self._running:
-                return
-            inputs = args, kwargs
-            if self._is_like_first_of_kind(name, inputs):
-                self._running = name
-            elif name in self.found and name not in self._classified:  # the plan for the first call does not fit
-                self.found.pop(name).remove()
-            self._open_calls.append(_Call(name, inputs, inputs if self._running else detached_copy(inputs)))
-
-        return record
-
-    def _is_like_first_of_kind(self, name: str, inputs: Any) -> bool:
-        """Return whether the finding for the first call of a module of the same kind can be assumed for this call."""
-        first = self._first_of_kind.get(self._kinds.get(name, -1))
-        if first is None or (first.forward is not None) != (name in self.found):
-            return False
-        return _settings_in(first.inputs) == _settings_in(inputs)
-
-    def _after_call(self, name: str) -> Callable[..., Any]:
-        def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
-            if self._running not in ("", name):
-                return None
-            call = self._open_calls.pop()
-            call.output = output
-            if self._open_calls:
-                self._open_calls[-1].inner.append(call)
-            if not self._running:  # otherwise, the finding for the first call of this kind is assumed
-                self._running = name
-                whole = output
-                self._classify(call, module)
-                self._apply(call, whole)
-                self._classified.add(name)
-            self._running = ""
-            return call.output
-
-        return classify_and_apply
+    def _after_call(self, name: str, module: nn.Module, _: Any, output: Any) -> Any:
+        if self._running not in ("", name):
+            return None
+        call = self._open_calls.pop()
+        call.output = output
+        if self._open_calls:
+            self._open_calls[-1].inner.append(call)
+        if not self._running and name in self._alike:
+            self._running = name
+            self._classify(call, module)
+        self._running = ""
+        return call.output
 
     def _classify(self, call: _Call, module: nn.Module) -> None:
-        """Decide from one call of a module whether the module has to run segment by segment, and note it in the call.
+        """Decide from one call of a module whether the module has to run segment by segment.
 
-        The module is left unchanged.
+        By default, it can run on the whole packed row, since it is segment-local, or since its input or its output has
+        no token axis.
         """
         inputs, row = call.inputs_copy, self.row
-        has_layers = any(isinstance(inner, nn.ModuleList) for inner in module.modules())  # which are checked themselves
-        if has_layers and 2 * len(list(module.modules())) > len(self._kinds) > 0:
+        inner = list(module.modules())
+        has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
+        if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
         plan = ModulePlan.record(call.name, module, row.tokens)
         outputs = plan.outputs.found_in(call.output)
@@ -181,65 +148,49 @@ class Search:
         forward = SegmentedForward(module, plan)
         try:
             depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
-            with restored(*module.modules()) as changed:
+            with restored(*inner) as changed:
                 output = run_one_by_one(forward, inputs, row)
-            if changed and not plan.is_stateful:
+            if changed:
                 plan.is_stateful = True
                 output = run_one_by_one(forward, inputs, row)
             refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            call.error = f"{type(error).__name__}: {error}"
+            self.unsliceable |= dict.fromkeys(self._alike[call.name], f"{type(error).__name__}: {error}")
             return
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
             or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
         ):
-            call.forward, call.output = forward, output
+            self._run_by_segment(call, forward, output)
 
-    def _apply(self, call: _Call, whole: Any) -> None:
-        """Note what a call has shown of a module, whose output was `whole`, for all modules that are built alike. If
-        they have to run segment by segment, they do so from now on. Inner modules that did get their original forwards
-        back.
+    def _run_by_segment(self, call: _Call, forward: SegmentedForward, output: Any) -> None:
+        """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
+        returns in this call. Inner modules that ran segment by segment get their original forwards back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
-        kind, alike = self._kinds.get(call.name, -1), [call.name]
-        if self._kinds and kind not in self._first_of_kind:
-            self._first_of_kind[kind] = call
-            alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
-        if call.error:
-            self.unsliceable |= dict.fromkeys(alike, call.error)
-        if (forward := call.forward) is None:
-            return
+        plan, alike, agrees = forward.plan, self._alike[call.name], False
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
-        plan = forward.plan
-        self._find_projections(call, plan, whole)
-        if plan.packed_modules() and not self._agrees(forward, call):
+        self._find_projections(call, plan)
+        call.output = output
+        with suppress(Exception):  # the module cannot use segments of the projections' outputs
+            again = run_one_by_one(forward, call.inputs_copy, self.row)
+            agrees = not outputs_differ(output, again, plan.outputs, self.row.slices)
+        if not agrees:
             plan.ahead, plan.after = {}, None
         plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
-            module = self.model.get_submodule(name)
-            self.found[name] = forward if name == call.name else SegmentedForward(module, replace(plan, name=name))
+            self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
             self.found[name].install()
 
-    def _agrees(self, forward: SegmentedForward, call: _Call) -> bool:
-        """Return whether a module that runs segment by segment still returns the same if the projections in its plan
-        run once, on the whole row."""
-        try:
-            output = run_one_by_one(forward, call.inputs_copy, self.row)
-            return not outputs_differ(call.output, output, forward.plan.outputs, self.row.slices)
-        except Exception:  # the module cannot use segments of the projections' outputs
-            return False
-
-    def _find_projections(self, call: _Call, plan: ModulePlan, whole: Any) -> None:
+    def _find_projections(self, call: _Call, plan: ModulePlan) -> None:
         """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
         on the module's input or on the output of another such projection; and the one that computes its output."""
-        known: dict[int, Path | str] = {
-            id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs) if isinstance(leaf, Tensor)
-        }
+        known: dict[int, Path | str] = {id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs)}
+        returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
         times_called = Counter(inner.name for inner in call.inner)
         for inner in call.inner:
             if times_called[inner.name] > 1 or not self._is_projection(inner, call.name):
@@ -248,9 +199,8 @@ class Search:
             if id(source) in known:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
-            elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
-                paths = [path for path, leaf, _ in plan.outputs.found_in(whole) if leaf is inner.output]
-                plan.after = (name, paths[0]) if paths else None
+            elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
+                plan.after = name, returned[id(inner.output)]
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
         """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
@@ -270,45 +220,37 @@ _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer
 """Names of attributes in which modules of transformers store the number of their layer."""
 
 
-def kinds_of_modules(model: nn.Module) -> dict[str, int]:
-    """Return a number for each module of a model, by name. Modules that are built alike have the same number.
+def modules_alike(model: nn.Module) -> list[list[str]]:
+    """Return the names of all modules of a model, in groups of modules that are built alike.
 
     Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
     same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
     they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
-    numbers: dict[Any, int] = {}
-    found: dict[nn.Module, int] = {}
+    groups: dict[Any, list[str]] = {}
+    kinds: dict[nn.Module, int] = {}
     settings = [value for config in configurations(model) for value in vars(config).values()]
     lists = [value for value in settings if isinstance(value, (list, tuple))]
-    names = {module: name for name, module in model.named_modules()}
-    for module, name in reversed(names.items()):  # inner modules first
-        place = tuple("*" if part.isdigit() else part for part in name.split("."))
+    for name, module in reversed(list(model.named_modules())):  # inner modules first
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
         layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [repr(each[number]) for number in layers for each in lists if 0 <= number < len(each)]
-        attributes = own | module._parameters | module._buffers
-        described = [(each, _describe(value)) for each, value in attributes.items()]
-        hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
-        inner = [(each, found.get(child)) for each, child in module._modules.items()]
-        key = place, type(module), module.training, tuple(of_layers), tuple(described), tuple(hooks), tuple(inner)
-        found[module] = numbers.setdefault(key, len(numbers))
-    return {name: found[module] for module, name in names.items()}
+        of_layers = [each[number] for number in layers for each in lists if 0 <= number < len(each)]
+        attributes = own | module._parameters | module._buffers | module._modules
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        place = tuple("*" if part.isdigit() else part for part in name.split("."))
+        described = tuple(_describe(each, kinds) for each in (*attributes.values(), *hooks, of_layers))
+        group = groups.setdefault((place, type(module), module.training, *attributes, described), [])
+        group.insert(0, name)
+        kinds[module] = id(group)
+    return [*groups.values()]
 
 
-def _describe(value: Any) -> Any:
+def _describe(value: Any, kinds: dict[nn.Module, int]) -> Any:
     """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, nn.Module):
+        return kinds.get(value)
     if isinstance(value, (list, tuple, dict, bool, int, float, str, Enum, torch.dtype, torch.device)):
         return repr(value)
     return id(getattr(value, "__func__", value))  # of methods, the functions
-
-
-def _settings_in(inputs: Any) -> dict[Path, Any]:
-    """Return the settings among the arguments of a module, and the shapes of its tensors, in a dictionary by path."""
-    return {
-        path: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
-        for path, leaf in leaves(inputs)
-        if isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
-    }
