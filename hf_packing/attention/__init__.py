@@ -16,7 +16,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    token_axes). A sharded model in which processes would then wait for each
    other is refused.
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
-   every module's output for the whole row with the module's outputs for the segments (search, module_checks).
+   every module's output for the whole row with the module's outputs for the segments (search).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route). Some models get several rows laid end to end.
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
@@ -35,7 +35,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
-    tokens of a document, such as poolers, get every document in a row of its own (poolers). A proof runs the whole
+    tokens of a document, such as poolers, get every document in a row of its own (by_segment). A proof runs the whole
     model, with padding on each side (unpadding_proof).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn

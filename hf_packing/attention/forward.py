@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
+from hf_packing.attention.by_segment import (
+    ReplacedForward,
+    RowsInBackbone,
+    SegmentedForward,
+    refuse_uneven_gathers,
+    switched_off,
+)
 from hf_packing.attention.function import register
 from hf_packing.attention.labels import check_loader, refuse_copied_labels
 from hf_packing.attention.layout import (
@@ -52,7 +58,6 @@ from hf_packing.attention.padded import (
     run_by_length,
     with_pad_tokens,
 )
-from hf_packing.attention.poolers import RowsInBackbone
 from hf_packing.attention.route import (
     BORDER_ARGUMENTS,
     PATCH,

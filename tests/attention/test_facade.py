@@ -1,10 +1,9 @@
 """What the attention room offers to others, and a route in one line."""
 
-import torch
-
 from hf_packing import attention
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.route import Facts, Method, Route
+from hf_packing.attention.token_axes import TokenAxes
 
 
 def test_every_name_is_there():
@@ -13,7 +12,7 @@ def test_every_name_is_there():
 
 
 def test_a_route_in_one_line_and_in_several():
-    plans = tuple(ModulePlan.record(f"layers.{i}.mixer", torch.nn.Identity(), 41) for i in range(2))
+    plans = tuple(ModulePlan(f"layers.{i}.mixer", "Identity", TokenAxes("", 41), TokenAxes("", 41)) for i in range(2))
     for plan in plans:
         plan.kind = "Mixer"
     route = Route(Method("packed_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))
