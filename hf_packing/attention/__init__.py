@@ -13,8 +13,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   token_axes). A sharded model in which processes would then wait for each
-   other is refused.
+   token_axes). A sharded model in which processes would then wait for each other is refused.
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
@@ -30,8 +29,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
    trains with (batch_proof). If the proof fails, another run finds the module in which the difference begins (locate).
-10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
-   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
+10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (patch). For a
+    model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
