@@ -245,20 +245,24 @@ class SegmentedForward(ReplacedForward):
 
         `run_paths` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
-        forwards: dict[str, Any] = {name: lambda *_, value=value: value for name, value in ahead.items()}
-        if self.plan.after is not None:
-            forwards[self.plan.after[0]] = lambda value: value
-        replaced = [(vars(self.module.get_submodule(name)), forward) for name, forward in forwards.items()]
-        before = [attributes.get("forward") for attributes, _ in replaced]
-        try:
-            for attributes, forward in replaced:
-                attributes["forward"] = forward
+        after = {self.plan.after[0]: None} if self.plan.after else {}
+        with ExitStack() as stack:
+            for name, result in {**ahead, **after}.items():
+                known = _KnownResult(self.module.get_submodule(name), result)
+                known.install()
+                stack.callback(known.remove)
             yield
-        finally:
-            for (attributes, _), own in zip(replaced, before, strict=True):
-                del attributes["forward"]
-                if own is not None:
-                    attributes["forward"] = own
+
+
+class _KnownResult(ReplacedForward):
+    """A replacement for the forward of a module, which returns a result that is known or, if it is None, its input."""
+
+    def __init__(self, module: nn.Module, result: Tensor | None) -> None:
+        super().__init__(module)
+        self.result = result
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value if self.result is None else self.result
 
 
 def _do_nothing(*_: Any) -> None:

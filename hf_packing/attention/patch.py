@@ -5,7 +5,6 @@ run segment by segment, and the route is proven on two rows, one of them in trai
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -35,6 +34,7 @@ from hf_packing.attention.own_loss import model_sees_labels, refuse_loss_across_
 from hf_packing.attention.proof import prove, require
 from hf_packing.attention.report import check_isolation
 from hf_packing.attention.route import (
+    PATCH,
     Facts,
     Method,
     Route,
@@ -137,12 +137,11 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     with unpatched_on_error(inner):
         if not is_patched(inner):
             _patch(model, prove)
-        route = route_of(inner)
-        if trees and not (route and route.facts.takes_trees):
-            with random_where_zero(inner):
+        facts = getattr(inner, PATCH).facts
+        with random_where_zero(inner) if trees or padded else nullcontext():
+            if trees and not facts.takes_trees:
                 prove_trees(inner)
-        if padded and not (route and route.facts.unpadding):
-            with random_where_zero(inner):
+            if padded and not facts.unpadding:
                 prove_unpadding(inner)
     return model
 
@@ -164,8 +163,10 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
             stacklevel=3,
         )
         return
-    if prove == "first batch" and not _is_small(inner):
-        with suppress(ModelNotSupportedError) if has_local_weights(inner) else nullcontext():
+    is_local = has_local_weights(inner)
+    is_small = is_local and sum(each.numel() for each in inner.parameters()) <= _FEW_PARAMETERS
+    if prove == "first batch" and not is_small:
+        with suppress(ModelNotSupportedError) if is_local else nullcontext():
             install(inner, find_on_small_copy(inner))
             return
     if (location := weights_location(model)) != "in memory":
@@ -244,10 +245,6 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
             raise ModelNotSupportedError(
                 f"isolation cannot be verified in {accelerator.mixed_precision} mixed precision: {report.reason}"
             )
-
-
-def _is_small(model: nn.Module) -> bool:
-    return has_local_weights(model) and sum(each.numel() for each in model.parameters()) <= _FEW_PARAMETERS
 
 
 def check_patched(model: nn.Module) -> None:
@@ -330,8 +327,6 @@ _LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]
 _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
 documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
-
-_NEVER_CALLED = "the model never called the attention function that patch_model had set"
 
 _COPY_DTYPES = (torch.float64, torch.float32)
 """Dtypes of a small copy, tried in this order. The copy has large random weights, with which rounding errors grow from
@@ -425,8 +420,6 @@ def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
             return known_routes[key]
     failures: dict[str, None] = {}
     for method in methods_for(model, cases[0].runner.called):
-        if method.attention and f"with varlen attention: {_NEVER_CALLED}" in failures:
-            continue
         try:
             known_routes[key] = _search_and_prove(method, cases, tuple(failures))
             return known_routes[key]
@@ -455,18 +448,18 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             is left unpatched.
     """
     model, case = cases[0].model, cases[0]
-    route: Route | None = None
+    route = stock = Route(method, (), 1.0, tried)
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
-        with _installed(Route(method, (), 1.0), model), case.undisturbed(), switched_off():
+        with _installed(stock, model), case.undisturbed(), switched_off():
             # attention is exact: a kernel that is wrong would look like a module that has to run by segment
             forward = partial(case.outputs, case.tokens)
             forward()
             if method.attention and not kernel_of(model):
-                raise ModelNotSupportedError(_NEVER_CALLED)
+                raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
             plans = tuple(search.run(forward))
         remove(model)
-        if route is not None and route.by_segment == plans:
+        if thorough and route.by_segment == plans:
             break
         route = Route(method, plans, packed_share(model, plans), tried)
         try:
@@ -475,8 +468,8 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             failure = error
     reasons = [str(failure)]
     if plans:
-        modules = Counter(plan.kind for plan in plans)
-        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in modules.items())}")
+        by_segment = ", ".join(f"{number} {kind}" for kind, number in route.modules.items())
+        reasons.append(f"modules that ran by segment: {by_segment}")
     for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")

@@ -215,13 +215,12 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
         model: the model.
         plans: plans of the modules that run segment by segment.
     """
-    by_segment: dict[int, int] = {}
+    by_segment: set[nn.Parameter] = set()
     for plan in plans:
         module = model.get_submodule(plan.name)
-        packed = {id(p) for inner in plan.packed_modules() for p in module.get_submodule(inner).parameters()}
-        by_segment |= {id(p): p.numel() for p in module.parameters() if id(p) not in packed}
-    everything = {id(p): p.numel() for p in model.parameters()}
-    return 1 - sum(by_segment.values()) / max(sum(everything.values()), 1)
+        packed = [module.get_submodule(inner).parameters() for inner in plan.packed_modules()]
+        by_segment |= set(module.parameters()).difference(*packed)
+    return 1 - sum(p.numel() for p in by_segment) / max(sum(p.numel() for p in model.parameters()), 1)
 
 
 def is_patched(model: PreTrainedModel) -> bool:

@@ -148,43 +148,42 @@ class Search:
         outputs = plan.outputs.found_in(call.output)
         if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
             return
-        forward = SegmentedForward(module, plan)
+        trial = _Trial(SegmentedForward(module, plan), inputs, row)
         try:
-            depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
+            depends_on_others = plan.is_stateful = trial.depends_on_far_positions()
             with restored(*inner) as changed:
-                output = run_one_by_one(forward, inputs, row)
+                output = trial.one_by_one()
             if changed:
                 plan.is_stateful = True
-                output = run_one_by_one(forward, inputs, row)
+                output = trial.one_by_one()
             refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
             self.unsliceable |= dict.fromkeys(self._alike[call.name], f"{type(error).__name__}: {error}")
             return
         if (
             depends_on_others
-            or outputs_differ(call.output, output, plan.outputs, row.slices)
-            or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
+            or trial.differ(call.output, output)
+            or (not has_layers and trial.depends_on_length(self.model.get_input_embeddings()))
         ):
-            self._run_by_segment(call, forward, output)
+            self._run_by_segment(call, trial, output)
 
-    def _run_by_segment(self, call: _Call, forward: SegmentedForward, output: Any) -> None:
+    def _run_by_segment(self, call: _Call, trial: "_Trial", output: Any) -> None:
         """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
         returns in this call. Inner modules that ran segment by segment get their original forwards back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
-        plan, alike, agrees = forward.plan, self._alike[call.name], False
+        plan, alike, agrees = trial.forward.plan, self._alike[call.name], False
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
         self._find_projections(call, plan)
         call.output = output
         with suppress(Exception):  # the module cannot use segments of the projections' outputs
-            again = run_one_by_one(forward, call.inputs_copy, self.row)
-            agrees = not outputs_differ(output, again, plan.outputs, self.row.slices)
+            agrees = not trial.differ(output, trial.one_by_one())
         if not agrees:
             plan.ahead, plan.after = {}, None
-        plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
+        plan.sharing = trial.find_sharing()
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
             self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
             self.found[name].install()
@@ -211,12 +210,11 @@ class Search:
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        if any(is_inside(name, call.name) for name in (*self.found, *self.unsliceable)):
-            return False
-        module = self.model.get_submodule(call.name)
-        has_tokens = isinstance(call.output, Tensor) and list(call.output.shape).count(self.row.tokens) == 1
+        module, output = self.model.get_submodule(call.name), call.output
+        has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
         fits = args[0].is_floating_point() or isinstance(module, nn.Embedding)
-        return has_tokens and fits and next(module.parameters(), None) is not None
+        is_local = not any(is_inside(name, call.name) for name in (*self.found, *self.unsliceable))
+        return has_tokens and fits and is_local and bool([*module.parameters()])
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
@@ -226,35 +224,34 @@ _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer
 def modules_alike(model: nn.Module) -> list[list[str]]:
     """Return the names of all modules of a model, in groups of modules that are built alike.
 
-    Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
-    same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
-    they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
+    Two modules are built alike if their names differ only in the numbers of layers, and they are shown alike, with all
+    inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes. If they
+    store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
     groups: dict[Any, list[str]] = {}
-    kinds: dict[nn.Module, int] = {}
     settings = [value for config in configurations(model) for value in vars(config).values()]
-    lists = [value for value in settings if isinstance(value, (list, tuple))]
-    for name, module in reversed(list(model.named_modules())):  # inner modules first
+    for name, module in model.named_modules():
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
         layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [each[number] for number in layers for each in lists if 0 <= number < len(each)]
-        attributes = own | module._parameters | module._buffers | module._modules
+        of_layers = [
+            each[number]
+            for number in layers
+            for each in settings
+            if isinstance(each, (list, tuple)) and 0 <= number < len(each)
+        ]
         hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-        place = tuple("*" if part.isdigit() else part for part in name.split("."))
-        described = tuple(_describe(each, kinds) for each in (*attributes.values(), *hooks, of_layers))
-        group = groups.setdefault((place, type(module), module.training, *attributes, described), [])
-        group.insert(0, name)
-        kinds[module] = id(group)
+        tensors = module._parameters | module._buffers
+        described = (_describe(each) for each in (*own.values(), *tensors.values(), *hooks, of_layers))
+        place = ("*" if part.isdigit() else part for part in name.split("."))
+        groups.setdefault((".".join(place), repr(module), module.training, *own, *described), []).append(name)
     return [*groups.values()]
 
 
-def _describe(value: Any, kinds: dict[nn.Module, int]) -> Any:
+def _describe(value: Any) -> Any:
     """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
-        return type(value), value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, nn.Module):
-        return kinds.get(value)
-    if isinstance(value, (list, tuple, dict, bool, int, float, str, Enum, torch.dtype, torch.device)):
+        return value.shape
+    if isinstance(value, (list, tuple, dict, int, float, str, Enum, torch.dtype, torch.device)):
         return repr(value)
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
@@ -307,16 +304,6 @@ class WatchFunctions(TorchFunctionMode):
         return result + self.offset if is_count else result
 
 
-def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
-    """Call a module once for each segment of a packed row, and return the joined outputs."""
-    return forward.run_paths(detached_copy(inputs), row, "none")
-
-
-def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
-    """Call a module once on the whole packed row, and return the output."""
-    return forward.run_restored(*detached_copy(inputs))
-
-
 def outputs_differ(
     left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()
 ) -> bool:
@@ -350,86 +337,107 @@ def _agree(one: Tensor, other: Tensor, axis: int, slices: Sequence[tuple[int, in
     return not any(differs[beside].double().mean() > 0.5 for beside in (begins, begins - 1))
 
 
-def depends_on_length(forward: SegmentedForward, inputs: Any, row: Layout, embedding: nn.Module | None) -> bool:
-    """Return whether a module works differently on long rows: because it counts tokens with torch.arange, as an
-    attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails on
-    rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table."""
-    with suppress(Exception):  # large counts may be no indices of a table
-        near = _run_whole(forward, inputs)
-        with WatchFunctions(row.tokens, offset=_FAR):
-            far = _run_whole(forward, inputs)
-        if outputs_differ(near, far, forward.plan.outputs, row.slices):
+@dataclass(frozen=True)
+class _Trial:
+    """A module and the arguments of one of its calls, with which it is called again in several ways."""
+
+    forward: SegmentedForward
+    inputs: Any
+    row: Layout
+    """The packed row for which the module was called."""
+
+    def whole(self) -> Any:
+        """Call the module once on the whole packed row, and return the output."""
+        return self.forward.run_restored(*detached_copy(self.inputs))
+
+    def one_by_one(self) -> Any:
+        """Call the module once for each segment of the packed row, and return the joined outputs."""
+        return self.forward.run_paths(detached_copy(self.inputs), self.row, "none")
+
+    def differ(self, left: Any, right: Any) -> bool:
+        """Return whether two outputs for the whole row differ."""
+        return outputs_differ(left, right, self.forward.plan.outputs, self.row.slices)
+
+    def depends_on_length(self, embedding: nn.Module | None) -> bool:
+        """Return whether the module works differently on long rows: because it counts tokens with torch.arange, as an
+        attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails
+        on rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table.
+        """
+        tokens = self.row.tokens
+        with suppress(Exception):  # large counts may be no indices of a table
+            near = self.whole()
+            with WatchFunctions(tokens, offset=_FAR):
+                far = self.whole()
+            if self.differ(near, far):
+                return True
+        embeddings = {each for each in self.forward.module.modules() if isinstance(each, nn.Embedding)} - {embedding}
+        longest = max((each.num_embeddings for each in embeddings), default=0)
+        if not tokens < longest <= _LONGEST_TABLE:
+            return False
+        times = longest // tokens + 1
+
+        def repeat(path: Path, leaf: Any) -> Any:
+            along = self.forward.plan.inputs.of(path, leaf)
+            if not isinstance(leaf, Tensor):
+                return leaf * times if along else leaf
+            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
+
+        try:
+            replace(self, inputs=map_leaves(self.inputs, repeat)).whole()
+        except Exception:  # an error means that the row is too long for the table
             return True
-    embeddings = {each for each in forward.module.modules() if isinstance(each, nn.Embedding)} - {embedding}
-    longest = max((each.num_embeddings for each in embeddings), default=0)
-    if not row.tokens < longest <= _LONGEST_TABLE:
-        return False
-    times = longest // row.tokens + 1
-
-    def repeat(path: Path, leaf: Any) -> Any:
-        along = forward.plan.inputs.of(path, leaf)
-        if not isinstance(leaf, Tensor):
-            return leaf * times if along else leaf
-        return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
-
-    try:
-        _run_whole(forward, map_leaves(inputs, repeat))
-    except Exception:  # an error means that the row is too long for the table
-        return True
-    return False
-
-
-def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Layout) -> bool:
-    """Return whether a very large position in one segment changes the module's output for other segments.
-
-    An example is a rotary embedding whose scale depends on the largest position in the row. The result is False for a
-    module that has parameters, or does not get the row's positions as an input.
-    """
-    positions = row.position_ids[0]
-    moved: list[Tensor] = []
-
-    def move_last(_: Path, leaf: Any) -> Any:
-        is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
-        if not is_count or leaf.shape[-1:] != (row.tokens,) or (leaf.reshape(-1, row.tokens)[-1] != positions).any():
-            return leaf
-        moved.append(leaf.clone())
-        moved[-1][..., -1] = _FAR
-        return moved[-1]
-
-    far = map_leaves(inputs, move_last)
-    if not moved or next(forward.module.parameters(), None) is not None:
-        return False
-    stateful = SegmentedForward(forward.module, replace(forward.plan, is_stateful=True))
-    try:
-        together, apart = _run_whole(stateful, far), run_one_by_one(stateful, far, row)
-        return outputs_differ(together, apart, forward.plan.outputs, row.slices)
-    except Exception:  # the module does not accept far positions, so far positions do not occur
         return False
 
+    def depends_on_far_positions(self) -> bool:
+        """Return whether a very large position in one segment changes the module's output for other segments.
 
-def find_sharing(forward: SegmentedForward, inputs: Any, row: Layout) -> Sharing:
-    """Return which segments of a row may go through a module in one call (see `Sharing`): those that have the same
-    outputs together as in separate calls."""
-    plan, shortest, device = forward.plan, min(row.lengths), row.cu_seq_lens.device
-    with WatchFunctions(row.tokens) as watched:
-        _run_whole(forward, inputs)
-    may_be_ragged = (
-        not watched.ranks
-        and not plan.is_stateful
-        and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(inputs))
-    )
-    equal = [(start, start + shortest) for start, _ in row.slices]
-    trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices), ("equal", equal)]
-    for sharing, slices in trials if may_be_ragged else trials[1:]:
-        together = [SharedCall.of(list(range(len(slices))), slices, device)]
-        one_by_one = [SharedCall.of([number], [place], device) for number, place in enumerate(slices)]
-        with suppress(Exception):  # the module does not support batches of segments
-            _, alone = forward.run_calls(detached_copy(inputs), one_by_one)
-            fills = Tensor.new_zeros, _noise
-            shared = [forward.run_calls(detached_copy(inputs), together, fill)[1] for fill in fills]
-            if not outputs_differ([alone, alone], shared):
-                return sharing
-    return "none"
+        An example is a rotary embedding whose scale depends on the largest position in the row. The result is False for
+        a module that has parameters, or does not get the row's positions as an input.
+        """
+        positions, moved = self.row.position_ids[0], []
+
+        def move_last(_: Path, leaf: Any) -> Any:
+            is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
+            if not is_count or leaf.shape[-1:] != positions.shape:
+                return leaf
+            if (leaf.reshape(-1, len(positions))[-1] != positions).any():
+                return leaf
+            moved.append(leaf.clone())
+            moved[-1][..., -1] = _FAR
+            return moved[-1]
+
+        module, far = self.forward.module, map_leaves(self.inputs, move_last)
+        if not moved or [*module.parameters()]:
+            return False
+        stateful = SegmentedForward(module, replace(self.forward.plan, is_stateful=True))
+        trial = replace(self, forward=stateful, inputs=far)
+        try:
+            return trial.differ(trial.whole(), trial.one_by_one())
+        except Exception:  # the module does not accept far positions, so far positions do not occur
+            return False
+
+    def find_sharing(self) -> Sharing:
+        """Return which segments of a row may go through the module in one call (see `Sharing`): those that have the
+        same outputs together as in separate calls."""
+        plan, row = self.forward.plan, self.row
+        with WatchFunctions(row.tokens) as watched:
+            self.whole()
+        may_be_ragged = (
+            not watched.ranks
+            and not plan.is_stateful
+            and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(self.inputs))
+        )
+        equal = [(start, start + min(row.lengths)) for start, _ in row.slices]
+        trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices), ("equal", equal)]
+        for sharing, slices in trials if may_be_ragged else trials[1:]:
+            together = [SharedCall.of([*range(len(slices))], slices, row.cu_seq_lens.device)]
+            one_by_one = [SharedCall.of([at], [place], row.cu_seq_lens.device) for at, place in enumerate(slices)]
+            runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
+            with suppress(Exception):  # the module does not support batches of segments
+                alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run)[1] for run in runs)
+                if not outputs_differ([alone, alone], shared):
+                    return sharing
+        return "none"
 
 
 def _noise(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -210,11 +210,12 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-def random_state(device: torch.device) -> tuple[Any, ...]:
+def random_state(device: torch.device) -> bytes:
     """Return the random states of torch, NumPy and Python, with that of a CUDA device. The results of two calls differ
     if a random number was drawn between the calls."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return (*(bytes(state.numpy()) for state in states), random.getstate(), pickle.dumps(np.random.get_state()))
+    of_cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    of_torch = [state.numpy() for state in (torch.get_rng_state(), *of_cuda)]
+    return pickle.dumps((of_torch, random.getstate(), np.random.get_state()))
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")
