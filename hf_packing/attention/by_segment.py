@@ -92,13 +92,12 @@ class ReplacedForward:
 
     def check_place(self, model: nn.Module) -> None:
         """Raise PackingError if the model has another module by now under the name of the replaced one."""
-        if self.name is None or any(each is self.module for each in model.get_submodule(self.name).modules()):
-            return
-        raise PackingError(
-            f"{self.name}: expected the same module as when the model was patched, got another "
-            f"{type(model.get_submodule(self.name)).__name__}; call unpatch_model before you replace a "
-            "module, and patch_model afterwards"
-        )
+        found = model.get_submodule(self.name or "")
+        if self.name is not None and self.module not in found.modules():
+            raise PackingError(
+                f"{self.name}: expected the same module as when the model was patched, got another "
+                f"{type(found).__name__}; call unpatch_model before you replace a module, and patch_model afterwards"
+            )
 
 
 @contextmanager

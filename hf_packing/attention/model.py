@@ -95,11 +95,14 @@ def tower_configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 class Signature:
-    """The arguments that a module's forward takes."""
+    """The arguments that a module's forward takes. If the forward takes *args and overrides a forward without *args,
+    they are those of the overridden forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._where = type(module).__name__
-        parameters = _forward_parameters(module)
+        inherited = [vars(cls)["forward"].__get__(module) for cls in type(module).__mro__ if "forward" in vars(cls)]
+        found = [[*inspect.signature(each).parameters.values()] for each in (module.forward, *inherited)]
+        parameters = next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
@@ -117,14 +120,6 @@ class Signature:
                 f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
             )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
-
-
-def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters in the signature of a module's forward. If the forward takes *args and overrides a forward
-    without *args, return the parameters of the overridden forward instead."""
-    inherited = [vars(cls)["forward"].__get__(module) for cls in type(module).__mro__ if "forward" in vars(cls)]
-    found = [[*inspect.signature(forward).parameters.values()] for forward in (module.forward, *inherited)]
-    return next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:

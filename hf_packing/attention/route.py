@@ -75,7 +75,6 @@ class Method:
             PackingError: the method does not support the caller's position_ids.
         """
         inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
-        is_tree = row.has_branches
         inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
@@ -89,10 +88,10 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
-        if self.borders and not is_tree:
-            inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
-            inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
+            inputs["attention_mask"] = torch.ones_like(row.position_ids)
+        if self.borders and not row.has_branches:
+            inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
+            inputs[SEQ_IDX] = row.seq_idx
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 

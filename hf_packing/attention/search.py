@@ -9,7 +9,6 @@ Others count tokens along the row.
 The price is about five calls of each module. Of modules that are built alike, as in a stack of layers, only one pays.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -193,9 +192,9 @@ class Search:
         on the module's input or on the output of another such projection; and the one that computes its output."""
         known: dict[int, Path | str] = {id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs)}
         returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
-        times_called = Counter(inner.name for inner in call.inner)
+        names = [inner.name for inner in call.inner]
         for inner in call.inner:
-            if times_called[inner.name] > 1 or not self._is_projection(inner, call.name):
+            if names.count(inner.name) > 1 or not self._is_projection(inner, call.name):
                 continue
             name, source = inner.name.removeprefix(f"{call.name}."), inner.inputs[0][0]
             if id(source) in known:
@@ -326,15 +325,14 @@ def outputs_differ(
 def _agree(one: Tensor, other: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
     if one.shape != other.shape or not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
-    is_half = one.dtype not in (torch.float32, torch.float64)
+    limit = _TOLERANCE if one.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
     one, other = one.double(), other.double()
-    if not slices or not is_half:
-        limit = (_HALF_TOLERANCE if is_half else _TOLERANCE) * torch.where(comparable(one), one, 0).abs().max()
-        return bool(differences(one, other).max() <= limit)
+    if not slices or limit == _TOLERANCE:
+        return bool(differences(one, other).max() <= limit * torch.where(comparable(one), one, 0).abs().max())
     one, other = one.movedim(axis, 0).flatten(1), other.movedim(axis, 0).flatten(1)
-    differs = ~((one - other).norm(dim=1) <= _HALF_TOLERANCE * one.norm(dim=1))
+    agrees = (one - other).norm(dim=1) <= limit * one.norm(dim=1)
     begins = torch.tensor([start for start, _ in slices[1:]])
-    return not any(differs[beside].double().mean() > 0.5 for beside in (begins, begins - 1))
+    return all(agrees[beside].double().mean() >= 0.5 for beside in (begins, begins - 1))
 
 
 @dataclass(frozen=True)
@@ -442,10 +440,8 @@ class _Trial:
 
 def _noise(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return random padding, which changes the output of any module that reads tokens after the end of a segment."""
-    generator = torch.Generator().manual_seed(0)
-    if not tensor.is_floating_point():  # tokens or positions: draw from the values in the tensor
-        return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
-    return (torch.randn(shape, generator=generator) * _LARGE).to(tensor)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * _LARGE
+    return noise.to(tensor) if tensor.is_floating_point() else tensor.new_zeros(shape)
 
 
 _LARGE = 10.0
