@@ -310,15 +310,12 @@ def patched(model: Model) -> Iterator[Model]:
         True
     """
     inner = inner_model(model)
-    if is_patched(inner):
-        yield model
-        return
-    patch_model(model)
+    was_patched = is_patched(inner)
     try:
-        yield model
+        yield patch_model(model)
     finally:
-        if is_patched(inner):
-            unpatch_model(model)
+        if is_patched(inner) and not was_patched:
+            remove(inner)
 
 
 _LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]

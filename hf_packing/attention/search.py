@@ -95,11 +95,11 @@ class Search:
         model on the packed row, with the options in `_CALLS`."""
         try:
             with WatchFunctions(self.row.tokens), ExitStack() as hooks:
-                for name in self._names[1:]:  # without the model itself
+                for name, module in [*self.model.named_modules()][1:]:  # without the model itself
                     # no other hook runs between these hooks and the forward, so they see its inputs and outputs
-                    module, before, after = self.model.get_submodule(name), self._before_call, self._after_call
-                    hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-                    hooks.enter_context(module.register_forward_hook(partial(after, name), prepend=True))
+                    before, after = partial(self._before_call, name), partial(self._after_call, name)
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after, prepend=True))
                 forward()
             for options in _CALLS if self.found else ():
                 with suppress(Exception):  # if the first one raises an error, the proof will, too
@@ -438,7 +438,7 @@ class _Trial:
         return "none"
 
 
-def _noise(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _noise(tensor: Tensor, shape: list[int]) -> Tensor:
     """Return random padding, which changes the output of any module that reads tokens after the end of a segment."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * _LARGE
     return noise.to(tensor) if tensor.is_floating_point() else tensor.new_zeros(shape)

@@ -22,7 +22,7 @@ Place = tuple[int, int] | Tensor
 """The tokens of a part of a row: the indices (start, end) of a slice, with end excluded, or the index of every token,
 int64 [tokens], in a row of trees, where the tokens of a path are not next to each other."""
 
-Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
+Fill = Callable[[Tensor, list[int]], Tensor]
 """A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
 LARGEST_FINITE = 1e30
@@ -205,8 +205,9 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
             part = leaf
             for axis in along:
                 part = _take(part, axis, (0, length_of(place)) if from_first else place)
-                if (missing := longest - length_of(place)) > 0:
-                    shape = (*part.shape[:axis], missing, *part.shape[axis + 1 :])
+                shape = list(part.shape)
+                shape[axis] = longest - shape[axis]
+                if shape[axis]:
                     part = torch.cat([part, fill(part, shape)], dim=axis)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -231,9 +232,7 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
         pieces: Sequence[Any] = [leaf] * len(lengths)
-        if along and not isinstance(leaf, Tensor):  # an integer that is the number of tokens
-            along, pieces = (), lengths
-        elif along and len(lengths) > 1:
+        if along and isinstance(leaf, Tensor) and len(lengths) > 1:
             if along[0] == 0 or leaf.shape[0] % len(lengths):
                 raise PackingError(
                     f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
@@ -242,8 +241,8 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
             pieces = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, pieces, lengths, strict=True):
             part[path] = piece
-            for axis in along:
-                part[path] = part[path].narrow(axis, 0, length)
+            for axis in along:  # of an integer, the number of tokens
+                part[path] = part[path].narrow(axis, 0, length) if isinstance(leaf, Tensor) else length
     return parts
 
 
