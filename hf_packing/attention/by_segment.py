@@ -271,8 +271,9 @@ def _do_nothing(*_: Any) -> None:
 def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
-    borders: dict[str, Any] = dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.longest)
-    return {name: value if value is None else borders.get(name, value) for name, value in kwargs.items()}
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
+    return kwargs | borders | {name: row.longest for name in MAX_LENGTHS if name in given}
 
 
 def is_inside(name: str, outer: str) -> bool:
