@@ -42,21 +42,6 @@ on. With the other options, modules get other arguments or return other outputs.
 be recorded. Not every model supports all options."""
 
 
-@dataclass
-class _Call:
-    """One call of a module, recorded during the model's forward."""
-
-    name: str
-    inputs: tuple[Any, Any]
-    """args and kwargs of the call."""
-    inputs_copy: tuple[Any, Any]
-    """A copy of `inputs`, made before the call, since a module may change its arguments in place."""
-    inner: list["_Call"] = field(default_factory=list)
-    """Calls of inner modules that happened during this call, in order."""
-    output: Any = None
-    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
-
-
 class Search:
     """A search for the modules of a model that have to run segment by segment.
 
@@ -113,12 +98,14 @@ class Search:
             plan.outputs.freeze()
         return plans
 
-    def _before_call(self, name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not self._running:
             self._running = name if name in self.found else ""
-            self._open_calls.append(_Call(name, (args, kwargs), detached_copy((args, kwargs))))
+            kind, tokens, given = type(module).__name__, self.row.tokens, (args, kwargs)
+            plan = ModulePlan(name, kind, TokenAxes(kind, tokens), TokenAxes(kind, tokens))
+            self._open_calls.append(_Call(SegmentedForward(module, plan), given, detached_copy(given), self.row))
 
-    def _after_call(self, name: str, module: nn.Module, _: Any, output: Any) -> Any:
+    def _after_call(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
         if self._running not in ("", name):
             return None
         call = self._open_calls.pop()
@@ -127,92 +114,88 @@ class Search:
             self._open_calls[-1].inner.append(call)
         if not self._running and name in self._alike:
             self._running = name
-            self._classify(call, module)
+            self._classify(call)
         self._running = ""
         return call.output
 
-    def _classify(self, call: _Call, module: nn.Module) -> None:
+    def _classify(self, call: "_Call") -> None:
         """Decide from one call of a module whether the module has to run segment by segment.
 
         By default, it can run on the whole packed row, since it is segment-local, or since its input or its output has
         no token axis.
         """
-        inputs, row = call.inputs_copy, self.row
-        inner = list(module.modules())
+        plan, inner = call.forward.plan, list(call.forward.module.modules())
         has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
         if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        kind = type(module).__name__
-        plan = ModulePlan(call.name, kind, TokenAxes(kind, row.tokens), TokenAxes(kind, row.tokens))
         outputs = plan.outputs.found_in(call.output)
-        if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
+        if not plan.inputs.found_in(call.inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
             return
-        trial = _Trial(SegmentedForward(module, plan), inputs, row)
         try:
-            depends_on_others = plan.is_stateful = trial.depends_on_far_positions()
+            depends_on_others = plan.is_stateful = call.depends_on_far_positions()
             with restored(*inner) as changed:
-                output = trial.one_by_one()
+                output = call.one_by_one()
             if changed:
                 plan.is_stateful = True
-                output = trial.one_by_one()
+                output = call.one_by_one()
             refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            self.unsliceable |= dict.fromkeys(self._alike[call.name], f"{type(error).__name__}: {error}")
+            self.unsliceable |= dict.fromkeys(self._alike[plan.name], f"{type(error).__name__}: {error}")
             return
         if (
             depends_on_others
-            or trial.differ(call.output, output)
-            or (not has_layers and trial.depends_on_length(self.model.get_input_embeddings()))
+            or call.differ(call.output, output)
+            or (not has_layers and call.depends_on_length(self.model.get_input_embeddings()))
         ):
-            self._run_by_segment(call, trial, output)
+            self._run_by_segment(call, output)
 
-    def _run_by_segment(self, call: _Call, trial: "_Trial", output: Any) -> None:
+    def _run_by_segment(self, call: "_Call", output: Any) -> None:
         """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
         returns in this call. Inner modules that ran segment by segment get their original forwards back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
-        plan, alike, agrees = trial.forward.plan, self._alike[call.name], False
+        plan, agrees = call.forward.plan, False
+        alike = self._alike[plan.name]
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
         self._find_projections(call, plan)
         call.output = output
         with suppress(Exception):  # the module cannot use segments of the projections' outputs
-            agrees = not trial.differ(output, trial.one_by_one())
+            agrees = not call.differ(output, call.one_by_one())
         if not agrees:
             plan.ahead, plan.after = {}, None
-        plan.sharing = trial.find_sharing()
+        plan.sharing = call.find_sharing()
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
             self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
             self.found[name].install()
 
-    def _find_projections(self, call: _Call, plan: ModulePlan) -> None:
+    def _find_projections(self, call: "_Call", plan: ModulePlan) -> None:
         """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
         on the module's input or on the output of another such projection; and the one that computes its output."""
-        known: dict[int, Path | str] = {id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs)}
+        known: dict[int, Path | str] = {id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.given)}
         returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
-        names = [inner.name for inner in call.inner]
+        called = [inner.forward.module for inner in call.inner]
         for inner in call.inner:
-            if names.count(inner.name) > 1 or not self._is_projection(inner, call.name):
+            if called.count(inner.forward.module) > 1 or not self._is_projection(inner, plan.name):
                 continue
-            name, source = inner.name.removeprefix(f"{call.name}."), inner.inputs[0][0]
+            name, source = inner.forward.plan.name.removeprefix(f"{plan.name}."), inner.given[0][0]
             if id(source) in known:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
                 plan.after = name, returned[id(inner.output)]
 
-    def _is_projection(self, call: _Call, outer: str) -> bool:
+    def _is_projection(self, call: "_Call", outer: str) -> bool:
         """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
         segment-local module that has weights, takes a single tensor, and returns a tensor with one token axis."""
-        args, kwargs = call.inputs
-        if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        (args, kwargs), name, module, output = call.given, call.forward.plan.name, call.forward.module, call.output
+        if not name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        module, output = self.model.get_submodule(call.name), call.output
         has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
         fits = args[0].is_floating_point() or isinstance(module, nn.Embedding)
-        is_local = not any(is_inside(name, call.name) for name in (*self.found, *self.unsliceable))
+        is_local = not any(is_inside(each, name) for each in (*self.found, *self.unsliceable))
         return has_tokens and fits and is_local and bool([*module.parameters()])
 
 
@@ -335,14 +318,22 @@ def _agree(one: Tensor, other: Tensor, axis: int, slices: Sequence[tuple[int, in
     return all(agrees[beside].double().mean() >= 0.5 for beside in (begins, begins - 1))
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A module and the arguments of one of its calls, with which it is called again in several ways."""
+@dataclass
+class _Call:
+    """One call of a module, recorded during the model's forward, which can be made again in several ways."""
 
     forward: SegmentedForward
-    inputs: Any
+    """The forward that would run the module segment by segment."""
+    given: tuple[Any, Any]
+    """args and kwargs of the call."""
+    inputs: tuple[Any, Any]
+    """A copy of `given`, made before the call, since a module may change its arguments in place."""
     row: Layout
-    """The packed row for which the module was called."""
+    """The packed row on which the model runs."""
+    inner: list["_Call"] = field(default_factory=list)
+    """Calls of inner modules that happened during this call, in order."""
+    output: Any = None
+    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
 
     def whole(self) -> Any:
         """Call the module once on the whole packed row, and return the output."""
@@ -408,9 +399,9 @@ class _Trial:
         if not moved or [*module.parameters()]:
             return False
         stateful = SegmentedForward(module, replace(self.forward.plan, is_stateful=True))
-        trial = replace(self, forward=stateful, inputs=far)
+        moved_call = replace(self, forward=stateful, inputs=far)
         try:
-            return trial.differ(trial.whole(), trial.one_by_one())
+            return moved_call.differ(moved_call.whole(), moved_call.one_by_one())
         except Exception:  # the module does not accept far positions, so far positions do not occur
             return False
 
