@@ -29,7 +29,7 @@ from trainers import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.attention.find_route import known_routes
+from hf_packing.attention.route import known_routes
 from hf_packing.training.step_counts import StepCounts
 
 pytestmark = pytest.mark.filterwarnings(

@@ -22,9 +22,9 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
+from hf_packing.attention.by_segment import into_rows
 from hf_packing.attention.layout import Layout
 from hf_packing.attention.padded import PaddedRows
-from hf_packing.attention.poolers import into_rows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.sampling.rows import SampledRows

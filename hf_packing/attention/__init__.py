@@ -13,10 +13,9 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   token_axes). A sharded model in which processes would then wait for each
-   other is refused.
+   token_axes). A sharded model in which processes would then wait for each other is refused.
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
-   every module's output for the whole row with the module's outputs for the segments (search, module_checks).
+   every module's output for the whole row with the module's outputs for the segments (search).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route). Some models get several rows laid end to end.
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
@@ -30,12 +29,12 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    model, patched or not, and reports what it has seen (report).
 9. A training batch is proven before the first step, at the lengths, in the dtype and on the weights that the model
    trains with. If the proof fails, other runs find the module in which the difference begins (batch_proof).
-10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
-   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
+10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (patch). For a
+    model whose weights are not in memory, the proof can run on a small copy of the model (small_copy).
 11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
     for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
     its outputs are put back where the tokens were (padded). Modules that compute one output from all
-    tokens of a document, such as poolers, get every document in a row of its own (poolers). A proof runs the whole
+    tokens of a document, such as poolers, get every document in a row of its own (by_segment). A proof runs the whole
     model, with padding on each side (batch_kinds).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
@@ -45,7 +44,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
     (batch_kinds). The rows of a padded batch can share their prefixes in the same way (padded).
 
-The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
+The file model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
 """
 
@@ -57,10 +56,10 @@ from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import unpatched_on_error
-from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.kernels import kernel_of
 from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
+from hf_packing.attention.model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,

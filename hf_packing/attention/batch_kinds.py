@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_packing.attention.by_segment import find_last_of_tokens
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
 from hf_packing.attention.forward import Patch, install_unpadding
-from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.layout import CACHES
+from hf_packing.attention.model import embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.padded import SIDES, Side, Unpadding
-from hf_packing.attention.poolers import find_last_of_tokens
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH
 from hf_packing.attention.runs import NotCallableError, Runner

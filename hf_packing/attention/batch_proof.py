@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Case
-from hf_packing.attention.inspect_model import embedding_of, without_ddp
 from hf_packing.attention.layout import read_layout
+from hf_packing.attention.model import embedding_of, without_ddp
 from hf_packing.attention.proof import Proof, on_any_rank, prove
 from hf_packing.attention.runs import Runner
 from hf_packing.attention.token_axes import tensors_in

@@ -1,20 +1,26 @@
 """Run a module separately on every segment (usually a document) of a packed row.
 
 The module's inputs are cut into segments, the module is called on every segment, and the outputs are joined.
+
+A pooler, which turns all tokens of a document into one output, reads a place in a row, such as the first token. In the
+packed row that a padded batch becomes, documents have no rows of their own, so the last module of the backbone that
+returns a value for every token makes these rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
-from hf_packing.attention.padded import current_rows
+from hf_packing.attention.model import GATHERED, is_fsdp
+from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
@@ -25,6 +31,7 @@ from hf_packing.attention.token_axes import (
     leaves,
     map_leaves,
     split_outputs,
+    tensors_in,
 )
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
 from hf_packing.errors import PackingError
@@ -85,13 +92,12 @@ class ReplacedForward:
 
     def check_place(self, model: nn.Module) -> None:
         """Raise PackingError if the model has another module by now under the name of the replaced one."""
-        if self.name is None or any(each is self.module for each in model.get_submodule(self.name).modules()):
-            return
-        raise PackingError(
-            f"{self.name}: expected the same module as when the model was patched, got another "
-            f"{type(model.get_submodule(self.name)).__name__}; call unpatch_model before you replace a "
-            "module, and patch_model afterwards"
-        )
+        found = model.get_submodule(self.name or "")
+        if self.name is not None and self.module not in found.modules():
+            raise PackingError(
+                f"{self.name}: expected the same module as when the model was patched, got another "
+                f"{type(found).__name__}; call unpatch_model before you replace a module, and patch_model afterwards"
+            )
 
 
 @contextmanager
@@ -130,27 +136,6 @@ class ModulePlan:
     """The last inner module, such as an output projection, if the module runs segment by segment without it, and it
     then runs once on the whole packed row. Its name, and the path of its output in the nested output of the module."""
 
-    @classmethod
-    def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
-        """Return a new ModulePlan, which records a module's token axes until `freeze` is called.
-
-        Args:
-            name: name of the module in the model.
-            module: the module. While it is called on a row of `row_length` tokens, its token axes are recorded.
-            row_length: number of tokens in the row.
-        """
-        kind = type(module).__name__
-        return cls(name, kind, TokenAxes(kind, row_length), TokenAxes(kind, row_length))
-
-    @property
-    def is_recording(self) -> bool:
-        return self.inputs.row_length is not None
-
-    def freeze(self) -> None:
-        """Stop recording token axes. From then on, the plan uses the recorded axes for rows of any length."""
-        self.inputs.freeze()
-        self.outputs.freeze()
-
     def packed_modules(self) -> list[str]:
         """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
         return [*self.ahead, *([self.after[0]] if self.after else [])]
@@ -185,102 +170,98 @@ class SegmentedForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
         row, plan, inputs = current_layout.get(), self.plan, (args, kwargs)
-        if row is None and current_rows.get() is not None:  # in a padded batch
-            return self.forward(*args, **kwargs)
-        if row is None:
+        if row is None and current_rows.get() is None:
             raise PackingError(
                 f"{plan.kind} ({plan.name}) was called outside its model's forward, where the borders between packed "
                 "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
-        if not plan.inputs.found_in(inputs):
+        if row is None or not plan.inputs.found_in(inputs):  # outside of the backbone of a padded batch
             return self.forward(*args, **kwargs)
         if row.is_one_path_per_row:
             return self.run_restored(args, kwargs)
-        if plan.is_recording:
+        if plan.outputs.row_length is not None:
             plan.outputs.found_in(self.forward(*args, **kwargs))
         plan.inputs.check_row(inputs, row.tokens)
-        return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
+        return self.run_paths(inputs, row, plan.sharing)
 
-    def run_segments(
-        self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill = Tensor.new_zeros
+    def run_paths(self, inputs: tuple[Any, Any], row: Layout, sharing: Sharing) -> Any:
+        """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
+        If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
+        the output that it has on the first path."""
+        name, after = self.plan.after or ("", None)
+
+        def finish(path: Path, leaf: Any) -> Any:
+            if row.has_branches and isinstance(leaf, Tensor):
+                for axis in self.plan.outputs.of(path, leaf):
+                    leaf = leaf.index_select(axis, row.first_places)
+            return self.module.get_submodule(name)(leaf) if path == after else leaf
+
+        output, parts = self.run_calls(inputs, row.calls(sharing))
+        return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
+
+    def run_calls(
+        self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros
     ) -> tuple[Any, list[dict[Path, Any]]]:
         """Call the module on the segments of a packed row, and return the outputs without joining them.
 
         Args:
             inputs: positional and keyword arguments of the module for the whole row.
             calls: the calls to make, each of which covers one or more segments.
-            num_segments: number of segments in all calls together.
             fill: function that makes the padding of shorter segments in a call.
 
         Returns:
             The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
             segment. The dictionary maps a path in the nested output to the segment's value at that path.
         """
-        parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
+        parts: dict[int, dict[Path, Any]] = {}
         plan, output = self.plan, None
         ahead = self._run_ahead(inputs)
         for call in calls:
             args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
             with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
-            found = split_outputs(output, plan.outputs, call.lengths)
-            for segment, part in zip(call.segments, found, strict=True):
-                parts[segment] = part
-        return output, parts
-
-    def join(self, output: Any, parts: list[dict[Path, Any]], row: Layout | None = None) -> Any:
-        """Return the module's output for the whole row, joined from the results of `run_segments`. If `plan.after` is
-        set, run that inner module on the joined output. If segments share prefixes, the parts are the paths of
-        `row`, and every token gets the output that it has on the first path."""
-        name, after = self.plan.after or ("", None)
-
-        def finish(path: Path, leaf: Any) -> Any:
-            if row is not None and row.has_branches and isinstance(leaf, Tensor):
-                for axis in self.plan.outputs.of(path, leaf):
-                    leaf = leaf.index_select(axis, row.first_places)
-            return self.module.get_submodule(name)(leaf) if path == after else leaf
-
-        return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
+            parts |= zip(call.segments, split_outputs(output, plan.outputs, call.lengths), strict=True)
+        return output, [parts[segment] for segment in sorted(parts)]
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
         """Call the module's original forward, and return the output. If the module is stateful, restore its state after
         the call."""
-        if not self.plan.is_stateful:
-            return self.forward(*args, **kwargs)
-        with restored(*self.module.modules()):
+        with restored(*self.module.modules()) if self.plan.is_stateful else nullcontext():
             return self.forward(*args, **kwargs)
 
     def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
         """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
-        made: dict[str, Tensor] = {}
-        arguments = dict(leaves(inputs)) if self.plan.ahead else {}
+        known: dict[Path | str, Any] = dict(leaves(inputs)) if self.plan.ahead else {}
         for name, source in self.plan.ahead.items():
-            given = made.get(source) if isinstance(source, str) else arguments.get(source)
-            if isinstance(given, Tensor):  # None if the caller passed embeddings, not tokens
-                made[name] = self.module.get_submodule(name)(given)
-        return made
+            if isinstance(given := known.get(source), Tensor):  # none if the caller passed embeddings, not tokens
+                known[name] = self.module.get_submodule(name)(given)
+        return {name: known[name] for name in self.plan.ahead if name in known}
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
         """Context manager: within the block, the inner modules named in `ahead` do not run, and return the outputs that
         `ahead` contains. The inner module in `plan.after` does not run either, and returns its input.
 
-        `join` runs the module in `plan.after` later, once, on the joined outputs of all segments.
+        `run_paths` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
-        forwards: dict[str, Any] = {name: lambda *_, value=value: value for name, value in ahead.items()}
-        if self.plan.after is not None:
-            forwards[self.plan.after[0]] = lambda value: value
-        modules = {name: self.module.get_submodule(name) for name in forwards}
-        before: dict[str, Any] = {name: vars(module).get("forward") for name, module in modules.items()}
-        try:
-            for name, module in modules.items():
-                module.forward = forwards[name]
+        after = {self.plan.after[0]: None} if self.plan.after else {}
+        with ExitStack() as stack:
+            for name, result in {**ahead, **after}.items():
+                known = _KnownResult(self.module.get_submodule(name), result)
+                known.install()
+                stack.callback(known.remove)
             yield
-        finally:
-            for name, module in modules.items():
-                del module.forward
-                if before[name] is not None:
-                    module.forward = before[name]
+
+
+class _KnownResult(ReplacedForward):
+    """A replacement for the forward of a module, which returns a result that is known or, if it is None, its input."""
+
+    def __init__(self, module: nn.Module, result: Tensor | None) -> None:
+        super().__init__(module)
+        self.result = result
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value if self.result is None else self.result
 
 
 def _do_nothing(*_: Any) -> None:
@@ -292,8 +273,7 @@ def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
     Arguments that are missing or None are not added."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
-    borders |= {name: row.longest for name in MAX_LENGTHS if name in given}
-    return {**kwargs, **borders}
+    return kwargs | borders | {name: row.longest for name in MAX_LENGTHS if name in given}
 
 
 def is_inside(name: str, outer: str) -> bool:
@@ -330,3 +310,50 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
                     f"Let FSDP wrap {plan.kind} itself, or a module that contains it; with DeepSpeed, call "
                     f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )
+
+
+class RowsInBackbone(ReplacedForward):
+    """A replacement for the forward of the last module of a backbone that returns a value for every token. What follows
+    in the backbone gets every document in a row of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output, layout = self.forward(*args, **kwargs), current_layout.get()
+        if not self.installed or layout is None or not layout.is_unpadded:
+            return output
+        return into_rows(output, layout)
+
+
+def into_rows(value: Any, layout: Layout) -> Any:
+    """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
+    each segment in a row of its own, padded on the right with zeros."""
+    real = np.arange(layout.longest) < np.array(layout.lengths)[:, None]
+
+    def cut(_: Path, leaf: Any) -> Any:
+        is_of_tokens = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.tokens)
+        return PaddedRows(real, leaf.device).spread(leaf[0]) if is_of_tokens else leaf
+
+    return map_leaves(value, cut)
+
+
+def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:
+    """Return the name of the last inner module of a backbone that returns a value for every token, if the backbone
+    itself then computes something from all tokens of a packed row; otherwise, return None.
+
+    Args:
+        model: a patched model.
+        backbone: the backbone of the model.
+        forward: function that runs the backbone on a packed row, and returns its output.
+        row: the layout of this row.
+    """
+    last: list[nn.Module] = []
+
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        if any(each.ndim == 3 and each.shape[:2] == (1, row.tokens) for each in tensors_in(output)):
+            last[:] = [module]
+
+    with ExitStack() as hooks:
+        for module in backbone.children():
+            hooks.enter_context(module.register_forward_hook(record))
+        output = tensors_in(forward())
+    pools = any(each.ndim > 1 and row.tokens not in each.shape and len(each) != len(row.lengths) for each in output)
+    return next((name for name, module in model.named_modules() if pools and module in last), None)

@@ -20,8 +20,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import distinctive_lengths, embedding_of
 from hf_packing.attention.layout import Layout, roots
+from hf_packing.attention.model import distinctive_lengths, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers, switched_off
-from hf_packing.attention.function import register
-from hf_packing.attention.inspect_model import (
-    Signature,
-    has_local_weights,
-    has_vocabulary,
-    inner_model,
-    sees_media,
-    tower_configurations,
+from hf_packing.attention.by_segment import (
+    ReplacedForward,
+    RowsInBackbone,
+    SegmentedForward,
+    refuse_uneven_gathers,
+    switched_off,
 )
+from hf_packing.attention.function import register
 from hf_packing.attention.labels import check_loader, refuse_copied_labels
 from hf_packing.attention.layout import (
     CACHES,
@@ -41,6 +39,14 @@ from hf_packing.attention.layout import (
     within,
     without_first_labels,
 )
+from hf_packing.attention.model import (
+    Signature,
+    has_local_weights,
+    has_vocabulary,
+    inner_model,
+    sees_media,
+    tower_configurations,
+)
 from hf_packing.attention.padded import (
     PaddedRows,
     Unpadding,
@@ -52,7 +58,6 @@ from hf_packing.attention.padded import (
     run_by_length,
     with_pad_tokens,
 )
-from hf_packing.attention.poolers import RowsInBackbone
 from hf_packing.attention.route import (
     BORDER_ARGUMENTS,
     PATCH,

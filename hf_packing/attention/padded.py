@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_packing.attention.inspect_model import pad_token_of
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
@@ -26,6 +25,7 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     tokens_of,
 )
+from hf_packing.attention.model import pad_token_of
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -155,20 +155,20 @@ class PaddedRows:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2:
                 return leaf
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
-                return self._spread(leaf[0])
+                return self.spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
                 if (documents, longest, self.side) == (*self.shape, "right"):
                     return leaf
                 real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
-                return self._spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
+                return self.spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
             if len(leaf) == documents and path[:1] != ("router_logits",):
                 places = on_device(np.flatnonzero(self.lengths), leaf.device)
                 return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
-            return self._spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
+            return self.spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
         return map_leaves(value, put)
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
         if self.shared is not None:
             values = values[on_device(self.shared.given, values.device)]

@@ -1,10 +1,15 @@
-"""Patch a model so that packed documents do not affect each other, and remove the patch again."""
+"""Patch a model so that packed documents do not affect each other, and remove the patch again.
+
+The methods are tried in order, from the fastest to the most general. For each, a search finds the modules that have to
+run segment by segment, and the route is proven on two rows, one of them in training mode.
+"""
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -13,28 +18,47 @@ from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.batch_kinds import prove_trees, prove_unpadding
-from hf_packing.attention.find_route import find_and_prove, find_for_long_documents, find_on_small_copy
+from hf_packing.attention.cases import RowCase, examine_in_training, sees_labels
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.function import NAME
-from hf_packing.attention.inspect_model import (
+from hf_packing.attention.kernels import HUB_KERNEL, kernel_of, switched_off
+from hf_packing.attention.model import (
+    Signature,
     configurations,
     has_local_weights,
+    has_vocabulary,
     inner_model,
+    pad_token_of,
     weights_location,
 )
-from hf_packing.attention.kernels import HUB_KERNEL
+from hf_packing.attention.proof import prove, require
 from hf_packing.attention.report import check_isolation
-from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
-from hf_packing.attention.small_copy import has_thresholds, random_where_zero
+from hf_packing.attention.route import (
+    PATCH,
+    Facts,
+    Method,
+    Route,
+    is_patched,
+    known_routes,
+    methods_for,
+    packed_share,
+    route_key,
+    route_of,
+)
+from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
+from hf_packing.attention.search import Search
+from hf_packing.attention.small_copy import has_thresholds, random_where_zero, small_copy_of
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
 
-
 Prove = Literal["model", "small"]
 """The model on which `patch_model` proves isolation."""
+
+ProveInTraining = Literal["first batch", "model", "small"]
+"""When, or on which model, a trainer or a training loop proves isolation."""
 
 
 @torch.inference_mode(False)  # gradients are compared
@@ -111,18 +135,21 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     with unpatched_on_error(inner):
         if not is_patched(inner):
             _patch(model, prove)
-        route = route_of(inner)
-        if trees and not (route and route.facts.takes_trees):
-            with random_where_zero(inner):
+        facts = getattr(inner, PATCH).facts
+        with random_where_zero(inner) if trees or padded else nullcontext():
+            if trees and not facts.takes_trees:
                 prove_trees(inner)
-        if padded and not (route and route.facts.unpadding):
-            with random_where_zero(inner):
+            if padded and not facts.unpadding:
                 prove_unpadding(inner)
     return model
 
 
-def _patch(model: nn.Module, prove: Prove) -> None:
-    """Find a route, prove it on the model or on a small copy, and install it."""
+def _patch(model: nn.Module, prove: ProveInTraining) -> None:
+    """Find a route, prove it on the model or on a small copy, and install it.
+
+    If `prove` is "first batch", the route of a large model is found on a small copy. If the copy has none, it is found
+    on the model, unless the weights of the model are not in memory.
+    """
     inner = inner_model(model)
     _check_configuration(inner)
     _use_hub_kernels_of(inner)
@@ -134,6 +161,12 @@ def _patch(model: nn.Module, prove: Prove) -> None:
             stacklevel=3,
         )
         return
+    is_local = has_local_weights(inner)
+    is_small = is_local and sum(each.numel() for each in inner.parameters()) <= _FEW_PARAMETERS
+    if prove == "first batch" and not is_small:
+        with suppress(ModelNotSupportedError) if is_local else nullcontext():
+            install(inner, find_on_small_copy(inner))
+            return
     if (location := weights_location(model)) != "in memory":
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
@@ -176,9 +209,6 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
             setattr(module, HUB_KERNEL, kernels[id(module.config)])
 
 
-ProveInTraining = Literal["first batch", "model", "small"]
-"""When, or on which model, a trainer or a training loop proves isolation."""
-
 _FEW_PARAMETERS = 5_000_000
 """A model with at most this number of parameters is as fast as its small copy, so the route is found on the model."""
 
@@ -202,8 +232,8 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
     check_choice("prove", prove, ProveInTraining)
     inner = inner_model(model)
     with unpatched_on_error(model):
-        if prove == "first batch" and not is_patched(inner) and not _is_small(inner):
-            _patch_as_small_copy(inner)
+        if prove == "first batch" and not is_patched(inner):
+            _patch(model, prove)
         patch_model(model, prove="small" if prove == "small" else "model")
         if prove != "model" or accelerator.mixed_precision == "no":
             return
@@ -213,26 +243,6 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
             raise ModelNotSupportedError(
                 f"isolation cannot be verified in {accelerator.mixed_precision} mixed precision: {report.reason}"
             )
-
-
-def _is_small(model: nn.Module) -> bool:
-    return has_local_weights(model) and sum(each.numel() for each in model.parameters()) <= _FEW_PARAMETERS
-
-
-def _patch_as_small_copy(model: PreTrainedModel) -> None:
-    """Install the route that was found on a small copy of a model. If none is found, the model is left unpatched,
-    unless its weights are not in memory.
-
-    Raises:
-        ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
-    """
-    _check_configuration(model)
-    _use_hub_kernels_of(model)
-    try:
-        install(model, find_on_small_copy(model))
-    except ModelNotSupportedError:
-        if not has_local_weights(model):
-            raise
 
 
 def check_patched(model: nn.Module) -> None:
@@ -270,7 +280,18 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     inner = inner_model(model)
     if not is_patched(inner):
         raise PackingError(f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched")
-    return _Unpatched(model, remove(inner))
+    return _patched_again(model, remove(inner))
+
+
+@contextmanager
+def _patched_again(model: Model, route: Route) -> Iterator[Model]:
+    """Context manager: at the end of the block, a route is installed in the model. It is not proven again."""
+    try:
+        yield model
+    finally:
+        inner = inner_model(model)
+        if not is_patched(inner):
+            install(inner, route)
 
 
 @contextmanager
@@ -287,31 +308,250 @@ def patched(model: Model) -> Iterator[Model]:
         True
     """
     inner = inner_model(model)
-    if is_patched(inner):
-        yield model
-        return
-    patch_model(model)
+    was_patched = is_patched(inner)
     try:
-        yield model
+        yield patch_model(model)
     finally:
-        if is_patched(inner):
-            unpatch_model(model)
+        if is_patched(inner) and not was_patched:
+            remove(inner)
 
 
-class _Unpatched(AbstractContextManager[Any]):
-    """The context manager that `unpatch_model` returns. At the end of the block, the model is patched with the same
-    route as before. The route is not proven again."""
+_LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]
+"""Lengths of documents with pad tokens, and where these stand: in the third and in the last place of each."""
 
-    def __init__(self, model: nn.Module, route: Route) -> None:
-        self.model = model
-        self.route = route
+_LENGTHS_IN_TRAINING = (17, 17)
+"""Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
+documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
 
-    def __enter__(self) -> nn.Module:
-        return self.model
+_COPY_DTYPES = (torch.float64, torch.float32)
+"""Dtypes of a small copy, tried in this order. The copy has large random weights, with which rounding errors grow from
+layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        inner = inner_model(self.model)
-        if not is_patched(inner):
-            install(inner, self.route)
+
+class _NoCopyError(ModelNotSupportedError):
+    """Raised if a model's class or its configuration rejects small sizes."""
+
+
+def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
+    """Install the fastest route that is proven to keep documents apart.
+
+    A route that was found before, for a model with the same `route_key`, is tried first. If `only` is given, no other
+    route is tried. After an error or an interruption, the model is left unpatched.
+
+    Raises:
+        ModelNotSupportedError: no route passes the proof, the model cannot be called with input_ids alone, or the
+            model's own loss compares labels of one document with outputs of another document. The message contains the
+            reason.
+    """
+    try:
+        with unpatched_on_error(model):
+            _prove_on_packed_rows(model, model, only)
+        return
+    except ModelNotSupportedError as error:
+        takes_labels = "labels" in Signature(model).names
+        is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
+        if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
+            raise
+    if model.base_model is not model:
+        with suppress(ModelNotSupportedError), unpatched_on_error(model):
+            _prove_on_packed_rows(model, model.base_model, only)
+            return
+    with unpatched_on_error(model):
+        facts = Facts(takes_packed_rows=False)
+        install(model, Route(Method(None, positions=False, borders=False), (), 0.0, facts=facts))
+        prove_unpadding(model, by_length=True)
+
+
+def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, only: Route | None) -> None:
+    """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
+    model has no vocabulary, try to prove that it takes padded batches, too."""
+    cases = _examined(Runner(model, module))
+    facts = _install_proven_route(cases, only).facts
+    facts.sees_labels = sees_labels(*cases)
+    facts.refused_token = pad_token_of(model) if _treats_pad_as_padding(cases[0]) else None
+    facts.takes_packed_rows = module is model
+    if not has_vocabulary(model):
+        with suppress(ModelNotSupportedError) if module is model else nullcontext():
+            prove_unpadding(model)
+
+
+def _examined(runner: Runner) -> list[RowCase]:
+    """Return the cases of a proof: a row in evaluation mode, and one in training mode, with the outputs of documents
+    alone. Gradients are computed in training mode or, if that is not possible, in evaluation mode."""
+    case = RowCase(runner)
+    middle = case.trees.tokens - case.lengths[-1] // 2
+    case.others[middle] = case.tokens[middle]  # the logits of this token show that a leak would be noticed
+    case.examine()
+    training = RowCase(runner, training=True, lengths=_LENGTHS_IN_TRAINING)
+    examine_in_training(training, case)
+    return [case, training]
+
+
+def _treats_pad_as_padding(like: RowCase) -> bool:
+    """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
+    have different logits in packed rows and in a row of their own."""
+    token = pad_token_of(like.model)
+    if token is None:
+        return False
+    case = RowCase(like.runner, lengths=_LENGTHS_WITH_PADS, seed=1)
+    case.tokens[_PLACES_OF_PADS] = token
+    case.replacements = []
+    try:
+        case.examine()
+        return bool(prove(case).problem)
+    except Exception:  # the model refuses pad tokens itself
+        return False
+
+
+def _install_proven_route(cases: list[RowCase], only: Route | None) -> Route:
+    """Install the fastest route that is proven to keep documents apart, and return it."""
+    model = cases[0].model
+    key = route_key(model)
+    if (known := only or known_routes.get(key)) is not None:
+        with nullcontext() if only else suppress(ModelNotSupportedError, AttributeError):
+            known_routes[key] = _prove(known, cases)
+            return known_routes[key]
+    failures: dict[str, None] = {}
+    for method in methods_for(model, cases[0].runner.called):
+        try:
+            known_routes[key] = _search_and_prove(method, cases, tuple(failures))
+            return known_routes[key]
+        except ModelNotSupportedError as error:
+            attention = "varlen attention" if method.attention else "the attention of the model"
+            failures[f"with {attention}: {error}"] = None
+    raise ModelNotSupportedError(
+        f"{type(model).__name__}: patch_model cannot keep packed documents apart; " + "; ".join(failures)
+    )
+
+
+def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ...]) -> Route:
+    """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
+    route, prove that it keeps documents apart, and return it.
+
+    In the first search, modules that are built alike are searched once. If the proof of the resulting route fails, all
+    modules are searched.
+
+    Args:
+        method: an attention function, and a format of the model's inputs.
+        cases: the test batches of the proof.
+        tried: the reasons why faster methods failed; stored in the route.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
+            is left unpatched.
+    """
+    model, case = cases[0].model, cases[0]
+    route = stock = Route(method, (), 1.0, tried)
+    for thorough in (False, True):
+        search = Search(model, case.row, thorough)
+        with _installed(stock, model), case.undisturbed(), switched_off():
+            # attention is exact: a kernel that is wrong would look like a module that has to run by segment
+            forward = partial(case.outputs, case.tokens)
+            forward()
+            if method.attention and not kernel_of(model):
+                raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
+            plans = tuple(search.run(forward))
+        remove(model)
+        if thorough and route.by_segment == plans:
+            break
+        route = Route(method, plans, packed_share(model, plans), tried)
+        try:
+            return _prove(route, cases)
+        except ModelNotSupportedError as error:
+            failure = error
+    reasons = [str(failure)]
+    if plans:
+        by_segment = ", ".join(f"{number} {kind}" for kind, number in route.modules.items())
+        reasons.append(f"modules that ran by segment: {by_segment}")
+    for name, reason in list(search.unsliceable.items())[:2]:
+        kind = type(model.get_submodule(name)).__name__
+        reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")
+    raise ModelNotSupportedError("; ".join(reasons)) from failure
+
+
+@contextmanager
+def _installed(route: Route, model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: install a route. After an error in the block, the model is left unpatched.
+
+    Raises:
+        ModelNotSupportedError: the block has raised this or another error.
+    """
+    with unpatched_on_error(model):
+        install(model, route)
+        try:
+            yield
+        except ModelNotSupportedError:
+            raise
+        except Exception as error:  # custom model code may raise anything
+            raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+
+
+def _prove(route: Route, cases: list[RowCase]) -> Route:
+    """Install a route, prove that it keeps documents apart, and return it with the facts that the proof has found. If
+    the proof fails, raise ModelNotSupportedError, and leave the model unpatched."""
+    route = replace(route, facts=Facts(unproven="; ".join(case.unproven for case in cases if case.unproven)))
+    with _installed(route, cases[0].model):
+        require(*cases)
+    return route
+
+
+def find_on_small_copy(model: PreTrainedModel) -> Route:
+    """Find and prove a route on a small copy of a model, and return it as a route for the model itself, which is not
+    run.
+
+    Raises:
+        ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
+            segment by segment in the copy has another class in the model, or is missing there.
+    """
+    for dtype in _COPY_DTYPES:
+        try:
+            copy = small_copy_of(model, dtype)
+        except Exception as error:  # a configuration may be rejected for many reasons
+            raise _NoCopyError(
+                f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
+                f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
+                "prove='model' before the model is sharded"
+            ) from error
+        try:
+            find_and_prove(copy)
+            break
+        except NoLanguageModelError:
+            raise
+        except ModelNotSupportedError as error:
+            failure = error
+    if (route := route_of(copy)) is None:
+        raise ModelNotSupportedError(f"on a small copy of the model: {failure}") from failure
+    own = dict(model.named_modules())
+    for plan in route.by_segment:
+        found = type(own.get(plan.name))
+        if plan.kind not in [each.__name__ for each in found.__mro__]:
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: patch_model found a route on a small copy of the model, but the route does "
+                f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
+                f"{found.__name__}"
+            )
+    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
+    facts = replace(route.facts, refused_token=refused)
+    return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
+
+
+def find_for_long_documents(model: PreTrainedModel) -> None:
+    """Replace the route of a patched model by a route that also works for long documents.
+
+    Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
+    best 2048 tokens selects all tokens of a shorter document. The documents that a route is tested with are shorter
+    than such thresholds, so this function looks for a route on a small copy of the model, in which the thresholds are
+    small. The new route is then proven on the model itself. If no copy can be built, the model keeps its route, with a
+    warning.
+
+    Raises:
+        ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
+            which is left unpatched.
+    """
+    short = remove(model)
+    known_routes.pop(route_key(model))  # which is the short one
+    try:
+        find_and_prove(model, only=find_on_small_copy(model))
+    except _NoCopyError as error:
+        install(model, short)
+        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)

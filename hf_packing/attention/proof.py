@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.cases import Alone, Case, Run
-from hf_packing.attention.inspect_model import has_local_weights
 from hf_packing.attention.kernels import fallbacks, kernel_of
+from hf_packing.attention.model import has_local_weights
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (
     GRADIENT_LENIENCE,

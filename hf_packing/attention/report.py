@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention.batch_kinds import examined_padded_rows, prove_trees
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import Alone, DocumentTokens, RowCase
-from hf_packing.attention.inspect_model import (
+from hf_packing.attention.model import (
     distinctive_lengths,
     embedding_of,
     has_local_weights,

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
-from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -75,7 +75,6 @@ class Method:
             PackingError: the method does not support the caller's position_ids.
         """
         inputs = {name: value for name, value in inputs.items() if name not in _ONLY_READ}
-        is_tree = row.has_branches
         inputs["use_cache"] = False
         given = inputs.pop("position_ids", None)
         if self.positions:
@@ -89,10 +88,10 @@ class Method:
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
-            inputs["attention_mask"] = torch.ones(1, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
-        if self.borders and not is_tree:
-            inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
-            inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
+            inputs["attention_mask"] = torch.ones_like(row.position_ids)
+        if self.borders and not row.has_branches:
+            inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
+            inputs[SEQ_IDX] = row.seq_idx
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
@@ -215,13 +214,12 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
         model: the model.
         plans: plans of the modules that run segment by segment.
     """
-    by_segment: dict[int, int] = {}
+    by_segment: set[nn.Parameter] = set()
     for plan in plans:
         module = model.get_submodule(plan.name)
-        packed = {id(p) for inner in plan.packed_modules() for p in module.get_submodule(inner).parameters()}
-        by_segment |= {id(p): p.numel() for p in module.parameters() if id(p) not in packed}
-    everything = {id(p): p.numel() for p in model.parameters()}
-    return 1 - sum(by_segment.values()) / max(sum(everything.values()), 1)
+        packed = [module.get_submodule(inner).parameters() for inner in plan.packed_modules()]
+        by_segment |= set(module.parameters()).difference(*packed)
+    return 1 - sum(p.numel() for p in by_segment) / max(sum(p.numel() for p in model.parameters()), 1)
 
 
 def is_patched(model: PreTrainedModel) -> bool:

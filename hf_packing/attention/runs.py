@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import Signature, embedding_of, inner_model, input_device, is_compiled
 from hf_packing.attention.kernels import HALF_PRECISION
+from hf_packing.attention.model import Signature, embedding_of, inner_model, input_device, is_compiled
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,

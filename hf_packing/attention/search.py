@@ -9,58 +9,37 @@ Others count tokens along the row.
 The price is about five calls of each module. Of modules that are built alike, as in a stack of layers, only one pays.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
-from hf_packing.attention.inspect_model import configurations
-from hf_packing.attention.layout import Layout
-from hf_packing.attention.module_checks import (
-    WatchFunctions,
-    depends_on_far_positions,
-    depends_on_length,
-    find_sharing,
-    outputs_differ,
-    refuse_row_outputs,
-    run_one_by_one,
-)
+from hf_packing.attention.layout import Layout, SharedCall, Sharing
+from hf_packing.attention.model import configurations
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
-from hf_packing.attention.token_axes import Path, detached_copy, leaves
+from hf_packing.attention.token_axes import (
+    Path,
+    TokenAxes,
+    detached_copy,
+    leaves,
+    map_leaves,
+)
+from hf_packing.attention.tolerance import comparable, differences
+from hf_packing.errors import PackingError
 
 _CALLS: tuple[dict[str, bool], ...] = ({}, {"embedded": True}, {"output_hidden_states": True})
 """Options for forwards after the search. In the first one, all modules that run segment by segment do so from its begin
 on. With the other options, modules get other arguments or return other outputs. The token axes of all of them have to
 be recorded. Not every model supports all options."""
-
-
-@dataclass
-class _Call:
-    """One call of a module, recorded during the model's forward, and what it has shown of the module. By default, the
-    module can run on the whole packed row, since it is segment-local, or since its input or its output has no token
-    axis."""
-
-    name: str
-    inputs: tuple[Any, Any]
-    """args and kwargs of the call."""
-    inputs_copy: tuple[Any, Any]
-    """A copy of `inputs`, made before the call, since a module may change its arguments in place."""
-    inner: list["_Call"] = field(default_factory=list)
-    """Calls of inner modules that happened during this call, in order."""
-    output: Any = None
-    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
-    forward: SegmentedForward | None = None
-    """The forward that runs the module segment by segment, if it has to."""
-    error: str = ""
-    """The reason why the module cannot be called on single segments. It is then left unchanged, but a module that
-    contains it may still run segment by segment."""
 
 
 class Search:
@@ -72,8 +51,8 @@ class Search:
     the right input. If an outer module has to run segment by segment, too, the inner module gets its original forward
     back.
 
-    Modules that are built alike, as in a stack of equal layers, are classified once, and the finding is assumed for all
-    of them. A proof of the route has to show whether this was right.
+    Of modules that are built alike, as in a stack of equal layers, the first one is classified, and the finding is
+    assumed for all of them. A proof of the route has to show whether this was right.
 
     Args:
         model: a model of transformers.
@@ -83,22 +62,29 @@ class Search:
     """
 
     def __init__(self, model: PreTrainedModel, row: Layout, thorough: bool = False) -> None:
-        self.model, self.row = model, row
+        self.model, self.row, self.thorough = model, row, thorough
         self.found: dict[str, SegmentedForward] = {}
         """Maps the name of each module that runs segment by segment to the module's new forward."""
         self.unsliceable: dict[str, str] = {}
-        """Maps the name of each module that could not be called on single segments to the error message."""
-        self._kinds = {} if thorough else kinds_of_modules(model)
-        self._first_of_kind: dict[int, _Call] = {}
-        self._classified: set[str] = set()
-        self._running = ""  # name of the module that is checked, or whose finding is assumed
+        """Maps the name of each module that could not be called on single segments to the error message. Such a module
+        is left unchanged, but a module that contains it may still run segment by segment."""
+        self._names = [name for name, _ in model.named_modules()]
+        alike = [[name] for name in self._names] if thorough else modules_alike(model)
+        self._alike = {names[0]: names for names in alike}
+        """Maps the name of each module that is classified to the names of all modules that are built like it."""
+        self._running = ""  # name of the module that is classified, or that runs segment by segment
         self._open_calls: list[_Call] = []
 
     def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
         """Run the search, and return a plan for every module that has to run segment by segment. `forward` runs the
         model on the packed row, with the options in `_CALLS`."""
         try:
-            with self._watching():
+            with WatchFunctions(self.row.tokens), ExitStack() as hooks:
+                for name, module in [*self.model.named_modules()][1:]:  # without the model itself
+                    # no other hook runs between these hooks and the forward, so they see its inputs and outputs
+                    before, after = partial(self._before_call, name), partial(self._after_call, name)
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after, prepend=True))
                 forward()
             for options in _CALLS if self.found else ():
                 with suppress(Exception):  # if the first one raises an error, the proof will, too
@@ -106,209 +92,370 @@ class Search:
         finally:
             for found in self.found.values():
                 found.remove()
-        plans = [self.found[name].plan for name, _ in self.model.named_modules() if name in self.found]
+        plans = [self.found[name].plan for name in self._names if name in self.found]
         for plan in plans:
-            plan.freeze()
+            plan.inputs.freeze()
+            plan.outputs.freeze()
         return plans
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        hooks = []
-        for name, module in self.model.named_modules():
-            if module is not self.model:
-                # no other hook runs between these hooks and the forward, so they see the forward's inputs and outputs
-                hooks.append(module.register_forward_pre_hook(self._before_call(name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
-        try:
-            with WatchFunctions(self.row.tokens):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._running:
+            self._running = name if name in self.found else ""
+            kind, tokens, given = type(module).__name__, self.row.tokens, (args, kwargs)
+            plan = ModulePlan(name, kind, TokenAxes(kind, tokens), TokenAxes(kind, tokens))
+            self._open_calls.append(_Call(SegmentedForward(module, plan), given, detached_copy(given), self.row))
 
-    def _before_call(self, name: str) -> Callable[..., None]:
-        def record(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self._running:
-                return
-            inputs = args, kwargs
-            if self._is_like_first_of_kind(name, inputs):
-                self._running = name
-            elif name in self.found and name not in self._classified:  # the plan for the first call does not fit
-                self.found.pop(name).remove()
-            self._open_calls.append(_Call(name, inputs, inputs if self._running else detached_copy(inputs)))
+    def _after_call(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._running not in ("", name):
+            return None
+        call = self._open_calls.pop()
+        call.output = output
+        if self._open_calls:
+            self._open_calls[-1].inner.append(call)
+        if not self._running and name in self._alike:
+            self._running = name
+            self._classify(call)
+        self._running = ""
+        return call.output
 
-        return record
+    def _classify(self, call: "_Call") -> None:
+        """Decide from one call of a module whether the module has to run segment by segment.
 
-    def _is_like_first_of_kind(self, name: str, inputs: Any) -> bool:
-        """Return whether the finding for the first call of a module of the same kind can be assumed for this call."""
-        first = self._first_of_kind.get(self._kinds.get(name, -1))
-        if first is None or (first.forward is not None) != (name in self.found):
-            return False
-        return _settings_in(first.inputs) == _settings_in(inputs)
-
-    def _after_call(self, name: str) -> Callable[..., Any]:
-        def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
-            if self._running not in ("", name):
-                return None
-            call = self._open_calls.pop()
-            call.output = output
-            if self._open_calls:
-                self._open_calls[-1].inner.append(call)
-            if not self._running:  # otherwise, the finding for the first call of this kind is assumed
-                self._running = name
-                whole = output
-                self._classify(call, module)
-                self._apply(call, whole)
-                self._classified.add(name)
-            self._running = ""
-            return call.output
-
-        return classify_and_apply
-
-    def _classify(self, call: _Call, module: nn.Module) -> None:
-        """Decide from one call of a module whether the module has to run segment by segment, and note it in the call.
-
-        The module is left unchanged.
+        By default, it can run on the whole packed row, since it is segment-local, or since its input or its output has
+        no token axis.
         """
-        inputs, row = call.inputs_copy, self.row
-        has_layers = any(isinstance(inner, nn.ModuleList) for inner in module.modules())  # which are checked themselves
-        if has_layers and 2 * len(list(module.modules())) > len(self._kinds) > 0:
+        plan, inner = call.forward.plan, list(call.forward.module.modules())
+        has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
+        if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        plan = ModulePlan.record(call.name, module, row.tokens)
         outputs = plan.outputs.found_in(call.output)
-        if not plan.inputs.found_in(inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
+        if not plan.inputs.found_in(call.inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
             return
-        forward = SegmentedForward(module, plan)
         try:
-            depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
-            with restored(*module.modules()) as changed:
-                output = run_one_by_one(forward, inputs, row)
-            if changed and not plan.is_stateful:
+            depends_on_others = plan.is_stateful = call.depends_on_far_positions()
+            with restored(*inner) as changed:
+                output = call.one_by_one()
+            if changed:
                 plan.is_stateful = True
-                output = run_one_by_one(forward, inputs, row)
+                output = call.one_by_one()
             refuse_row_outputs(call.output, output, plan.outputs, changed)
         except Exception as error:  # a module may raise anything when it gets a single segment
-            call.error = f"{type(error).__name__}: {error}"
+            self.unsliceable |= dict.fromkeys(self._alike[plan.name], f"{type(error).__name__}: {error}")
             return
         if (
             depends_on_others
-            or outputs_differ(call.output, output, plan.outputs, row.slices)
-            or (not has_layers and depends_on_length(forward, inputs, row, self.model.get_input_embeddings()))
+            or call.differ(call.output, output)
+            or (not has_layers and call.depends_on_length(self.model.get_input_embeddings()))
         ):
-            call.forward, call.output = forward, output
+            self._run_by_segment(call, output)
 
-    def _apply(self, call: _Call, whole: Any) -> None:
-        """Note what a call has shown of a module, whose output was `whole`, for all modules that are built alike. If
-        they have to run segment by segment, they do so from now on. Inner modules that did get their original forwards
-        back.
+    def _run_by_segment(self, call: "_Call", output: Any) -> None:
+        """Let a module, and all that are built alike, run segment by segment from now on. `output` is what it then
+        returns in this call. Inner modules that ran segment by segment get their original forwards back.
 
         The projections of a module, such as the query and key projections of an attention layer, still run once on the
         whole row if this does not change the module's output.
         """
-        kind, alike = self._kinds.get(call.name, -1), [call.name]
-        if self._kinds and kind not in self._first_of_kind:
-            self._first_of_kind[kind] = call
-            alike += [name for name, other in self._kinds.items() if other == kind and name != call.name]
-        if call.error:
-            self.unsliceable |= dict.fromkeys(alike, call.error)
-        if (forward := call.forward) is None:
-            return
+        plan, agrees = call.forward.plan, False
+        alike = self._alike[plan.name]
         for name in [name for name in self.found if any(is_inside(name, each) for each in alike)]:
             self.found.pop(name).remove()
-        plan = forward.plan
-        self._find_projections(call, plan, whole)
-        if plan.packed_modules() and not self._agrees(forward, call):
+        self._find_projections(call, plan)
+        call.output = output
+        with suppress(Exception):  # the module cannot use segments of the projections' outputs
+            agrees = not call.differ(output, call.one_by_one())
+        if not agrees:
             plan.ahead, plan.after = {}, None
-        plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
+        plan.sharing = call.find_sharing()
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
-            module = self.model.get_submodule(name)
-            self.found[name] = forward if name == call.name else SegmentedForward(module, replace(plan, name=name))
+            self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
             self.found[name].install()
 
-    def _agrees(self, forward: SegmentedForward, call: _Call) -> bool:
-        """Return whether a module that runs segment by segment still returns the same if the projections in its plan
-        run once, on the whole row."""
-        try:
-            output = run_one_by_one(forward, call.inputs_copy, self.row)
-            return not outputs_differ(call.output, output, forward.plan.outputs, self.row.slices)
-        except Exception:  # the module cannot use segments of the projections' outputs
-            return False
-
-    def _find_projections(self, call: _Call, plan: ModulePlan, whole: Any) -> None:
+    def _find_projections(self, call: "_Call", plan: ModulePlan) -> None:
         """Note in a module's plan the projections that may run once on the whole row: those that run before the module,
         on the module's input or on the output of another such projection; and the one that computes its output."""
-        known: dict[int, Path | str] = {
-            id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.inputs) if isinstance(leaf, Tensor)
-        }
-        times_called = Counter(inner.name for inner in call.inner)
+        known: dict[int, Path | str] = {id(leaf): path for path, leaf, _ in plan.inputs.found_in(call.given)}
+        returned = {id(leaf): path for path, leaf, _ in plan.outputs.found_in(call.output)}
+        called = [inner.forward.module for inner in call.inner]
         for inner in call.inner:
-            if times_called[inner.name] > 1 or not self._is_projection(inner, call.name):
+            if called.count(inner.forward.module) > 1 or not self._is_projection(inner, plan.name):
                 continue
-            name, source = inner.name.removeprefix(f"{call.name}."), inner.inputs[0][0]
+            name, source = inner.forward.plan.name.removeprefix(f"{plan.name}."), inner.given[0][0]
             if id(source) in known:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
-            elif inner is call.inner[-1] and source.ndim == inner.output.ndim:
-                paths = [path for path, leaf, _ in plan.outputs.found_in(whole) if leaf is inner.output]
-                plan.after = (name, paths[0]) if paths else None
+            elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
+                plan.after = name, returned[id(inner.output)]
 
-    def _is_projection(self, call: _Call, outer: str) -> bool:
+    def _is_projection(self, call: "_Call", outer: str) -> bool:
         """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
         segment-local module that has weights, takes a single tensor, and returns a tensor with one token axis."""
-        args, kwargs = call.inputs
-        if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        (args, kwargs), name, module, output = call.given, call.forward.plan.name, call.forward.module, call.output
+        if not name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        if any(is_inside(name, call.name) for name in (*self.found, *self.unsliceable)):
-            return False
-        module = self.model.get_submodule(call.name)
-        has_tokens = isinstance(call.output, Tensor) and list(call.output.shape).count(self.row.tokens) == 1
+        has_tokens = isinstance(output, Tensor) and list(output.shape).count(self.row.tokens) == 1
         fits = args[0].is_floating_point() or isinstance(module, nn.Embedding)
-        return has_tokens and fits and next(module.parameters(), None) is not None
+        is_local = not any(is_inside(each, name) for each in (*self.found, *self.unsliceable))
+        return has_tokens and fits and is_local and bool([*module.parameters()])
 
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
 """Names of attributes in which modules of transformers store the number of their layer."""
 
 
-def kinds_of_modules(model: nn.Module) -> dict[str, int]:
-    """Return a number for each module of a model, by name. Modules that are built alike have the same number.
+def modules_alike(model: nn.Module) -> list[list[str]]:
+    """Return the names of all modules of a model, in groups of modules that are built alike.
 
-    Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
-    same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
-    they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
+    Two modules are built alike if their names differ only in the numbers of layers, and they are shown alike, with all
+    inner modules, and have the same hooks, and tensors of the same shapes and equal settings as attributes. If they
+    store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
     """
-    numbers: dict[Any, int] = {}
-    found: dict[nn.Module, int] = {}
+    groups: dict[Any, list[str]] = {}
     settings = [value for config in configurations(model) for value in vars(config).values()]
-    lists = [value for value in settings if isinstance(value, (list, tuple))]
-    names = {module: name for name, module in model.named_modules()}
-    for module, name in reversed(names.items()):  # inner modules first
-        place = tuple("*" if part.isdigit() else part for part in name.split("."))
+    for name, module in model.named_modules():
         own = {each: value for each, value in vars(module).items() if each not in OF_EVERY_MODULE}
         layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
-        of_layers = [repr(each[number]) for number in layers for each in lists if 0 <= number < len(each)]
-        attributes = own | module._parameters | module._buffers
-        described = [(each, _describe(value)) for each, value in attributes.items()]
-        hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
-        inner = [(each, found.get(child)) for each, child in module._modules.items()]
-        key = place, type(module), module.training, tuple(of_layers), tuple(described), tuple(hooks), tuple(inner)
-        found[module] = numbers.setdefault(key, len(numbers))
-    return {name: found[module] for module, name in names.items()}
+        of_layers = [
+            each[number]
+            for number in layers
+            for each in settings
+            if isinstance(each, (list, tuple)) and 0 <= number < len(each)
+        ]
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        tensors = module._parameters | module._buffers
+        described = (_describe(each) for each in (*own.values(), *tensors.values(), *hooks, of_layers))
+        place = ("*" if part.isdigit() else part for part in name.split("."))
+        groups.setdefault((".".join(place), repr(module), module.training, *own, *described), []).append(name)
+    return [*groups.values()]
 
 
 def _describe(value: Any) -> Any:
     """Return a description of an attribute of a module. Attributes with equal descriptions are alike."""
     if isinstance(value, Tensor):
-        return type(value), value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, (list, tuple, dict, bool, int, float, str, Enum, torch.dtype, torch.device)):
+        return value.shape
+    if isinstance(value, (list, tuple, dict, int, float, str, Enum, torch.dtype, torch.device)):
         return repr(value)
     return id(getattr(value, "__func__", value))  # of methods, the functions
 
 
-def _settings_in(inputs: Any) -> dict[Path, Any]:
-    """Return the settings among the arguments of a module, and the shapes of its tensors, in a dictionary by path."""
-    return {
-        path: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
-        for path, leaf in leaves(inputs)
-        if isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
-    }
+_TOLERANCE = 1e-4
+"""Largest difference that rounding may cause in a module's float32 or float64 output, as a share of the largest value
+in the output."""
+
+_HALF_TOLERANCE = 0.05
+"""Largest difference that rounding may cause in half precision. For the outputs of a whole row, the limit is a share of
+the root mean square of a token's output. For other outputs, the limit is a share of the largest value.
+
+In a mixture of experts, rounding may also route a few tokens to other experts. Two outputs of a whole row therefore
+count as different only if the difference exceeds the limit at more than half of the tokens directly before borders, or
+at more than half of the tokens directly after borders.
+"""
+
+_LONGEST_TABLE = 8192
+"""Largest table of learned positions that is tested, in positions. A test of a larger table would take too long, and
+most tables have only a few hundred or a few thousand positions."""
+
+_FAR = 2**20
+"""A position far beyond the lengths on which models are usually trained. At such a position, scaled rotary embeddings
+use another scale than at short lengths."""
+
+
+class WatchFunctions(TorchFunctionMode):
+    """Context manager: within the block, watch the torch functions that modules call on a row.
+
+    - `F.dropout` always returns a new tensor. If dropout is off, it normally returns its input itself, but the search
+      tells tensors apart by object identity, so every module has to return a new tensor.
+    - `ranks` becomes True if code ranks the tokens of the row, as torch.topk does. If several tokens have equal scores,
+      padding may change which of these tokens ranks first.
+    - `offset` is added to every result of torch.arange that has one number for each token of the row.
+    """
+
+    _RANKING = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
+
+    def __init__(self, tokens: int, offset: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.offset, self.ranks = tokens, offset, False
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self._RANKING:
+            self.ranks |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
+        result = function(*args, **(kwargs or {}))
+        if function is F.dropout:
+            return result.clone()
+        is_count = self.offset and function is torch.arange and result.shape == (self.tokens,)
+        return result + self.offset if is_count else result
+
+
+def outputs_differ(
+    left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()
+) -> bool:
+    """Return whether two outputs of a module differ by more than rounding explains.
+
+    Args:
+        left: tensors in nested tuples, lists or dictionaries.
+        right: tensors that are nested in the same way as in `left`.
+        axes: token axes of the outputs for a whole row. If given, tensors without a token axis are ignored, and
+            half-precision tensors are compared only at the tokens next to borders.
+        slices: token indices (start, end) of each segment in the row; used only together with `axes`.
+    """
+    for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
+        along = axes.of(path, one) if axes is not None else (0,)
+        if isinstance(one, Tensor) and along and not _agree(one, other, along[0], slices):
+            return True
+    return False
+
+
+def _agree(one: Tensor, other: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
+    if one.shape != other.shape or not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    limit = _TOLERANCE if one.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
+    one, other = one.double(), other.double()
+    if not slices or limit == _TOLERANCE:
+        return bool(differences(one, other).max() <= limit * torch.where(comparable(one), one, 0).abs().max())
+    one, other = one.movedim(axis, 0).flatten(1), other.movedim(axis, 0).flatten(1)
+    agrees = (one - other).norm(dim=1) <= limit * one.norm(dim=1)
+    begins = torch.tensor([start for start, _ in slices[1:]])
+    return all(agrees[beside].double().mean() >= 0.5 for beside in (begins, begins - 1))
+
+
+@dataclass
+class _Call:
+    """One call of a module, recorded during the model's forward, which can be made again in several ways."""
+
+    forward: SegmentedForward
+    """The forward that would run the module segment by segment."""
+    given: tuple[Any, Any]
+    """args and kwargs of the call."""
+    inputs: tuple[Any, Any]
+    """A copy of `given`, made before the call, since a module may change its arguments in place."""
+    row: Layout
+    """The packed row on which the model runs."""
+    inner: list["_Call"] = field(default_factory=list)
+    """Calls of inner modules that happened during this call, in order."""
+    output: Any = None
+    """The output for the row; the joined outputs for its segments, if the module has to run segment by segment."""
+
+    def whole(self) -> Any:
+        """Call the module once on the whole packed row, and return the output."""
+        return self.forward.run_restored(*detached_copy(self.inputs))
+
+    def one_by_one(self) -> Any:
+        """Call the module once for each segment of the packed row, and return the joined outputs."""
+        return self.forward.run_paths(detached_copy(self.inputs), self.row, "none")
+
+    def differ(self, left: Any, right: Any) -> bool:
+        """Return whether two outputs for the whole row differ."""
+        return outputs_differ(left, right, self.forward.plan.outputs, self.row.slices)
+
+    def depends_on_length(self, embedding: nn.Module | None) -> bool:
+        """Return whether the module works differently on long rows: because it counts tokens with torch.arange, as an
+        attention layer does whose temperature grows with the position after the first 8192 tokens; or because it fails
+        on rows that are longer than its table of learned positions. The model's `embedding` of tokens is no such table.
+        """
+        tokens = self.row.tokens
+        with suppress(Exception):  # large counts may be no indices of a table
+            near = self.whole()
+            with WatchFunctions(tokens, offset=_FAR):
+                far = self.whole()
+            if self.differ(near, far):
+                return True
+        embeddings = {each for each in self.forward.module.modules() if isinstance(each, nn.Embedding)} - {embedding}
+        longest = max((each.num_embeddings for each in embeddings), default=0)
+        if not tokens < longest <= _LONGEST_TABLE:
+            return False
+        times = longest // tokens + 1
+
+        def repeat(path: Path, leaf: Any) -> Any:
+            along = self.forward.plan.inputs.of(path, leaf)
+            if not isinstance(leaf, Tensor):
+                return leaf * times if along else leaf
+            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
+
+        try:
+            replace(self, inputs=map_leaves(self.inputs, repeat)).whole()
+        except Exception:  # an error means that the row is too long for the table
+            return True
+        return False
+
+    def depends_on_far_positions(self) -> bool:
+        """Return whether a very large position in one segment changes the module's output for other segments.
+
+        An example is a rotary embedding whose scale depends on the largest position in the row. The result is False for
+        a module that has parameters, or does not get the row's positions as an input.
+        """
+        positions, moved = self.row.position_ids[0], []
+
+        def move_last(_: Path, leaf: Any) -> Any:
+            is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
+            if not is_count or leaf.shape[-1:] != positions.shape:
+                return leaf
+            if (leaf.reshape(-1, len(positions))[-1] != positions).any():
+                return leaf
+            moved.append(leaf.clone())
+            moved[-1][..., -1] = _FAR
+            return moved[-1]
+
+        module, far = self.forward.module, map_leaves(self.inputs, move_last)
+        if not moved or [*module.parameters()]:
+            return False
+        stateful = SegmentedForward(module, replace(self.forward.plan, is_stateful=True))
+        moved_call = replace(self, forward=stateful, inputs=far)
+        try:
+            return moved_call.differ(moved_call.whole(), moved_call.one_by_one())
+        except Exception:  # the module does not accept far positions, so far positions do not occur
+            return False
+
+    def find_sharing(self) -> Sharing:
+        """Return which segments of a row may go through the module in one call (see `Sharing`): those that have the
+        same outputs together as in separate calls."""
+        plan, row = self.forward.plan, self.row
+        with WatchFunctions(row.tokens) as watched:
+            self.whole()
+        may_be_ragged = (
+            not watched.ranks
+            and not plan.is_stateful
+            and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(self.inputs))
+        )
+        equal = [(start, start + min(row.lengths)) for start, _ in row.slices]
+        trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices), ("equal", equal)]
+        for sharing, slices in trials if may_be_ragged else trials[1:]:
+            together = [SharedCall.of([*range(len(slices))], slices, row.cu_seq_lens.device)]
+            one_by_one = [SharedCall.of([at], [place], row.cu_seq_lens.device) for at, place in enumerate(slices)]
+            runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
+            with suppress(Exception):  # the module does not support batches of segments
+                alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run)[1] for run in runs)
+                if not outputs_differ([alone, alone], shared):
+                    return sharing
+        return "none"
+
+
+def _noise(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Return random padding, which changes the output of any module that reads tokens after the end of a segment."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * _LARGE
+    return noise.to(tensor) if tensor.is_floating_point() else tensor.new_zeros(shape)
+
+
+_LARGE = 10.0
+"""Standard deviation of random padding, several times as large as hidden states."""
+
+
+def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes, changed: Mapping[str, Any]) -> None:
+    """Raise PackingError if a module computes a tensor without a token axis from all tokens of a row, such as the loss
+    of a router, and returns it or stores it in an attribute. It cannot be joined from the tensors of single segments.
+
+    Args:
+        output: the module's output for the whole row.
+        by_segment: the joined outputs of the module for the segments.
+        axes: token axes of the output.
+        changed: the attributes that a call of the module has changed, with their new values.
+    """
+    of_row = f"{axes.where}: expected no number computed from all tokens of a row, such as the loss of a router, got"
+    for name, stored in changed.items():
+        if isinstance(stored, Tensor) and stored.is_floating_point() and not stored.ndim:
+            raise PackingError(f"{of_row} one in the attribute {name}")
+    for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
+        if not isinstance(whole, Tensor) or axes.of(path, whole):
+            continue
+        is_state = 1 in whole.shape  # for the next call, whose values may differ between the row and the segments
+        if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
+            raise PackingError(f"{of_row} an output of shape {list(whole.shape)}")

@@ -17,81 +17,70 @@ from hf_packing.attention.runs import STOCK_ATTENTIONS
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
 
-THRESHOLDS = dict.fromkeys(
-    (
-        *("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size", "window_size"),
-        "index_topk",
-    ),
-    8,
-) | {"block_size": 2}
+THRESHOLDS = {
+    "sliding_window": 8,
+    "attention_window_size": 8,
+    "attention_chunk_size": 8,
+    "sliding_window_size": 8,
+    "window_size": 8,
+    "index_topk": 8,
+    "block_size": 2,
+}
 """Small values for thresholds, such as windows: settings that affect only documents with more tokens than the setting's
 value. Most test documents have more tokens than these values. `block_size` is smaller than the other settings, since
 BigBird's block size affects only documents of more than eleven blocks."""
 
-SIZES: dict[str, int] = {
+SIZES = {
     name: size
     for size, names in {
         64: (
-            *("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "input_embedding_size"),
-            *("lru_width", "output_embedding_size", "attention_hidden_size", "embedding_dim"),
-            *("prediction_head_size", "rel_extent", "max_source_positions", "max_2d_position_embeddings"),
-            *("local_attention_window_len",),
+            "hidden_size d_model n_embd emb_dim dim embedding_size input_embedding_size lru_width "
+            "output_embedding_size attention_hidden_size embedding_dim prediction_head_size rel_extent "
+            "max_source_positions max_2d_position_embeddings local_attention_window_len"
         ),
         96: (
-            *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "hidden_dim", "dff", "dim_ff"),
-            *("n_inner", "ffn_hidden_size", "feed_forward_size", "intermediate_size_mlp"),
-            *("dense_intermediate_size", "d_inner", "prefix_dense_intermediate_size"),
+            "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim hidden_dim dff dim_ff n_inner ffn_hidden_size "
+            "feed_forward_size intermediate_size_mlp dense_intermediate_size d_inner prefix_dense_intermediate_size"
         ),
-        256: (
-            *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx"),
-            *("max_target_positions",),
-        ),
-        VOCABULARY: (
-            *("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size"),
-            *("unpadded_vocab_size",),
-        ),
+        256: "max_position_embeddings n_positions max_seq_len context_length n_ctx max_target_positions",
+        VOCABULARY: "vocab_size vocab_size_per_layer_input mamba_d_ssm entity_vocab_size unpadded_vocab_size",
         32: (
-            *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
-            *("num_buckets", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
-            *("expert_ffn_hidden_size", "pronunciation_vocab_size", "shape_vocab_size"),
-            *("encoder_hash_byte_group_vocab",),
+            "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size num_buckets "
+            "shared_experts_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size "
+            "pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab"
         ),
-        24: ("q_lora_rank",),
+        24: "q_lora_rank",
         16: (
-            *("head_dim", "kv_lora_rank", "v_head_dim", "qk_head_dim", "mamba_d_state", "mamba_d_head"),
-            *("state_size", "mamba_head_dim", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"),
-            *("linear_head_dim", "index_head_dim", "swa_head_dim", "o_lora_rank", "kv_channels"),
-            *("query_pre_attn_scalar", "dim_head", "attention_head_size", "d_head", "pronunciation_embed_dim"),
-            *("shape_embed_dim", "attention_head_dim", "router_hidden_size", "ple_embed_dim", "embedding_rank"),
-            *("local_attention",),
+            "head_dim kv_lora_rank v_head_dim qk_head_dim mamba_d_state mamba_d_head state_size mamba_head_dim "
+            "ssm_state_size linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim swa_head_dim "
+            "o_lora_rank kv_channels query_pre_attn_scalar dim_head attention_head_size d_head "
+            "pronunciation_embed_dim shape_embed_dim attention_head_dim router_hidden_size ple_embed_dim "
+            "embedding_rank local_attention"
         ),
         8: (
-            *("qk_rope_head_dim", "qk_nope_head_dim", "mamba_n_heads", "mamba_num_heads", "rotary_dim"),
-            *("adapter_rank", "laurel_rank", "hidden_size_per_layer_input", "hc_lowrank", "mamba_chunk_size"),
-            *("chunk_size", "d_rel", "num_landmarks", "num_latents"),
+            "qk_rope_head_dim qk_nope_head_dim mamba_n_heads mamba_num_heads rotary_dim adapter_rank laurel_rank "
+            "hidden_size_per_layer_input hc_lowrank mamba_chunk_size chunk_size d_rel num_landmarks num_latents"
         ),
-        50: ("ngram_vocab_size_base",),
+        50: "ngram_vocab_size_base",
         4: (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-            *("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
-            *("attention_heads", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-            *("mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"),
-            *("swa_num_attention_heads", "prompt_length", "index_block_size", "gated_norm_rank"),
+            "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+            "num_decoder_attention_heads num_encoder_attention_heads attention_heads num_experts n_routed_experts "
+            "num_local_experts moe_num_experts mamba_dt_rank time_step_rank linear_num_value_heads linear_num_heads "
+            "swa_num_attention_heads prompt_length index_block_size gated_norm_rank"
         ),
-        3: ("loop_layer_index_end",),
+        3: "loop_layer_index_end",
         2: (
-            *("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_k", "moe_topk"),
-            *("linear_num_key_heads", "type_vocab_size", "index_n_heads", "swa_num_key_value_heads"),
-            *("zero_expert_num", "n_mamba_heads", "hc_sinkhorn_iters", "o_groups", "index_topk_blocks"),
-            *("expansion_ratio", "n_layers_per_attn_res_block", "split_ngram_parts", "num_codebooks"),
+            "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads type_vocab_size "
+            "index_n_heads swa_num_key_value_heads zero_expert_num n_mamba_heads hc_sinkhorn_iters o_groups "
+            "index_topk_blocks expansion_ratio n_layers_per_attn_res_block split_ngram_parts num_codebooks"
         ),
         1: (
-            *("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-            *("mamba_n_groups", "n_groups", "mamba_ngroups", "pretraining_tp", "loop_layer_index_start"),
+            "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
+            "mamba_ngroups pretraining_tp loop_layer_index_start"
         ),
-        0: (*("num_nextn_predict_layers", "num_mtp_layers"),),
+        0: "num_nextn_predict_layers num_mtp_layers",
     }.items()
-    for name in names
+    for name in names.split()
 }
 """Maps the name of a setting in transformers' configurations to the value that small models use. The numbers of layers
 are not among them, so that a copy's modules have the same names as the model's modules."""
@@ -144,26 +133,24 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
 
 def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
-    settings: dict[str, Any] = config.to_dict()
-    before = dict(settings)
+    before: dict[str, Any] = config.to_dict()
+    settings = dict(before)
     for name, value in before.items():
-        small = (SIZES | THRESHOLDS).get(name)
         if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
             settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
-        if isinstance(value, bool) or not isinstance(value, int):
-            continue
-        if name.endswith("_token_id"):
-            settings[name] = min(value, _LARGEST_TOKEN)
-        elif isinstance(small, int) and value > small:
-            settings[name] = small
+        elif type(value) is int:
+            most = _LARGEST_TOKEN if name.endswith("_token_id") else (SIZES | THRESHOLDS).get(name, value)
+            settings[name] = min(value, most)
     for name, other in _KEPT_EQUAL:
         if other in before and before.get(name) == before[other]:
             settings[name] = settings[other]
     for heads, size, expansion in _STATE_HEADS:
         if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
             settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
-    inner = {name: getattr(config, name, None) for name in config.sub_configs}
-    return settings | {name: _shrink(each) for name, each in inner.items() if isinstance(each, PreTrainedConfig)}
+    for name in config.sub_configs:
+        if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
+            settings[name] = _shrink(inner)
+    return settings
 
 
 def has_thresholds(config: PreTrainedConfig) -> bool:
@@ -184,33 +171,22 @@ def randomize(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = name.lower()
-            if not parameter.is_floating_point() or name.endswith(".d"):
-                continue
-            if any(part in name for part in _KEPT_PARAMETERS):
-                continue
-            if "sink" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif parameter.dim() >= 2:
+            kept = name.endswith(".d") or any(part in name for part in _KEPT_PARAMETERS)
+            if parameter.is_floating_point() and not kept and (parameter.dim() > 1 or "sink" in name):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * _scale_of(name, parameter))
 
 
 def _scale_of(name: str, parameter: nn.Parameter) -> float:
-    """Return the standard deviation with which `randomize` draws the entries of a parameter.
-
-    Args:
-        name: name of the parameter, in lower case.
-        parameter: a parameter with two or more dimensions.
-    """
+    """Return the standard deviation with which `randomize` draws the entries of a parameter, whose name is in lower
+    case."""
+    if "sink" in name:
+        return 1.0
     if any(part in name for part in ("embed", "wte", "wpe")):
         return 0.7
     if "conv1d" in name and parameter.dim() == 3:
         return 0.5
-    if parameter.dim() == 2:
-        inputs = parameter.shape[-1]
-    elif "experts" in name:
-        inputs = parameter.shape[-2]
-    else:
-        inputs = parameter[0].numel()
+    of_experts = parameter.dim() > 2 and "experts" in name
+    inputs = parameter.shape[-2] if of_experts else parameter.shape[1:].numel()
     return float(1.2 / max(inputs, 1) ** 0.5)
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.inspect_model import configurations
+from hf_packing.attention.model import configurations
 
 _CHANGED_IN_PLACE = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -53,26 +53,22 @@ class ModuleSnapshot:
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        self._dictionaries: list[dict[str, Any]] = [
-            each for module in modules for each in (vars(module), *(vars(module)[name] for name in _CHANGED_IN_PLACE))
-        ]
+        owners = [vars(module) for module in modules]
+        self._dictionaries = [each for own in owners for each in (own, *(own[name] for name in _CHANGED_IN_PLACE))]
         self._before = list(map(dict, self._dictionaries))
-        self._sizes, self._values = self._contents()
-        own = ((name, vars(module)[name]) for module in modules for name in vars(module).keys() - OF_EVERY_MODULE)
+        self._values = self._values_now()
+        own = [(name, own[name]) for own in owners for name in own.keys() - OF_EVERY_MODULE]
         self._collections = [(name, each, copy(each)) for name, each in own if isinstance(each, _COLLECTIONS)]
 
-    def _contents(self) -> tuple[list[int], list[Any]]:
-        """Return the sizes and all values of the dictionaries, as flat lists, which are fast to compare."""
-        return [*map(len, self._dictionaries)], [*chain.from_iterable(map(dict.values, self._dictionaries))]
+    def _values_now(self) -> list[Any]:
+        """Return all values of the dictionaries as a flat list, which is fast to compare."""
+        return [*chain.from_iterable(map(dict.values, self._dictionaries))]
 
     @property
     def is_current(self) -> bool:
         """True if the modules are now in the state of this snapshot."""
-        sizes, values = self._contents()
-        return (
-            sizes == self._sizes
-            and all(map(is_, values, self._values))
-            and all(_have_same_items(each, before) for _, each, before in self._collections)
+        return _have_same_items(self._values_now(), self._values) and all(
+            _have_same_items(each, before) for _, each, before in self._collections
         )
 
     def restore(self) -> dict[str, Any]:
@@ -85,16 +81,14 @@ class ModuleSnapshot:
             The names and the new values of the changed attributes and items.
         """
         changed: dict[str, Any] = {}
-        if self.is_current:
-            return changed
-        for current, before in zip(self._dictionaries, self._before, strict=True):
-            for name in {**current, **before}.keys() - set(_NOT_RESTORED):
-                if name not in current or name not in before or current[name] is not before[name]:
-                    changed[name] = current.get(name)
+        for now, before in () if self.is_current else zip(self._dictionaries, self._before, strict=True):
+            for name in {**now, **before}.keys() - set(_NOT_RESTORED):
+                if name not in now or name not in before or now[name] is not before[name]:
+                    changed[name] = now.get(name)
                     if name in before:
-                        current[name] = before[name]
+                        now[name] = before[name]
                     else:
-                        del current[name]
+                        del now[name]
         for name, each, kept in self._collections:
             if not _have_same_items(each, kept):
                 changed[name] = copy(each)
@@ -105,8 +99,8 @@ class ModuleSnapshot:
 
 def _have_same_items(one: Any, other: Any) -> bool:
     """Return whether two collections consist of the same objects."""
-    both = [[*each, *(each.values() if isinstance(each, dict) else ())] for each in (one, other)]
-    return len(one) == len(other) and all(map(is_, *both))
+    pairs = [(one, other), (one.values(), other.values())] if isinstance(one, dict) else [(one, other)]
+    return len(one) == len(other) and all(all(map(is_, *pair)) for pair in pairs)
 
 
 @contextmanager

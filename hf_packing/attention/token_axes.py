@@ -22,7 +22,7 @@ Place = tuple[int, int] | Tensor
 """The tokens of a part of a row: the indices (start, end) of a slice, with end excluded, or the index of every token,
 int64 [tokens], in a row of trees, where the tokens of a path are not next to each other."""
 
-Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
+Fill = Callable[[Tensor, list[int]], Tensor]
 """A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
 LARGEST_FINITE = 1e30
@@ -101,21 +101,20 @@ class TokenAxes:
             PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
         """
         if isinstance(leaf, Tensor):
-            key = path, leaf.ndim
-        elif isinstance(leaf, int) and not isinstance(leaf, bool):
-            key = path, -1
+            key, sizes = (path, leaf.ndim), list(leaf.shape)
+        elif type(leaf) is int:
+            key, sizes = (path, -1), [leaf]
         else:
             return ()
         if key not in self.known and self.row_length is not None:
-            sizes: Sequence[int] = leaf.shape if isinstance(leaf, Tensor) else [leaf]
             self.known[key] = tuple(axis for axis, size in enumerate(sizes) if size == self.row_length)
             if isinstance(leaf, Tensor) and counts_along(leaf, self.known[key]):
                 self.counting.add(path)
-        if key not in self.known and isinstance(leaf, Tensor) and leaf.ndim:
+        if key not in self.known and key[1] > 0:
             raise PackingError(
-                f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
-                "was patched, so its token axis is unknown; call the model with the usual inputs of training, such as "
-                "input_ids and labels"
+                f"{self.where}: the tensor {_dotted(path)} of shape {sizes} did not occur when the model was patched, "
+                "so its token axis is unknown; call the model with the usual inputs of training, such as input_ids and "
+                "labels"
             )
         return self.known.get(key, ())
 
@@ -155,12 +154,13 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
     not 0, between the first and the second half of the tokens. A floating-point tensor with two token axes is a mask,
     whose values in the top left and the bottom right quarter are compared, where it hides nothing.
     """
-    if leaf.dtype == torch.bool or not axes or len(axes) > 2 or leaf.shape[axes[0]] < 2:
+    if not axes or len(axes) > 2 or leaf.shape[axes[0]] < 2:
         return False
     leaf, tokens = leaf.detach(), leaf.shape[axes[0]]
     if not leaf.is_floating_point():
         by_token = leaf.movedim(axes[0], -1).reshape(-1, tokens)
-        return len(axes) == 1 and bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
+        rising = by_token[:1, :1] + torch.arange(tokens, device=leaf.device)
+        return len(axes) == 1 and bool((by_token == rising).all())
     first = last = leaf.double()
     for axis in axes:
         first, last = first.narrow(axis, 0, tokens // 2), last.narrow(axis, (tokens + 1) // 2, tokens // 2)
@@ -205,8 +205,9 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
             part = leaf
             for axis in along:
                 part = _take(part, axis, (0, length_of(place)) if from_first else place)
-                if (missing := longest - length_of(place)) > 0:
-                    shape = (*part.shape[:axis], missing, *part.shape[axis + 1 :])
+                shape = list(part.shape)
+                shape[axis] = longest - shape[axis]
+                if shape[axis]:
                     part = torch.cat([part, fill(part, shape)], dim=axis)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -230,24 +231,18 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
-        is_tensor = isinstance(leaf, Tensor)
-        if not along:
-            each: Sequence[Any] = [leaf] * len(lengths)
-        elif not is_tensor:  # an integer that is the number of tokens
-            each = lengths
-        elif len(lengths) == 1:
-            each = [leaf]
-        else:
+        pieces: Sequence[Any] = [leaf] * len(lengths)
+        if along and isinstance(leaf, Tensor) and len(lengths) > 1:
             if along[0] == 0 or leaf.shape[0] % len(lengths):
                 raise PackingError(
                     f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
                     f"size that {len(lengths)} divides, got shape {list(leaf.shape)}"
                 )
-            each = leaf.chunk(len(lengths))
-        for part, piece, length in zip(parts, each, lengths, strict=True):
+            pieces = leaf.chunk(len(lengths))
+        for part, piece, length in zip(parts, pieces, lengths, strict=True):
             part[path] = piece
-            for axis in along if is_tensor else ():
-                part[path] = part[path].narrow(axis, 0, length)
+            for axis in along:  # of an integer, the number of tokens
+                part[path] = part[path].narrow(axis, 0, length) if isinstance(leaf, Tensor) else length
     return parts
 
 
@@ -279,9 +274,8 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
 def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:
     """Join the parts of a tensor with two token axes, one per segment. The entries for two tokens in different segments
     are 0."""
-    sizes = [block.shape[column_axis] for block in blocks]
-    padded = [
-        F.pad(block.movedim(column_axis, -1), (sum(sizes[:number]), sum(sizes[number + 1 :]))).movedim(-1, column_axis)
-        for number, block in enumerate(blocks)
-    ]
-    return torch.cat(padded, dim=row_axis)
+    sizes, beyond = [block.shape[column_axis] for block in blocks], [0, 0] * (blocks[0].ndim - 1 - column_axis)
+    return torch.cat(
+        [F.pad(block, (*beyond, sum(sizes[:number]), sum(sizes[number + 1 :]))) for number, block in enumerate(blocks)],
+        dim=row_axis,
+    )

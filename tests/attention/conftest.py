@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
 
-from hf_packing.attention import find_route, kernels
-from hf_packing.attention.find_route import known_routes
-from hf_packing.attention.route import methods_for
+from hf_packing.attention import kernels, patch
+from hf_packing.attention.route import known_routes, methods_for
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +17,7 @@ def no_known_routes():
 @pytest.fixture
 def one_method(monkeypatch):
     """A model that is refused is not tried with all methods, but with the first one."""
-    monkeypatch.setattr(find_route, "methods_for", lambda *given: islice(methods_for(*given), 1))
+    monkeypatch.setattr(patch, "methods_for", lambda *given: islice(methods_for(*given), 1))
 
 
 @pytest.fixture

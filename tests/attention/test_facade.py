@@ -1,13 +1,12 @@
 """A route in one line and in several."""
 
-import torch
-
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.route import Facts, Method, Route
+from hf_packing.attention.token_axes import TokenAxes
 
 
 def test_a_route_in_one_line_and_in_several():
-    plans = tuple(ModulePlan.record(f"layers.{i}.mixer", torch.nn.Identity(), 41) for i in range(2))
+    plans = tuple(ModulePlan(f"layers.{i}.mixer", "Identity", TokenAxes("", 41), TokenAxes("", 41)) for i in range(2))
     for plan in plans:
         plan.kind = "Mixer"
     route = Route(Method("packed_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))

@@ -5,8 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.layout import MAX_PADDING, borders_from_positions, group_lengths, read_layout
+from hf_packing.attention.layout import (
+    MAX_PADDING,
+    borders_from_positions,
+    group_lengths,
+    read_layout,
+)
+from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
 

@@ -20,9 +20,9 @@ def searched(monkeypatch):
     names = []
     classify = Search._classify
 
-    def counted(self, call, module):
-        names.append(call.name)
-        return classify(self, call, module)
+    def counted(self, call):
+        names.append(call.forward.name)
+        return classify(self, call)
 
     monkeypatch.setattr(Search, "_classify", counted)
     return names

@@ -13,7 +13,7 @@ from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 from hf_packing.attention import function
 from hf_packing.attention.batch_kinds import TREES as PROVEN
-from hf_packing.attention.find_route import known_routes
+from hf_packing.attention.route import known_routes
 from hf_packing.trees.segments import TreeSegments
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees

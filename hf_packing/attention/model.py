@@ -6,7 +6,7 @@ embedding, the place where the weights are stored, and modules that are built al
 
 import inspect
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,13 @@ def _check_peft_method(peft_model: Any) -> None:
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations of a model and of its modules, including nested configurations, without duplicates."""
-    waiting = [
-        config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
-    ]
     found: dict[int, PreTrainedConfig] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop()
-        if id(config) not in found:
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
             found[id(config)] = config
-            inner = [getattr(config, name, None) for name in config.sub_configs]
-            waiting += [each for each in inner if isinstance(each, PreTrainedConfig)]
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
 
 
@@ -91,18 +88,21 @@ def tower_configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
         return []
     embedding = embedding_of(model).weight
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-    towers = [each for each in inner if all(parameter is not embedding for parameter in each.parameters())]
+    towers = [each for each in inner if embedding not in {*each.parameters()}]
     inside = {module for tower in towers for module in tower.modules()}
     shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
     return [config for tower in towers for config in configurations(tower) if id(config) not in shared]
 
 
 class Signature:
-    """The arguments that a module's forward takes."""
+    """The arguments that a module's forward takes. If the forward takes *args and overrides a forward without *args,
+    they are those of the overridden forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._where = type(module).__name__
-        parameters = _forward_parameters(module)
+        inherited = [vars(cls)["forward"].__get__(module) for cls in type(module).__mro__ if "forward" in vars(cls)]
+        found = [[*inspect.signature(each).parameters.values()] for each in (module.forward, *inherited)]
+        parameters = next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
@@ -120,15 +120,6 @@ class Signature:
                 f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
             )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
-
-
-def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters in the signature of a module's forward. If the forward takes *args and overrides a forward
-    without *args, return the parameters of the overridden forward instead."""
-    inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
-    own = list(inspect.signature(module.forward).parameters.values())
-    others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
-    return next((each for each in (own, *others) if not any(p.kind is p.VAR_POSITIONAL for p in each)), own)
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:
@@ -191,13 +182,10 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     return list(min(found, key=lambda lengths: max(lengths) in sizes))
 
 
-WeightsLocation = Literal["in memory", "on the meta device", "sharded over processes"]
-"""The place where a model's weights are stored. Weights that accelerate has offloaded count as being in memory, since
-accelerate loads them when they are needed. FSDP and DeepSpeed ZeRO-3 shard weights over processes."""
-
-
-def weights_location(model: nn.Module) -> WeightsLocation:
-    """Return the place where a model's weights are stored."""
+def weights_location(model: nn.Module) -> str:
+    """Return the place where a model's weights are stored: "in memory", "on the meta device" or "sharded over
+    processes", as by FSDP and DeepSpeed ZeRO-3. Weights that accelerate has offloaded count as being in memory, since
+    accelerate loads them when they are needed."""
     for module in model.modules():
         if is_fsdp(module):
             return "sharded over processes"
@@ -230,9 +218,6 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
     FSDP's wrapper is kept, since the wrapper gathers weights.
     """
-    while not isinstance(model, PreTrainedModel) and not is_fsdp(model):
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    inner: Any = getattr(model, "module", None)
+    is_wrapper = not isinstance(model, PreTrainedModel) and not is_fsdp(model) and isinstance(inner, nn.Module)
+    return without_ddp(inner) if is_wrapper else model
