@@ -32,6 +32,7 @@ HOME_OF = {
     "RankBatchSampler": "sampling.sampler",
     "SampledRows": "sampling.rows",
     "batches_loader": "training.loader",
+    "EpochSampler": "training.masking",
     "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training

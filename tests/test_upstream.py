@@ -34,7 +34,7 @@ from trl.trainer import sft_trainer
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.rows import map_batch
-from hf_packing.training.first_batch import prepared_model
+from hf_packing.training.models import prepared_model
 from hf_packing.training.resume import BatchesOfCheckpoint
 
 
@@ -224,7 +224,7 @@ def test_a_loader_of_batches_of_any_size_has_no_remainder():
 
 
 def test_models_that_an_accelerator_has_prepared():
-    """training.first_batch.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper."""
+    """training.models.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper."""
     accelerator, model = Accelerator(cpu=True), build("Llama")
     assert prepared_model(accelerator, model) is model
     wrapper = torch.nn.Module()
@@ -254,7 +254,7 @@ def test_what_trainer_calls():
 
 
 def test_what_sft_trainer_keeps_and_computes():
-    """training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted."""
+    """training.trainer: its metrics would see a document that is none, and its loss could not be weighted."""
     source = inspect.getsource(sft_trainer)
     assert "self._metrics[" in source
     assert "log_probs" in source

@@ -15,22 +15,19 @@ from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.checks import refuse_older
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, Shapes, check_batching
+from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss, check_loss
-from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.passed_on import taken_by_trainer, warn_of_columns_left_out
+from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
+from hf_packing.training.sources import warn_of_columns_left_out
 from hf_packing.training.state import AttachedPacks, AttachedRows
-from hf_packing.training.streams.stream_trainer import StreamTrainer
 from hf_packing.training.streams.training_stream import is_stream
-from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
-from hf_packing.training.trainer_loss import subclass_with
-from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
+from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
 from hf_packing.training.whole_rows import check_rows_are_whole
 from hf_packing.trees.forest import check_fewest_shared
 
@@ -147,26 +144,31 @@ def attach(
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
 
-    def plan(planned_from: PlannedFrom) -> tuple[Any, type[Trainer]]:
+    def plan(planned_from: PlannedFrom) -> tuple[AttachedPacks | AttachedRows, type[Trainer]]:
         complete = check_batching(batching)
         if match_documents_per_step is not None:
             complete = with_documents_per_step(complete, match_documents_per_step)
         if keeps_rows_whole(plain):
             _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
-            return _plan_whole_rows(plain, complete, prove, loss_unit, planned_from)
+            check_trainer(plain, None)
+            _check_keeps_rows(plain, complete, loss_unit)
+            return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, plain)
         of_whole_rows = {"loss_unit": loss_unit}
         _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-        return _plan_packs(plain, complete, prove, loss or "token", (tokens, max_segments), planned_from)
+        of_packs = check_loss(loss or "token")
+        check_trainer(plain, of_packs)
+        state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
+        warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
+        return state, _subclass_with(StreamTrainer if is_stream(plain.train_dataset) else PackedTrainer, plain)
 
     state, kind = on_all_ranks(plan)
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
     trainer.attached, trainer.__class__ = state, kind
-    trainer.data_collator = state.collator if isinstance(state, AttachedPacks) else plain.data_collator
+    trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
-    if not is_stream(trainer.train_dataset):
-        trainer.add_callback(BatchesOfCheckpoint)
+    trainer.add_callback(BatchesOfCheckpoint)
     state.remember(trainer)
     return summary
 
@@ -220,47 +222,8 @@ def _has_pictures(dataset: Any) -> bool:
     return not _PICTURES.isdisjoint(names or ())
 
 
-def _plan_packs(
-    trainer: Any,
-    batching: Batching,
-    prove: ProveInTraining,
-    loss: Loss,
-    shapes: Shapes,
-    planned_from: PlannedFrom,
-) -> tuple[AttachedPacks, type[Trainer]]:
-    """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
-    check_trainer(trainer, check_loss(loss))
-    refuse_cut_documents(trainer, "train_dataset", trainer.train_dataset)
-    if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
-        shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
-    if shapes != (None, None):
-        batching = batching.within(shapes)
-    state = AttachedPacks(trainer, batching, prove, loss, shapes)
-    state.open_training(trainer, planned_from)
-    for name, dataset in _evaluation_datasets(trainer).items():
-        state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
-    warn_of_columns_left_out("attach", trainer.train_dataset, taken_by_trainer(trainer))
-    methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
-    return state, subclass_with(methods, type(trainer), "Packed")
-
-
-def _plan_whole_rows(
-    trainer: Trainer,
-    batching: Any,
-    prove: ProveInTraining,
-    loss_unit: str | None,
-    planned_from: PlannedFrom,
-) -> tuple[AttachedRows, type[Trainer]]:
-    """Check the trainer, its dataset and the arguments, and plan the first epoch. The trainer does not change."""
-    _check_keeps_rows(trainer, batching, loss_unit)
-    state = AttachedRows(trainer, batching, prove, loss_unit)
-    state.open_training(trainer, planned_from)
-    return state, subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
-
-
 def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
     """Refuse a trainer, a batching or a unit that does not work with whole rows."""
-    check_trainer(trainer, None)
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
     if not isinstance(batching, TokenBudget):
         raise PackingError(
@@ -287,9 +250,14 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
         )
 
 
-def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's evaluation datasets by their names in error messages."""
-    dataset = trainer.eval_dataset
-    if isinstance(dataset, dict):
-        return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}
-    return {} if dataset is None else {"eval_dataset": dataset}
+def _subclass_with(methods: type[Trainer], trainer: Trainer) -> type[Any]:
+    """Return the class that a trainer has after attach, whose `methods` run first.
+
+    Raises:
+        TypeError: the trainer's class cannot be subclassed.
+    """
+    kind = type(trainer)
+    if kind is Trainer:
+        return methods
+    name = methods.__name__.removesuffix("Trainer") + kind.__name__
+    return type(name, (methods, kind), {"__module__": methods.__module__})

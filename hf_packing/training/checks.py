@@ -6,21 +6,22 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
-from collections.abc import Iterable, Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, refuse_copied_labels
+from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import COMPLETION_MASK, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
-from hf_packing.training.trainer_loss import sft_trainer_of
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -46,6 +47,9 @@ _REPLACED_COLLATORS = (
 )
 """Names of collators that attach replaces: such collators only pad or flatten rows, and make labels from input_ids."""
 
+_ROWS_READ = 16
+"""The number of rows whose labels are compared with the input tokens."""
+
 _Expected = dict[str, tuple[Any, str]]
 """Training arguments that are restricted: the name, the value that is needed, and the reason."""
 
@@ -68,6 +72,15 @@ _BY_DOCUMENT_MEANS: _Expected = {
 _WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
+
+
+def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
+    """Return TRL's class SFTTrainer if the trainer is an instance of it, else None.
+
+    The result is also None for a subclass that TRL itself defines, since such a class may make its own batches.
+    """
+    of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+    return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
 
 
 def check_trainer(trainer: Any, loss: Loss | None) -> None:
@@ -151,23 +164,25 @@ def check_accelerator(accelerator: Accelerator) -> None:
             )
 
 
-def check_labels_are_hidden(rows: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
+def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
     A masked language model is such a model.
 
     Args:
-        rows: a few packed rows or documents of a dataset.
+        source: packed rows or a stream, of which a few rows are read.
         model: a patched model.
 
     Raises:
         PackingError: in the rows, every label is the input token at the same position.
     """
-    names = (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
-    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in rows]
+    inner, names = inner_model(model), (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
+    if source.shares_prefixes or not sees_labels(inner):
+        return
+    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in source.first_rows(_ROWS_READ)]
     if read := [row for row in read if len(row[INPUT_IDS])]:
         batch = PackingCollator(keep_first_labels=True)(read)
-        refuse_copied_labels(inner_model(model), batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
+        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
 
 
 def applies_masks(trainer: Trainer) -> bool:
@@ -188,15 +203,6 @@ def masks_tokens(collator: Any) -> bool:
     return bool(getattr(collator, "mlm", False)) and callable(getattr(collator, "torch_mask_tokens", None))
 
 
-def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> None:
-    """Refuse a collator that masks tokens for a model that predicts the next token."""
-    if not packing.keep_first_labels:
-        raise PackingError(
-            f"data_collator: expected a collator that does not mask tokens, since {type(inner_model(model)).__name__} "
-            f"predicts the next token, got {type(collator).__name__} with mlm=True; pass mlm=False"
-        )
-
-
 def _check_collator(collator: Any) -> None:
     """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
     kind = collator if hasattr(collator, "__name__") else type(collator)
@@ -207,3 +213,68 @@ def _check_collator(collator: Any) -> None:
             f"{kind.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
             "with_transform"
         )
+
+
+_PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"
+"""Columns of tokens that DPOTrainer and RewardTrainer make; only DPOTrainer makes prompts."""
+
+
+def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
+    """Refuse a dataset in which SFTTrainer has cut or dropped documents, or may do so.
+
+    Args:
+        trainer: the trainer, whose arguments say whether it prepares datasets.
+        name: the name of the dataset in error messages.
+        dataset: a dataset that the trainer was built with, or that was passed to evaluate().
+
+    Raises:
+        PackingError: documents have exactly max_length tokens, or the dataset is a stream.
+    """
+    limit = getattr(trainer.args, "max_length", None)
+    prepares = not (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
+    if sft_trainer_of(trainer) is None or limit is None or not prepares:
+        return
+    found = ""
+    if isinstance(dataset, datasets.IterableDataset):
+        found = f"{name} is a stream"
+    elif isinstance(dataset, datasets.Dataset) and INPUT_IDS in dataset.data.column_names:
+        lengths = _lengths(dataset, INPUT_IDS)
+        if cut := int((lengths == limit).sum()):
+            found = f"{cut} of {len(lengths)} documents in {name} have exactly {limit} tokens"
+    if found:
+        raise PackingError(
+            f"max_length: expected SFTConfig(max_length=None), got {limit}. SFTTrainer cuts longer documents before "
+            f"attach can count what is lost, and {found}. To cut documents, pass overflow='truncate' to TokenBudget, "
+            "which counts the tokens"
+        )
+
+
+def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
+    """Count the pairs that DPOTrainer and RewardTrainer drop because of max_length, and the tokens that are lost.
+
+    Args:
+        trainer: any trainer.
+        dataset: its training dataset.
+
+    Returns:
+        The number of dropped pairs, and the number of tokens in them and in the cut-off ends of other pairs.
+    """
+    limit = getattr(trainer.args, "max_length", None)
+    if limit is None or not isinstance(dataset, datasets.Dataset):
+        return 0, 0
+    names = dataset.data.column_names
+    if _CHOSEN not in names:
+        return 0, 0
+    prompt = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
+    tokens = np.stack([prompt + _lengths(dataset, name) for name in (_CHOSEN, _REJECTED)])
+    if _PROMPT not in names:
+        dropped = (tokens > limit).any(0)
+    else:
+        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start")
+    kept = np.where(dropped, 0, np.minimum(tokens, limit))
+    return int(dropped.sum()), int((tokens - kept).sum())
+
+
+def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
+    """Return the lengths of the lists in a column, int64 [rows], also of rows that a filter has dropped."""
+    return TokenColumn(name, dataset.data.table.column(name)).length

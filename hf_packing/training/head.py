@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
+from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
-from hf_packing.training.tree_batch import NextTokens
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""

@@ -22,8 +22,8 @@ from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, exact_type, items_in, with_share
+from hf_packing.training.models import FirstBatchProof, prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 
 Batch = dict[str, Any]

@@ -12,11 +12,16 @@ from torch.nn import functional as F
 from hf_packing.attention import check_patched, inner_model, patch_model
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
-from hf_packing.training.batch_loss import check_keys
 from hf_packing.training.head import called_on_outputs, join_chunks, observed_logits
-from hf_packing.training.losses import TARGETS, documents_in, exact_type
+from hf_packing.training.losses import (
+    NextTokens,
+    check_keys,
+    documents_and_tokens,
+    documents_in,
+    exact_type,
+    labels_key,
+)
 from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
-from hf_packing.training.tree_batch import NextTokens, documents_and_tokens, labels_key
 
 
 def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -50,7 +55,7 @@ def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         >>> loss.backward()
     """
     check_keys(batch)
-    labels = batch[TARGETS if TARGETS in batch else labels_key(batch)]
+    labels = batch[labels_key(batch)]
     check_patched(model)
     check_predicts_next(model)
     if is_tree_batch(batch):

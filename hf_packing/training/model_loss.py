@@ -34,8 +34,17 @@ from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
-from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
-from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, NextTokens, labels_key
+from hf_packing.training.losses import (
+    ITEMS,
+    TARGETS,
+    TREE_KEYS_OF_THE_LOSS,
+    WEIGHTS,
+    Loss,
+    NextTokens,
+    exact_type,
+    labels_key,
+    weights_of,
+)
 
 _NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
 
@@ -59,8 +68,7 @@ class WholeStep:
     @classmethod
     def of(cls, model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> "WholeStep":
         """Return a packed batch or a batch of trees, of a PackingCollator or as `with_share` returns it."""
-        key = TARGETS if TARGETS in batch else labels_key(batch)
-        labels, inputs = batch[key], inputs_of_model(batch)
+        labels, inputs = batch[labels_key(batch)], inputs_of_model(batch)
         if WEIGHTS not in batch and loss == "token" and not is_tree_batch(batch):
             own = (labels != IGNORED_LABEL).sum()
             labels = labels.clone()

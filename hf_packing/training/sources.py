@@ -4,37 +4,41 @@ A source reads the sizes of a dataset or opens its logical streams, says what al
 loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_rows.py`.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, sees_labels
-from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
+from hf_packing.attention import inner_model
+from hf_packing.batch.collate import PackingCollator, numbers_in
+from hf_packing.columns import INPUT_IDS, KNOWN_COLUMNS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
 from hf_packing.rows.changes import LabelCounts
+from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
+from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
+from hf_packing.training.checks import applies_masks, ignored_masks, masks_tokens
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
-from hf_packing.training.masking import MaskedRows, Masking
-from hf_packing.training.passed_on import Takes, passed_on, taken_by_model, taken_by_trainer
+from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
 from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.stream_loader import StreamedRows
 from hf_packing.training.streams.training_stream import is_stream, training_stream
 
-_ROWS_READ = 16
-"""The number of rows whose labels are compared with the input tokens."""
+Takes = Callable[[str], bool]
+"""A function that tells whether a column of this name is passed on."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,24 @@ class Reading:
     @classmethod
     def of_model(cls, model: nn.Module | None) -> "Reading":
         """Return how rows are read for a model; None stands for any model that predicts the next token."""
-        return cls(taken_by_model(model), _unread_by(model))
+        taken = () if model is None else inspect.signature(inner_model(model).forward).parameters
+        return cls(taken.__contains__, _unread_by(model))
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> "Reading":
         """Return how rows are read for a trainer, with the labels that its own collator would make."""
-        collator = trainer.data_collator
+        collator, takes = trainer.data_collator, _any_column
+        if trainer.args.remove_unused_columns:
+            asked = copy.copy(trainer)  # which keeps the columns
+            asked._set_signature_columns_if_needed()
+            takes = asked._signature_columns.__contains__
         masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
         unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
-        return cls(taken_by_trainer(trainer), unread, applies_masks(trainer), masking)
+        return cls(takes, unread, applies_masks(trainer), masking)
+
+
+def _any_column(_: str) -> bool:
+    return True
 
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
@@ -77,16 +90,15 @@ class PackedRows:
     Args:
         dataset: the dataset, or the trees of its documents.
         sampler: the sampler of this rank.
-        accelerator: the accelerator.
         reading: how rows are read.
+        more: further columns to read.
     """
 
     sources: Sequence[str] = ()
 
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, accelerator: Accelerator, reading: Reading) -> None:
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, reading: Reading, more: Sequence[str]) -> None:
         self.dataset, self.sampler = dataset, sampler
-        self._accelerator, self._reading = accelerator, reading
-        self._more = passed_on(dataset, reading.takes)
+        self._reading, self._more = reading, more
         self.labels: LabelCounts | None = None
         """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
@@ -95,12 +107,12 @@ class PackedRows:
         """True if rows are rows of trees."""
         return self.sampler.sizes.trees is not None
 
-    def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if sees_labels(inner_model(model)) and not self.shares_prefixes and self._reading.masking is None:
-            rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
-            numbers = rows_to_sample(len(self.dataset), _ROWS_READ)
-            check_labels_are_hidden(rows.__getitems__([(number, False) for number in numbers]), model)
+    def first_rows(self, count: int) -> list[Row]:
+        """Return a few rows with their labels; none if a collator masks tokens."""
+        if self._reading.masking is not None:
+            return []
+        rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
+        return rows.__getitems__([(number, False) for number in rows_to_sample(len(self.dataset), count)])
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Count the labels that are left for training, where they are known before.
@@ -122,10 +134,13 @@ class PackedRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
-    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> Any:
+    def loader(
+        self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
+    ) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device.
 
         Args:
+            accelerator: the accelerator.
             collate: the collator.
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
@@ -135,8 +150,8 @@ class PackedRows:
             rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
         else:
             rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self._more)
-        batches: DataLoader[Any] = batches_loader(rows, rows.batches, collate, **options)
-        return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
+        batches: DataLoader[Any] = batches_loader(rows, self.sampler, collate, **options)
+        return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
 def open_source(
@@ -169,35 +184,72 @@ def open_source(
         PackingError: the dataset is not supported, or does not fit the batching.
     """
     rank, world_size = data_rank(accelerator)
+    if in_order is None:
+        planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
     if is_stream(dataset):
-        stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
-        planned_from.note_settings(**{name: stream})
+        streams, rows_per_batch, max_tokens = training_stream(
+            name, dataset, batching, world_size, reading.unread, in_order
+        )
         known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
-        names = [each for each in known if each in stream.streams.features and each not in reading.unread]
-        names += passed_on(stream.streams.features, reading.takes)
-        return StreamedRows(
-            **vars(stream),
-            dataset=dataset,
-            accelerator=accelerator,
-            names=names,
-            accumulation=accumulation,
-            loss=loss,
+        names = [each for each in known if each in streams.features and each not in reading.unread]
+        rows = StreamedRows(
+            streams,
+            rows_per_batch,
+            max_tokens,
+            dataset,
+            names + passed_on(streams.features, reading.takes),
+            world_size,
+            accumulation,
+            loss,
             length_schedule=getattr(batching, "length_schedule", None),
             restarts=in_order is not None,
         )
+        planned_from.note_settings(**{name: rows})
+        return rows
     check_map_style(name, dataset)
-    plans = in_order or batching
+    plans, more = in_order or batching, passed_on(dataset, reading.takes)
     assert plans is not None
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
-        more = passed_on(dataset, reading.takes)
         dataset = TreesOfDocuments.find(
             dataset, plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more
         )
     sizes = sizes_of(dataset)
     planned_from.note_data(name, dataset, sizes)
+    kind = RankBatchSampler
     if reading.masking is not None:
         planned_from.note_settings(data_collator=reading.masking)
-    sampler = RankBatchSampler(plans, sizes, world_size, rank, accumulation)
+        kind = EpochSampler
+    sampler = kind(plans, sizes, world_size, rank, accumulation)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, sampler, accelerator, reading)
+    return PackedRows(dataset, sampler, reading, more)
+
+
+def passed_on(data: Any, takes: Takes) -> list[str]:
+    """Return the names of the columns of a dataset, or among its features, that packing does not know and that are
+    passed on."""
+    return [name for name in _columns_of_numbers(data) if takes(name)]
+
+
+def warn_of_columns_left_out(who: str, data: Any, takes: Takes) -> None:
+    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
+    if left_out := sorted(name for name in _columns_of_numbers(data) if not takes(name)):
+        way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
+        warnings.warn(
+            f"{who} leaves out the columns {', '.join(left_out)}, since no argument of the model's forward has this "
+            f"name.{way_out}",
+            stacklevel=3,
+        )
+
+
+def _columns_of_numbers(data: Any) -> list[str]:
+    """Return the columns with a number for each token that packing does not know."""
+    if isinstance(data, datasets.IterableDataset):
+        data = data.features or datasets.Features()
+    elif isinstance(data, datasets.Dataset) and data.format["type"] != "custom":
+        data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
+    if isinstance(data, datasets.Features):
+        return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_token_type(each.type)]
+    row = data[0] if len(data) else {}
+    numbers = row if isinstance(row, Mapping) else {}
+    return [name for name in numbers if name not in KNOWN_COLUMNS and numbers_in(row[name]) is not None]

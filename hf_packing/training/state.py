@@ -13,25 +13,28 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
-from hf_packing.training.checks import check_masks, masks_tokens
-from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
+from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.loss_units import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
-from hf_packing.training.max_length import lost_pairs, refuse_cut_documents
 from hf_packing.training.model_loss import collator_for
+from hf_packing.training.models import (
+    FirstBatchProof,
+    UnpaddedModels,
+    check_takes_rows,
+    check_takes_trees_as,
+    patch_models,
+    unpad_models,
+)
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
-from hf_packing.training.streams.stream_loader import StreamedRows
-from hf_packing.training.streams.training_stream import StreamSummary
-from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
-from hf_packing.training.trainer_loss import loss_of_trainer
-from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
+from hf_packing.training.streams.stream_loader import StreamedRows, StreamSummary
 from hf_packing.training.whole_rows import WholeRows, open_whole_rows
 
 TEST_DATASET = "test_dataset"
@@ -61,14 +64,12 @@ class Attached(ABC):
         self.kind = type(trainer)
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
-        """The trainer's collator before attach, and the one that makes the batches."""
+        """The trainer's collator before attach, and after it."""
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
         self.prove: ProveInTraining = prove
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
-        self.isolation: object = self
-        """An object whose text says in the summary what is proven."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self._expected: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class Attached(ABC):
         args = trainer.args
         ranks = data_rank(trainer.accelerator).world_size
         unpacked = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-        return self.source.summary(unpacked, self.isolation)
+        return self.source.summary(unpacked, self)
 
     def remember(self, trainer: Trainer) -> None:
         """Note everything that must not change after attach."""
@@ -108,6 +109,7 @@ class Attached(ABC):
         """Return a loader of a source, with the settings of the trainer's arguments."""
         args = trainer.args
         loader: DataLoader[Any] = source.loader(
+            trainer.accelerator,
             self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
@@ -137,41 +139,65 @@ class AttachedPacks(Attached):
     loss: Loss
 
     def __init__(
-        self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss: Loss, shapes: Shapes
+        self,
+        trainer: Trainer,
+        batching: Batching,
+        prove: ProveInTraining,
+        loss: Loss,
+        shapes: Shapes,
+        planned_from: PlannedFrom,
     ) -> None:
+        """Check the trainer's datasets and the arguments, and plan the first epoch. The trainer does not change."""
+        data, own = trainer.train_dataset, trainer.data_collator
+        refuse_cut_documents(trainer, "train_dataset", data)
+        if shapes == (None, None) and isinstance(own, PackingCollator):
+            shapes = own.tokens, own.max_segments
+        if shapes != (None, None):
+            batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
         self.max_tokens = batching.most_tokens if shapes[0] is None else shapes[0]
         self.collator = collator_for(trainer.model, *shapes)
-        if masks_tokens(trainer.data_collator):
-            check_masks(trainer.data_collator, trainer.model, self.collator)
-        self._reading = Reading.of_trainer(trainer)
-        self.trainer_loss = loss_of_trainer(trainer)
+        self.reading = Reading.of_trainer(trainer)
+        if self.reading.masking is not None and not self.collator.keep_first_labels:
+            raise PackingError(
+                f"data_collator: expected a collator that does not mask tokens, since "
+                f"{type(inner_model(trainer.model)).__name__} predicts the next token, got {type(own).__name__} with "
+                "mlm=True; pass mlm=False"
+            )
+        sft_trainer = sft_trainer_of(trainer)
+        self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
+        """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
         self.first_batch_proof = FirstBatchProof()
-        self.isolation = isolation_in_summary(prove, self.first_batch_proof)
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
-        self.evaluated: list[PackedRows | StreamedRows] = []
-        """The sources of the evaluation datasets that the trainer has at attach."""
         self._compares = False
-
-    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
-        """Measure the training dataset, and plan its batches."""
-        accumulation = trainer.args.gradient_accumulation_steps
-        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
-        planned_from.note_settings(tokens=self.shapes[0], max_segments=self.shapes[1])
+        planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
         self.source = open_source(
             "train_dataset",
-            trainer.train_dataset,
+            data,
             self.batching,
             trainer.accelerator,
-            self._reading,
+            self.reading,
             planned_from,
-            accumulation=accumulation,
-            loss=self.loss,
+            accumulation=trainer.args.gradient_accumulation_steps,
+            loss=loss,
         )
+        evaluation = trainer.eval_dataset
+        if isinstance(evaluation, dict):
+            named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}
+        else:
+            named = {} if evaluation is None else {"eval_dataset": evaluation}
+        self.evaluated = [self.open_evaluation(trainer, *each, planned_from) for each in named.items()]
+        """The sources of the evaluation datasets that the trainer has at attach."""
+
+    def __str__(self) -> str:
+        if self.prove == "first batch":
+            return str(self.first_batch_proof)
+        how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
+        return f"isolation: proven {how}"
 
     def open_evaluation(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
@@ -184,7 +210,7 @@ class AttachedPacks(Attached):
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
         accelerator = trainer.accelerator
-        source = open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
+        source = open_source(name, dataset, self.batching, accelerator, self.reading, planned_from, in_order=in_order)
         planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
         return source
 
@@ -221,11 +247,9 @@ class AttachedPacks(Attached):
 
     def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
         """Check that the model takes the rows: trees, or labels that do more than repeat the input tokens."""
+        check_takes_rows(trainer.model, source, self.batching, self.shapes)
         if source.shares_prefixes:
-            check_takes_trees(trainer.model, self.batching, self.shapes)
-            check_takes_trees_as(self.trainer_loss, trainer)
-        else:
-            source.check_labels(trainer.model)
+            check_takes_trees_as(self.kind, trainer, self.sums_log_probs)
 
     def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
         self.source.count_labels(self.collator)
@@ -238,17 +262,19 @@ class AttachedRows(Attached):
     source: WholeRows
     batching: TokenBudget
 
-    def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss_unit: str | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        batching: Batching,
+        prove: ProveInTraining,
+        loss_unit: str | None,
+        planned_from: PlannedFrom,
+    ) -> None:
+        """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
         self.models = UnpaddedModels({})
         """How each model of the trainer runs padded batches."""
         self._loss_unit = loss_unit
-
-    def __str__(self) -> str:
-        return f"the loss is a mean of {self.loss}\n{self.models}"
-
-    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
-        """Measure the training dataset, and plan its batches."""
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
@@ -263,7 +289,9 @@ class AttachedRows(Attached):
             config=inner_model(trainer.model).config,
             accumulation=accumulation,
         )
-        self.collator = stock.collate_fn
+
+    def __str__(self) -> str:
+        return f"the loss is a mean of {self.loss}\n{self.models}"
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)

@@ -7,11 +7,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.training.losses import Loss, documents_in, items_in
-from hf_packing.training.tree_batch import trees_of
+from hf_packing.columns import INPUT_IDS, SEQ_IDX
+from hf_packing.training.losses import Loss, count_per_segment, documents_in, items_in, trees_of
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
@@ -29,23 +28,13 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     for batch in batches:
         if is_tree_batch(batch):
             trees = trees_of(batch)
-            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss))]
-            rows.append(torch.tensor(known, device=batch["input_ids"].device))
-            continue
-        borders, own = batch["cu_seq_lens_q"].long(), batch["seq_idx"][0] >= 0
-        lengths = F.pad(own.long().cumsum(0), (1, 0))[borders].diff()  # 0 for segments that only fill the batch
-        counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum(), items_in(batch, loss)]
-        rows.append(torch.stack([each.to(borders.device) for each in counted]))
+            counted = [trees.tokens, documents_in(batch), trees.attention_cost]
+        else:
+            lengths = count_per_segment(batch, batch[SEQ_IDX][0] >= 0)  # 0 for segments that only fill the batch
+            counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum()]
+        device = batch[INPUT_IDS].device
+        rows.append(torch.stack([torch.as_tensor(each, device=device) for each in (*counted, items_in(batch, loss))]))
     return torch.stack(rows)
-
-
-def items_counted(counts: Tensor) -> Tensor:
-    """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
-
-    Args:
-        counts: int64 [ranks, batches, 4 or more], the result of `micro_batch_counts` on each rank.
-    """
-    return counts[..., _ITEMS].sum().clamp(min=1)
 
 
 class StepCounts:
@@ -63,10 +52,15 @@ class StepCounts:
         self._documents: Tensor | int = 0
         """The number of documents in all steps."""
 
-    def add(self, counts: Tensor) -> None:
-        """Add the counts of an optimizer step, int64 [ranks, batches, 4 + sources], as of `micro_batch_counts`."""
-        self._steps.append(counts.detach())
+    def add(self, counts: Tensor) -> Tensor:
+        """Add the counts of an optimizer step, and return the number of its items, an int64 scalar of at least 1.
+
+        Args:
+            counts: int64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
+        """
+        self._steps.append(counts)
         self._documents = self._documents + counts[..., _DOCUMENTS].sum()
+        return counts[..., _ITEMS].sum().clamp(min=1)
 
     def correct_speed(self, logs: dict[str, float]) -> None:
         """Make the samples per second at the end of a training those documents that were trained on.
@@ -113,19 +107,15 @@ class Predictions:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._documents: Tensor | int = 0
+        self.documents: Tensor | int = 0
+        """The number of documents, over all ranks."""
         self._counted: list[bool] = []
         """For each process: whether its current micro-batch has rows that are not copies."""
-
-    @property
-    def documents(self) -> int:
-        """The number of documents, over all ranks."""
-        return int(self._documents)
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the micro-batch that this rank is about to run; all ranks call this together."""
         documents = self._accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
-        self._documents = self._documents + documents.sum()
+        self.documents = self.documents + documents.sum()
         self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
 
     def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -40,23 +40,47 @@ _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
 
 
-class WholeRows:
-    """A map-style dataset whose rows stay whole, planned for this rank.
+class WholeRows(torch.utils.data.Dataset[Any]):
+    """A map-style dataset whose rows stay whole, planned for this rank: a DataLoader indexes it with micro-batches.
 
     Args:
         dataset: the dataset, as the collator gets it.
         sampler: the sampler of this rank.
         collate: the trainer's collator.
-        accelerator: the accelerator.
     """
 
     sources: Sequence[str] = ()
 
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate, accelerator: Accelerator) -> None:
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate) -> None:
         self.dataset, self.sampler, self.collate = dataset, sampler, collate
         self.unit = "rows"
         """What the loss is a mean of, a key of UNITS."""
-        self._accelerator = accelerator
+
+    def __len__(self) -> int:
+        return len(self.sampler.rows.sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
+        rows = read_rows(self.dataset, [number for number, _ in micro_batch])
+        return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
+
+    def _collated(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
+        """Return what the trainer's collator makes of rows, with counts of the batch."""
+        most, rows = self.sampler.batching.most_tokens, list(rows)
+        batch = self.collate([row for row, _ in rows])
+        tokens, squares = _tokens_and_squares(batch)
+        assert most is not None
+        if tokens > most:
+            raise PackingError(
+                f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
+                ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
+                "attention_mask that is 0 on padding, and must not add tokens at random"
+            )
+        real_rows = sum(not is_copy for _, is_copy in rows)
+        units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
+        return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
 
     def set_unit(self, unit: str) -> None:
         """Set what the loss is a mean of, which a checkpoint has to have been saved with."""
@@ -87,13 +111,9 @@ class WholeRows:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation)
 
-    def loader(self, collate: Collate, **options: Any) -> DataLoader[Any]:
+    def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> DataLoader[Any]:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
-        most_tokens = self.sampler.batching.most_tokens
-        assert most_tokens is not None
-        counting = _CollateRows(collate, self.unit, most_tokens)
-        rows = _RowsOfBatches(self.dataset, self.sampler)
-        return on_device(batches_loader(rows, self.sampler, counting, **options), self._accelerator)
+        return on_device(batches_loader(self, self.sampler, self._collated, **options), accelerator)
 
 
 def open_whole_rows(
@@ -131,7 +151,7 @@ def open_whole_rows(
     sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
     planned_from.note_data(name, dataset, sizes)
     rank, world_size = data_rank(accelerator)
-    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate, accelerator)
+    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate)
 
 
 def check_rows_are_whole(name: str, dataset: Any) -> None:
@@ -149,47 +169,6 @@ def check_rows_are_whole(name: str, dataset: Any) -> None:
             f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
             "packs; pass the documents, since attach forms the batches"
         )
-
-
-class _RowsOfBatches(torch.utils.data.Dataset[Any]):
-    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler."""
-
-    def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler.rows.sizes)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-
-    def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
-        rows = read_rows(self.dataset, [number for number, _ in micro_batch])
-        return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
-
-
-@dataclass(frozen=True)
-class _CollateRows:
-    """A collator that passes rows on to the user's collator, and adds counts of the batch."""
-
-    collate: Collate
-    unit: str
-    most_tokens: int
-
-    def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
-        rows = list(rows)
-        batch = self.collate([row for row, _ in rows])
-        tokens, squares = _tokens_and_squares(batch)
-        if tokens > self.most_tokens:
-            raise PackingError(
-                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
-                ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
-                "attention_mask that is 0 on padding, and must not add tokens at random"
-            )
-        real_rows = sum(not is_copy for _, is_copy in rows)
-        units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
-        return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:

@@ -10,25 +10,21 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_packing.attention import inner_model, sees_labels
 from hf_packing.batch.collate import PackingCollator
 from hf_packing.columns import COPIED_SEGMENT, IGNORED_LABEL, INPUT_IDS, KNOWN_COLUMNS, LABELS, SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.streams.logical import Position
-from hf_packing.training.checks import check_labels_are_hidden
+from hf_packing.streams.logical import PackedExamples, Position
+from hf_packing.streams.mix import MixedExamples
+from hf_packing.streams.shards import fingerprint_of_files
 from hf_packing.training.loader import Batch, LoopSteps, StepLoader
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
 from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns
-from hf_packing.training.streams.training_stream import StreamSummary, TrainingStream
-
-_ROWS_READ = 16
-"""Number of rows whose labels are compared with the input tokens."""
 
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
@@ -37,16 +33,21 @@ _MICRO_BATCHES_AHEAD = 8
 """The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamedRows(TrainingStream):
-    """A stream, opened for this rank."""
+@dataclass(frozen=True)
+class StreamedRows:
+    """The logical streams that a training reads, and how the micro-batches of this rank are made of their rows."""
 
+    streams: PackedExamples
+    rows_per_batch: int
+    """Number of rows in a micro-batch."""
+    max_tokens: int
+    """The largest number of tokens in a micro-batch."""
     dataset: datasets.IterableDataset
-    accelerator: Accelerator
     names: Sequence[str]
     """Names of the columns to read."""
+    ranks: int
     accumulation: int
-    """Number of micro-batches in an optimizer step on this rank."""
+    """Number of micro-batches in an optimizer step on a rank."""
     loss: str
     """The loss, which a state has to have been saved with."""
     length_schedule: LengthSchedule | None
@@ -54,10 +55,30 @@ class StreamedRows(TrainingStream):
     restarts: bool
     """True for evaluation: each iteration begins at the first row of the first epoch."""
 
-    def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if sees_labels(inner_model(model)) and not self.shares_prefixes:
-            check_labels_are_hidden(islice(self.dataset, _ROWS_READ), model)
+    def of_epoch(self, epoch: int) -> PackedExamples:
+        """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order, unless
+        `take` or `skip` fix it, and puts rows in another order."""
+        return self.streams if not epoch else self.streams.shuffle_data_sources(np.random.default_rng(epoch))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the rows are rows of trees."""
+        return self.streams.packing.packing.fewest_shared is not None
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the sources of a mixture; empty without a mixture."""
+        examples = self.streams.ex_iterable
+        return list(examples.shares) if isinstance(examples, MixedExamples) else []
+
+    def __str__(self) -> str:
+        return (
+            f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch, "
+            f"from the files {fingerprint_of_files(self.streams.ex_iterable)}"
+        )
+
+    def first_rows(self, count: int) -> Iterator[Mapping[str, Any]]:
+        return islice(self.dataset, count)
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""
@@ -71,14 +92,34 @@ class StreamedRows(TrainingStream):
         counts = micro_batch_counts(batches, loss)
         return torch.cat([counts, loader.tokens_of_sources.to(counts.device)], 1)
 
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> StreamSummary:  # noqa: ARG002
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> "StreamSummary":  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
-        ranks = data_rank(self.accelerator).world_size
-        return StreamSummary(self, ranks, self.accumulation, isolation, self.length_schedule)
+        return StreamSummary(self, isolation)
 
-    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> "StreamLoader":
+    def loader(
+        self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
+    ) -> "StreamLoader":
         """Return the loader of this rank; see `PackedRows.loader`."""
-        return StreamLoader(self, collate, loop, **options)
+        return StreamLoader(self, accelerator, collate, loop, **options)
+
+
+@dataclass(frozen=True)
+class StreamSummary:
+    """The plan of `attach` for a trainer on a stream, which `print` shows."""
+
+    rows: StreamedRows
+    isolation: object
+
+    def __str__(self) -> str:
+        rows, streams = self.rows, self.rows.streams
+        return (
+            f"stream: {streams.streams} logical streams, {streams.streams // rows.ranks} on each of {rows.ranks} ranks"
+            f"\nrows: {streams.packing}\n"
+            f"step: {rows.ranks * rows.accumulation * rows.rows_per_batch} rows, in {rows.accumulation} micro-batches "
+            f"of {rows.rows_per_batch} rows on each rank, of at most {rows.max_tokens:,} tokens\n"
+            + (f"length of segments: {rows.length_schedule}\n" if rows.length_schedule is not None else "")
+            + str(self.isolation)
+        )
 
 
 class StreamLoader(StepLoader):
@@ -90,6 +131,7 @@ class StreamLoader(StepLoader):
 
     Args:
         rows: the stream.
+        accelerator: the accelerator, which knows the rank and the device.
         collate: the collator.
         loop: what your own training loop needs; None for a Trainer, and for evaluation.
         num_workers: number of DataLoader workers.
@@ -99,17 +141,18 @@ class StreamLoader(StepLoader):
     def __init__(
         self,
         rows: StreamedRows,
+        accelerator: Accelerator,
         collate: PackingCollator,
         loop: LoopSteps | None = None,
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(rows.accelerator, rows.accumulation, loop)
+        super().__init__(accelerator, rows.accumulation, loop)
         self.dataset = rows
         """What the loader reads. Trainer asks every loader for its dataset."""
         self.tokens_of_sources = torch.zeros(0)
         """The tokens of each source of a mixture in the current optimizer step, int64 [micro-batches, sources]."""
-        self._rank, self._ranks = data_rank(rows.accelerator)
+        self._rank, self._ranks = data_rank(accelerator)
         self._collate, self._workers, self._options = collate, num_workers, options
         self._positions: dict[int, Position] = {}
         """How far the logical streams of this rank have come."""

@@ -1,15 +1,12 @@
 """Make the logical streams that a training reads: those of a packed stream, or of a stream that TokenBudget packs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
-import numpy as np
 
 from hf_packing.columns import SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
@@ -18,10 +15,8 @@ from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
 from hf_packing.streams.logical import PackedExamples, warn_of_reading
-from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
 from hf_packing.streams.reader import open_source
-from hf_packing.streams.shards import fingerprint_of_files
 
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
@@ -29,61 +24,6 @@ WINDOW_PACKS = 64
 _MOST_STREAMS = 64
 """If TokenBudget packs the stream, the number of logical streams is a power of two: at most this number, and at most
 the number of shards, so that every shard is read once."""
-
-
-@dataclass(frozen=True)
-class TrainingStream:
-    """The logical streams that a training reads, and how its micro-batches are made of their rows."""
-
-    streams: PackedExamples
-    rows_per_batch: int
-    """Number of rows in a micro-batch."""
-    max_tokens: int
-    """The largest number of tokens in a micro-batch."""
-
-    def of_epoch(self, epoch: int) -> PackedExamples:
-        """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order, unless
-        `take` or `skip` fix it, and puts rows in another order."""
-        return self.streams if not epoch else self.streams.shuffle_data_sources(np.random.default_rng(epoch))
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if the rows are rows of trees."""
-        return self.streams.packing.packing.fewest_shared is not None
-
-    @property
-    def sources(self) -> list[str]:
-        """The names of the sources of a mixture; empty without a mixture."""
-        examples = self.streams.ex_iterable
-        return list(examples.shares) if isinstance(examples, MixedExamples) else []
-
-    def __str__(self) -> str:
-        return (
-            f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch, "
-            f"from the files {fingerprint_of_files(self.streams.ex_iterable)}"
-        )
-
-
-@dataclass(frozen=True)
-class StreamSummary:
-    """The plan of `attach` for a trainer on a stream, which `print` shows."""
-
-    stream: TrainingStream
-    ranks: int
-    accumulation: int
-    isolation: object
-    length_schedule: LengthSchedule | None
-
-    def __str__(self) -> str:
-        streams, ranks, rows = self.stream.streams, self.ranks, self.stream.rows_per_batch
-        return (
-            f"stream: {streams.streams} logical streams, {streams.streams // ranks} on each of {ranks} ranks\n"
-            f"rows: {streams.packing}\n"
-            f"step: {ranks * self.accumulation * rows} rows, in {self.accumulation} micro-batches of {rows} rows "
-            f"on each rank, of at most {self.stream.max_tokens:,} tokens\n"
-            + (f"length of segments: {self.length_schedule}\n" if self.length_schedule is not None else "")
-            + str(self.isolation)
-        )
 
 
 def is_stream(dataset: Any) -> bool:
@@ -97,8 +37,9 @@ def training_stream(
     ranks: int,
     unread: Sequence[str] = (),
     in_order: InOrder | None = None,
-) -> TrainingStream:
-    """Return what a training or an evaluation reads from a stream.
+) -> tuple[PackedExamples, int, int]:
+    """Return what a training or an evaluation reads from a stream: its logical streams, the number of rows in a
+    micro-batch, and the largest number of tokens in it.
 
     Args:
         name: the name of the stream in error messages.
@@ -134,20 +75,22 @@ def training_stream(
         )
     examples = upstream.examples_of(stream)
     if isinstance(examples, PackedExamples) and examples.streams:
-        found = _of_packed_rows(name, examples, batching if in_order is None else None)
+        streams, rows, max_tokens = _of_packed_rows(name, examples, batching if in_order is None else None)
     else:
-        found = _of_documents(name, stream, examples, batching, unread)
-    if in_order is not None and in_order.rows_per_batch is not None:
-        found = replace(found, rows_per_batch=in_order.rows_per_batch)
-    if found.streams.streams % ranks:
+        streams, rows, max_tokens = _of_documents(name, stream, examples, batching, unread)
+    if streams.streams % ranks:
         raise PackingError(
             f"{name}: expected a number of logical streams that is a multiple of the {ranks} ranks, got "
-            f"{found.streams.streams}; pack the stream with a multiple of {ranks}: pack(stream, strategy, streams=...)"
+            f"{streams.streams}; pack the stream with a multiple of {ranks}: pack(stream, strategy, streams=...)"
         )
-    return found
+    if in_order is not None and in_order.rows_per_batch is not None:
+        rows = in_order.rows_per_batch
+    return streams, rows, max_tokens
 
 
-def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | None) -> TrainingStream:
+def _of_packed_rows(
+    name: str, streams: PackedExamples, batching: TokenBudget | None
+) -> tuple[PackedExamples, int, int]:
     """Return what a training reads from rows that were packed before; with a batching, several are joined."""
     strategy, fewest_shared = streams.packing.strategy, streams.packing.packing.fewest_shared
     capacity = strategy.largest_capacity
@@ -157,7 +100,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
             "before pack, not after it"
         )
     if batching is None:
-        return TrainingStream(streams, 1, capacity)
+        return streams, 1, capacity
     rows = batching.max_tokens // capacity
     if not rows:
         raise PackingError(
@@ -175,7 +118,7 @@ def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | 
             f"pack(stream, strategy, share_prefixes={batching.share_prefixes}, streams=64), or pass a stream of "
             "documents"
         )
-    return TrainingStream(streams, rows, batching.max_tokens)
+    return streams, rows, batching.max_tokens
 
 
 def _of_documents(
@@ -184,7 +127,7 @@ def _of_documents(
     examples: upstream.Examples,
     batching: TokenBudget | None,
     unread: Sequence[str],
-) -> TrainingStream:
+) -> tuple[PackedExamples, int, int]:
     """Return what a training reads from documents, which are packed in windows."""
     changed = {SEQ_LENGTHS, TREE_INPUT_IDS} & set(upstream.with_known_features(name, stream).features or {})
     if changed or isinstance(examples, PackedExamples):
@@ -215,4 +158,4 @@ def _of_documents(
     )
     streams = 1 << min(int(source.examples.num_shards), _MOST_STREAMS).bit_length() - 1
     warn_of_reading(source.examples, streams)
-    return TrainingStream(PackedExamples(source.examples, of_windows, streams), 1, batching.max_tokens)
+    return PackedExamples(source.examples, of_windows, streams), 1, batching.max_tokens
