@@ -87,10 +87,9 @@ if TYPE_CHECKING:
     from hf_packing.text.tokenize import tokenize
     from hf_packing.training.attach import attach
     from hf_packing.training.loader import PackedLoader
-    from hf_packing.training.logps import document_logps
     from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
     from hf_packing.training.models import UnpaddedModels
-    from hf_packing.training.score import Scores, score
+    from hf_packing.training.score import Scores, document_logps, score
 
 __all__ = [
     "BestFit",

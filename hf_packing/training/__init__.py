@@ -18,8 +18,7 @@
 | model_loss.py | lets a model or a trainer compute its own loss, weighted by its share of the step |
 | loss_units.py | says what the loss of whole rows is a mean of |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
-| logps.py | log-probabilities of tokens, in chunks; `document_logps`, those of documents, with gradients |
-| score.py | `score`: log-likelihoods and embeddings of documents, on packed rows |
+| score.py | `document_logps`, with gradients; `score`, log-likelihoods and embeddings on packed rows |
 """
 
 from hf_packing.checks import refuse_older

@@ -9,26 +9,29 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, overload
 
+import datasets
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import refuse_older
+from hf_packing.checks import check_choice, refuse_older
+from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
+from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
-from hf_packing.training.checks import check_trainer
+from hf_packing.training.checks import check_trainer, classes_of_trl
 from hf_packing.training.loss_units import UNITS
-from hf_packing.training.losses import Loss, check_loss
+from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import warn_of_columns_left_out
-from hf_packing.training.state import AttachedPacks, AttachedRows
+from hf_packing.training.state import AttachedPacks, AttachedRows, decided_by
 from hf_packing.training.streams.training_stream import is_stream
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
-from hf_packing.training.whole_rows import check_rows_are_whole
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -131,7 +134,7 @@ def attach(
         >>> hfp.attach(trainer, hfp.TokenBudget(5)).num_micro_batches
         2
     """
-    if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+    if classes_of_trl(type(trainer)):
         refuse_older("trl")
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
     if batching is None:
@@ -155,7 +158,7 @@ def attach(
             return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, plain)
         of_whole_rows = {"loss_unit": loss_unit}
         _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-        of_packs = check_loss(loss or "token")
+        of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
         warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
@@ -169,7 +172,7 @@ def attach(
     trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
     trainer.add_callback(BatchesOfCheckpoint)
-    state.remember(trainer)
+    state.expected = decided_by(trainer)
     return summary
 
 
@@ -208,9 +211,8 @@ def keeps_rows_whole(trainer: Any) -> bool:
         return False
     if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
         return True
-    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if of_trl:
-        return "SFTTrainer" not in of_trl
+    if of_trl := classes_of_trl(type(trainer)):
+        return "SFTTrainer" not in [base.__name__ for base in of_trl]
     return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner_model(trainer.model))
 
 
@@ -240,10 +242,23 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
-    check_rows_are_whole("train_dataset", trainer.train_dataset)
+    if batching.overflow not in ("error", "drop"):
+        raise PackingError(
+            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
+            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
+        )
+    data = trainer.train_dataset
+    check_map_style("train_dataset", data)
+    columns = data.column_names if isinstance(data, datasets.Dataset) else ()
+    refuse_lost_borders(data, columns)
+    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
+        raise PackingError(
+            f"train_dataset: expected one document or one pair in each row, but the column {packed[0]!r} says that "
+            "rows are packs; pass the documents, since attach forms the batches"
+        )
     limit = getattr(trainer.args, "max_length", None)
     with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
-    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
+    if limit is not None and (with_logps or _has_pictures(data)):
         raise PackingError(
             f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
             f"since attach cannot count what {kind} cuts or drops then"

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import COMPLETION_MASK, INPUT_IDS, LABELS, SEGMENT_COLUMNS
+from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.token_columns import TokenColumn
@@ -69,9 +69,15 @@ _BY_DOCUMENT_MEANS: _Expected = {
     "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
 }
 
-_WITHOUT_PADDING: _Expected = {
+WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
+"""Noise on embeddings would depend on the other rows of a batch."""
+
+
+def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
+    """Return a class of a trainer and its bases, as far as TRL defines them."""
+    return [base for base in kind.__mro__ if base.__module__.startswith("trl.")]
 
 
 def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
@@ -79,8 +85,8 @@ def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
 
     The result is also None for a subclass that TRL itself defines, since such a class may make its own batches.
     """
-    of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
-    return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
+    of_trl = classes_of_trl(type(trainer))
+    return of_trl[0] if of_trl and of_trl[0].__name__ == "SFTTrainer" else None
 
 
 def check_trainer(trainer: Any, loss: Loss | None) -> None:
@@ -94,8 +100,7 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
-    of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
-    if own or (of_trl and sft_trainer is None and loss is not None):
+    if own or (classes_of_trl(kind) and sft_trainer is None and loss is not None):
         raise PackingError(
             f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {kind.__name__}, which "
             f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "
@@ -120,15 +125,11 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
     by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
-    _check_values(trainer.args, _BY_PLANS | _WITHOUT_PADDING | by_loss[loss])
+    check_values(trainer.args, _BY_PLANS | WITHOUT_PADDING | by_loss[loss])
 
 
-def check_no_noise(trainer: Any) -> None:
-    """Refuse noise on embeddings, whose strength would depend on the other rows of a batch."""
-    _check_values(getattr(trainer, "args", None), _WITHOUT_PADDING)
-
-
-def _check_values(args: Any, expected: _Expected) -> None:
+def check_values(args: Any, expected: _Expected) -> None:
+    """Refuse training arguments with other values than those that are expected."""
     for name, (value, why) in expected.items():
         given = getattr(args, name, value)
         if given is not None and given != value:
@@ -183,19 +184,6 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     if read := [row for row in read if len(row[INPUT_IDS])]:
         batch = PackingCollator(keep_first_labels=True)(read)
         refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
-
-
-def applies_masks(trainer: Trainer) -> bool:
-    """Return whether the trainer makes labels from loss masks, as SFTTrainer does; Trainer drops the mask columns."""
-    return sft_trainer_of(trainer) is not None
-
-
-def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
-    """Return the names of the loss masks that an SFTTrainer ignores; an empty tuple for any other trainer.
-
-    An SFTTrainer that also trains on prompts ignores completion_mask.
-    """
-    return (COMPLETION_MASK,) if applies_masks(trainer) and not trainer.completion_only_loss else ()
 
 
 def masks_tokens(collator: Any) -> bool:

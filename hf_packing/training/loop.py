@@ -1,6 +1,5 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +18,7 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import check_choice
 from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
@@ -26,7 +26,7 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import ITEMS, Loss, TokenMean, check_keys, check_loss, exact_type
+from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
@@ -119,7 +119,7 @@ def prepare_dataloader(
             reading,
             planned_from,
             accumulation=accelerator.gradient_accumulation_steps,
-            loss=check_loss(loss),
+            loss=check_choice("loss", loss, Loss),
         )
         warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes)
@@ -201,9 +201,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     return summed / tokens
 
 
-def compute_loss(
-    model: nn.Module, batch: Mapping[str, Any], *, loss: Loss | None = None, num_items_in_batch: Any = None
-) -> Tensor:
+def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, num_items_in_batch: Any = None) -> Tensor:
     """Compute the loss of a batch for `loss.backward()` or `accelerator.backward(loss)`.
 
     The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. In a batch of trees, each token
@@ -250,7 +248,7 @@ def compute_loss(
     """
     check_keys(batch)
     check_patched(model)
-    step = WholeStep.of(model, batch, check_loss(loss or "token"))
+    step = WholeStep.of(model, batch, check_choice("loss", loss or "token", Loss))
     items = _items_of_step(batch, loss, num_items_in_batch)
     result = step.run(model)[0] * step.share_of(items)
     # the number of items is in float64, whatever the model's dtype
@@ -260,7 +258,7 @@ def compute_loss(
     return result
 
 
-def _items_of_step(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor | None:
+def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> Tensor | None:
     """Return the number of items of the optimizer step, divided by what its losses are averaged over; None for those of
     the batch alone."""
     if ITEMS in batch:

@@ -18,8 +18,9 @@ from transformers import Trainer
 from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
+from hf_packing.training.checks import classes_of_trl
+from hf_packing.training.losses import Batch
 
-Batch = Mapping[str, Any]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -118,7 +119,7 @@ def _known_unit(trainer: Any, kind: type[Trainer], batch: Batch) -> str | None:
     own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("builtins", "transformers", "trl")]
     if trainer.compute_loss_func is not None or any("loss" in name for base in own for name in vars(base)):
         return None
-    of_trl = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")}
+    of_trl = {base.__name__ for base in classes_of_trl(kind)}
     if "RewardTrainer" in of_trl:
         return "rows"
     if "DPOTrainer" in of_trl:

@@ -25,13 +25,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.checks import check_choice
 from hf_packing.columns import CU_SEQ_LENS, ENDS, IGNORED_LABEL, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import Places, TreeSegments
 
 Loss = Literal["token", "sequence"]
+
+Batch = Mapping[str, Any]
+"""A packed batch or a batch of trees, with the keys of a `PackingCollator`."""
 
 ITEMS = "num_items_in_batch"
 """The keyword argument of transformers models that gives the divisor of the summed loss."""
@@ -44,12 +46,7 @@ TREE_KEYS_OF_THE_LOSS = (ENDS, TRAINED, TREE_LABELS)
 """The keys of a batch of trees that say what to train on, which a model does not need."""
 
 
-def check_loss(loss: Any) -> Loss:
-    check_choice("loss", loss, Loss)
-    return loss  # type: ignore[no-any-return]
-
-
-def labels_key(batch: Mapping[str, Any]) -> str:
+def labels_key(batch: Batch) -> str:
     """Return the key of the labels of a batch of a `PackingCollator`, or as `with_share` returns it."""
     if TARGETS in batch:
         return TARGETS
@@ -68,12 +65,12 @@ def check_keys(batch: Any) -> None:
             )
 
 
-def trees_of(batch: Mapping[str, Any]) -> TreeSegments:
+def trees_of(batch: Batch) -> TreeSegments:
     """Return the segments of a batch of trees. Waits for the device of the batch."""
     return TreeSegments.from_arrays(batch[SEGMENT_LENGTHS].cpu().numpy(), batch[PARENTS].cpu().numpy())
 
 
-def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
+def trainable_per_document(batch: Batch) -> Tensor:
     """Return how many tokens each document of a batch trains on, int64 [documents].
 
     In a packed batch, documents are the segments, and their trained tokens have a label other than -100.
@@ -84,13 +81,13 @@ def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
     return count_per_segment(batch, batch[LABELS][0] != IGNORED_LABEL)
 
 
-def count_per_segment(batch: Mapping[str, Any], chosen: Tensor) -> Tensor:
+def count_per_segment(batch: Batch, chosen: Tensor) -> Tensor:
     """Count the chosen tokens, bool [tokens], of each segment of a packed batch, int64 [segments]."""
     counted: Tensor = F.pad(chosen.long().cumsum(0), (1, 0))[batch["cu_seq_lens_q"].long()]
     return counted.diff()
 
 
-def documents_in(batch: Mapping[str, Any]) -> Tensor:
+def documents_in(batch: Batch) -> Tensor:
     """Return the number of documents in a batch, an int64 scalar.
 
     In a packed batch, documents are the segments, without those that only fill fixed shapes.
@@ -98,10 +95,10 @@ def documents_in(batch: Mapping[str, Any]) -> Tensor:
     if is_tree_batch(batch):
         return torch.tensor(len(batch[ENDS]), device=batch[ENDS].device)
     last: Tensor = batch["seq_idx"].max().long()
-    return last + 1
+    return (last + 1).clamp(min=0)  # copies have lower numbers
 
 
-def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
+def items_in(batch: Batch, loss: Loss) -> Tensor:
     """Count the trainable tokens of a batch or, if loss="sequence", the documents with trainable tokens.
 
     In a batch of trees, a token counts once for each document that trains on it.
@@ -113,7 +110,7 @@ def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 
 
-def documents_and_tokens(batch: Mapping[str, Any]) -> tuple[Places, Places]:
+def documents_and_tokens(batch: Batch) -> tuple[Places, Places]:
     """Return the document and the token of everything that documents of a batch of trees train on.
 
     Returns:
@@ -135,7 +132,7 @@ class NextTokens(NamedTuple):
     """int64 [labels]. A batch without labels has a single one of -100, so that its loss of 0 has a gradient."""
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any], labels: Tensor, predicts_next: bool = True) -> "NextTokens":
+    def of_batch(cls, batch: Batch, labels: Tensor, predicts_next: bool = True) -> "NextTokens":
         """Return the labels of a packed batch or a batch of trees.
 
         Args:
@@ -164,7 +161,7 @@ def exact_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
+def weights_of(batch: Batch, loss: Loss) -> Tensor:
     """Return each token's weight in the summed loss of a batch, not yet divided by the number of items.
 
     Returns:
@@ -184,7 +181,7 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
     return labeled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
 
 
-def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
+def with_share(batch: Batch, loss: Loss, items: Tensor, keep_labels: bool) -> Batch:
     """Return a copy of a batch for `compute_loss`, with the number of items of its optimizer step, a float scalar.
 
     Unless `keep_labels`, the labels become targets, so that the model does not compute a loss itself. This is always so

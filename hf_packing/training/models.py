@@ -4,7 +4,7 @@ teacher or a reference model. `attach(trainer, None)` only does this, so that pa
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object, reduce
 from datasets.utils import tqdm
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from hf_packing.attention import (
     BatchProof,
@@ -35,8 +35,8 @@ from hf_packing.attention import (
 from hf_packing.checks import check_choice
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
-from hf_packing.training.checks import check_labels_are_hidden, check_no_noise, masks_tokens
-from hf_packing.training.losses import documents_in
+from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
+from hf_packing.training.losses import Batch, documents_in
 from hf_packing.training.model_loss import check_predicts_next
 
 
@@ -70,13 +70,22 @@ def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None
             rows can share prefixes.
     """
     check_choice("prove", prove, ProveInTraining)
-    check_no_noise(trainer)
+    check_values(getattr(trainer, "args", None), WITHOUT_PADDING)
     patch_models(trainer, "small" if prove == "small" else "model")
+    described = {}
     for name, model in models_of(trainer).items():
+        inner = inner_model(model)
         if has_local_weights(model):
             with _named(name), trainer.accelerator.autocast():
-                _take_padded_batches(model, fewest_shared, name == "model")
-    return UnpaddedModels({name: _describe(inner_model(model)) for name, model in models_of(trainer).items()})
+                route = route_of(inner)
+                if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
+                    prove_unpadding(inner)  # patch_model may have proven it, but without autocast
+                if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
+                    share_prefixes(inner, fewest_shared)
+                    if fewest_shared is not None:
+                        warn_of_shared_randomness(model)
+        described[name] = _describe(inner)
+    return UnpaddedModels(described)
 
 
 def patch_models(trainer: Any, prove: ProveInTraining) -> None:
@@ -95,18 +104,6 @@ def models_unpatched_on_error(trainer: Any) -> Iterator[None]:
             with _named(name):
                 as_before.enter_context(unpatched_on_error(model))
         yield
-
-
-def _take_padded_batches(model: nn.Module, fewest_shared: int | None, is_trained: bool) -> None:
-    """Prove that a patched model takes padded batches, and let a language model share the prefixes of their rows."""
-    inner = inner_model(model)
-    route = route_of(inner)
-    if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
-        prove_unpadding(inner)  # patch_model may have proven it, but without autocast
-    if is_trained or predicts_tokens(inner):  # reward models share no prefixes
-        share_prefixes(inner, fewest_shared)
-        if fewest_shared is not None:
-            warn_of_shared_randomness(model)
 
 
 @contextmanager
@@ -194,29 +191,6 @@ def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: 
     warn_of_shared_randomness(model)
 
 
-def check_takes_trees_as(kind: type[Trainer], trainer: Trainer, sums_log_probs: bool) -> None:
-    """Raise PackingError unless a trainer's loss is the cross-entropy, which can be that of rows of trees.
-
-    Args:
-        kind: the trainer's class without attach.
-        trainer: the trainer.
-        sums_log_probs: whether SFTTrainer computes the loss.
-    """
-    args = trainer.args
-    if masks_tokens(trainer.data_collator):
-        raise PackingError(
-            f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
-            f"{type(trainer.data_collator).__name__} with mlm=True"
-        )
-    is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
-    if not is_stock or not (args.loss_type == "nll" if sums_log_probs else kind.compute_loss is Trainer.compute_loss):
-        raise PackingError(
-            "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach computes, "
-            f"but {kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "
-            "use_liger_kernel of its own; train without share_prefixes"
-        )
-
-
 def warn_of_shared_randomness(model: nn.Module) -> None:
     """Warn of dropout and of losses of routers, which are not those of the documents alone."""
     config = inner_model(model).config.get_text_config()
@@ -235,12 +209,6 @@ def warn_of_shared_randomness(model: nn.Module) -> None:
         )
 
 
-_ADVICE = (
-    "Short documents did not show this when the model was patched. Change the module, or train the model on padded "
-    "batches without hf_packing"
-)
-
-
 @dataclass
 class FirstBatchProof:
     """Proves isolation on the first batch in training mode, and on the first batch in evaluation mode.
@@ -253,7 +221,7 @@ class FirstBatchProof:
     """What was proven on the rank with the most documents, by mode: "training" or "evaluation"."""
     _model: "weakref.ref[PreTrainedModel] | None" = None
 
-    def check(self, model: nn.Module, batch: Mapping[str, Any], mode: str) -> None:
+    def check(self, model: nn.Module, batch: Batch, mode: str) -> None:
         """Prove isolation on a batch, unless it is proven for this model and mode; all ranks call this together.
 
         Args:
@@ -275,7 +243,8 @@ class FirstBatchProof:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
                 raise ModelNotSupportedError(
                     f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
-                    f"on {each.where}, {each.problem}. {_ADVICE}"
+                    f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
+                    "Change the module, or train the model on padded batches without hf_packing"
                 )
         self.proofs[mode] = max(proofs, key=lambda each: each.documents)
         if PartialState().is_main_process:

@@ -13,13 +13,21 @@ from typing import Any
 
 import datasets
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
-from hf_packing.columns import INPUT_IDS, KNOWN_COLUMNS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
+from hf_packing.columns import (
+    COMPLETION_MASK,
+    INPUT_IDS,
+    KNOWN_COLUMNS,
+    LABELS,
+    SEGMENT_COLUMNS,
+    TOKEN_TYPE_IDS,
+    TREE_COLUMNS,
+)
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
@@ -28,12 +36,11 @@ from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_la
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.checks import applies_masks, ignored_masks, masks_tokens
+from hf_packing.training.checks import masks_tokens, sft_trainer_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
-from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.stream_loader import StreamedRows
 from hf_packing.training.streams.training_stream import is_stream, training_stream
 
@@ -63,18 +70,17 @@ class Reading:
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> "Reading":
         """Return how rows are read for a trainer, with the labels that its own collator would make."""
-        collator, takes = trainer.data_collator, _any_column
+        collator = trainer.data_collator
+        takes: Takes = lambda _: True  # noqa: E731
         if trainer.args.remove_unused_columns:
             asked = copy.copy(trainer)  # which keeps the columns
             asked._set_signature_columns_if_needed()
             takes = asked._signature_columns.__contains__
         masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
-        unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
-        return cls(takes, unread, applies_masks(trainer), masking)
-
-
-def _any_column(_: str) -> bool:
-    return True
+        applies_masks, unread = sft_trainer_of(trainer) is not None, _unread_by(trainer.model)
+        if applies_masks and not trainer.completion_only_loss:  # it trains on prompts, too
+            unread = (*unread, COMPLETION_MASK)
+        return cls(takes, unread, applies_masks, masking)
 
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
@@ -84,23 +90,20 @@ def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
     return (TOKEN_TYPE_IDS,)
 
 
+@dataclass
 class PackedRows:
-    """A map-style dataset of packed rows, documents or rows of trees, planned for this rank.
+    """A map-style dataset of packed rows, documents or rows of trees, planned for this rank."""
 
-    Args:
-        dataset: the dataset, or the trees of its documents.
-        sampler: the sampler of this rank.
-        reading: how rows are read.
-        more: further columns to read.
-    """
-
-    sources: Sequence[str] = ()
-
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, reading: Reading, more: Sequence[str]) -> None:
-        self.dataset, self.sampler = dataset, sampler
-        self._reading, self._more = reading, more
-        self.labels: LabelCounts | None = None
-        """The labels that are left after documents were cut or dropped; None if they were not counted."""
+    dataset: Any
+    """The dataset, or the trees of its documents."""
+    sampler: RankBatchSampler
+    """The sampler of this rank."""
+    reading: Reading
+    """How rows are read."""
+    more: Sequence[str]
+    """Further columns to read."""
+    labels: LabelCounts | None = None
+    """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -109,7 +112,7 @@ class PackedRows:
 
     def first_rows(self, count: int) -> list[Row]:
         """Return a few rows with their labels; none if a collator masks tokens."""
-        if self._reading.masking is not None:
+        if self.reading.masking is not None:
             return []
         rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
         return rows.__getitems__([(number, False) for number in rows_to_sample(len(self.dataset), count)])
@@ -120,15 +123,11 @@ class PackedRows:
         Raises:
             PackingError: the dataset has labels, but none are left.
         """
-        if self._reading.masking is None:
-            unread, apply_masks = self._reading.unread, self._reading.apply_masks
+        if self.reading.masking is None:
+            unread, apply_masks = self.reading.unread, self.reading.apply_masks
             self.labels = kept_labels(self.dataset, self.sampler, unread, apply_masks, collator.keep_first_labels)
         if self.labels is not None:
             self.labels.check_some_left("batching", self.sampler.batching)
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, _: Any) -> Tensor:
-        """Return the counts of this rank's micro-batches; see `micro_batch_counts`."""
-        return micro_batch_counts(batches, loss)
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
@@ -145,11 +144,11 @@ class PackedRows:
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        reading = self._reading
+        reading = self.reading
         if reading.masking is None:
-            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
         else:
-            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self._more)
+            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
         batches: DataLoader[Any] = batches_loader(rows, self.sampler, collate, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 

@@ -9,7 +9,6 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
@@ -17,7 +16,7 @@ from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.loss_units import find_loss_unit
@@ -27,15 +26,14 @@ from hf_packing.training.models import (
     FirstBatchProof,
     UnpaddedModels,
     check_takes_rows,
-    check_takes_trees_as,
     patch_models,
     unpad_models,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.sources import PackedRows, Reading, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
-from hf_packing.training.streams.stream_loader import StreamedRows, StreamSummary
-from hf_packing.training.whole_rows import WholeRows, open_whole_rows
+from hf_packing.training.streams.stream_loader import StreamedRows
+from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""
@@ -72,43 +70,34 @@ class Attached(ABC):
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
-        self._expected: dict[str, Any] = {}
+        self.expected: dict[str, Any] = {}
+        """What must not change after attach, by name."""
 
     @abstractmethod
     def settle(self, trainer: Trainer) -> None:
         """Patch the trainer's models, and check that they and the trainer's loss take the batches."""
 
-    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
+    def summary(self, trainer: Trainer) -> Any:
         """Return what attach returns."""
         args = trainer.args
         ranks = data_rank(trainer.accelerator).world_size
         unpacked = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
         return self.source.summary(unpacked, self)
 
-    def remember(self, trainer: Trainer) -> None:
-        """Note everything that must not change after attach."""
-        self._expected = _decided_by(trainer)
-
     def check(self, trainer: Trainer) -> None:
         """Raise PackingError if something that decides batches or losses is not as it was when attach was called."""
-        for name, now in _decided_by(trainer).items():
-            before = self._expected[name]
+        for name, now in decided_by(trainer).items():
+            before = self.expected[name]
             if now is not before and now != before:
                 was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, now))
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
 
-    def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
-        """Return a loader of the micro-batches of this rank."""
-        if not is_patched(inner_model(trainer.model)):  # a new model of model_init
-            on_all_ranks(lambda _: self.settle(trainer))
-        return self.loader_of(trainer, self.source)
-
-    def loader_of(self, trainer: Trainer, source: Any) -> DataLoader[Any]:
+    def loader_of(self, trainer: Trainer, source: Any) -> Any:
         """Return a loader of a source, with the settings of the trainer's arguments."""
         args = trainer.args
-        loader: DataLoader[Any] = source.loader(
+        return source.loader(
             trainer.accelerator,
             self.collator,
             num_workers=args.dataloader_num_workers,
@@ -117,10 +106,9 @@ class Attached(ABC):
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
-        return loader
 
 
-def _decided_by(trainer: Trainer) -> dict[str, Any]:
+def decided_by(trainer: Trainer) -> dict[str, Any]:
     """Return everything that decides batches and losses, by name."""
     holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
     found = {name: next((each[name] for each in holders if name in each), None) for name in _DECIDED}
@@ -227,7 +215,7 @@ class AttachedPacks(Attached):
         finally:
             self._compares = False
 
-    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
 
         def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
@@ -244,16 +232,27 @@ class AttachedPacks(Attached):
         patch_models(trainer, self.prove)
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
+        self.source.count_labels(self.collator)
 
     def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
-        """Check that the model takes the rows: trees, or labels that do more than repeat the input tokens."""
+        """Check that the model takes the rows, and that the loss can be that of rows of trees: the cross-entropy."""
         check_takes_rows(trainer.model, source, self.batching, self.shapes)
-        if source.shares_prefixes:
-            check_takes_trees_as(self.kind, trainer, self.sums_log_probs)
-
-    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
-        self.source.count_labels(self.collator)
-        return super().summary(trainer)
+        if not source.shares_prefixes:
+            return
+        if self.reading.masking is not None:
+            raise PackingError(
+                f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
+                f"{type(self.own_collator).__name__} with mlm=True"
+            )
+        kind, nll = self.kind, trainer.args.loss_type == "nll"
+        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None
+        is_own = nll if self.sums_log_probs else kind.compute_loss is Trainer.compute_loss
+        if not is_stock or not is_own or trainer.args.use_liger_kernel:
+            raise PackingError(
+                "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach "
+                f"computes, but {kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
+                "loss_type or use_liger_kernel of its own; train without share_prefixes"
+            )
 
 
 class AttachedRows(Attached):
@@ -279,16 +278,12 @@ class AttachedRows(Attached):
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
             stock = trainer.get_train_dataloader()
-        self.source = open_whole_rows(
-            "train_dataset",
-            stock.dataset,
-            stock.collate_fn,
-            self.batching,
-            trainer.accelerator,
-            planned_from,
-            config=inner_model(trainer.model).config,
-            accumulation=accumulation,
-        )
+        patch = pixels_per_patch_of(inner_model(trainer.model).config)
+        sizes = sizes_of_rows(stock.dataset, stock.collate_fn, patch)
+        planned_from.note_data("train_dataset", stock.dataset, sizes)
+        rank, world_size = data_rank(trainer.accelerator)
+        sampler = RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
+        self.source = WholeRows(stock.dataset, sampler, stock.collate_fn)
 
     def __str__(self) -> str:
         return f"the loss is a mean of {self.loss}\n{self.models}"
@@ -300,7 +295,6 @@ class AttachedRows(Attached):
         self.source.set_unit(self.loss)
 
     def summary(self, trainer: Trainer) -> EpochSummary:
-        summary = super().summary(trainer)
-        assert isinstance(summary, EpochSummary)
+        summary: EpochSummary = super().summary(trainer)
         dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)

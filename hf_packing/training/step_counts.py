@@ -1,6 +1,6 @@
 """Count what the ranks run: the tokens, documents and attention cost of optimizer steps for logs, and predictions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,18 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
-from hf_packing.training.losses import Loss, count_per_segment, documents_in, items_in, trees_of
+from hf_packing.training.losses import Batch, Loss, count_per_segment, documents_in, items_in, trees_of
+
+COUNTS = "counts"
+"""Key of an entry that the loader of whole rows adds to every batch, int64 [4]: its counts of rows that are no copies,
+which are the documents."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
 mixture follow."""
 
 
-def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
+def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
     """Count the tokens, documents, attention cost and items of the loss of each batch, without padding and copies.
 
     Returns:
@@ -26,6 +30,9 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     """
     rows = []
     for batch in batches:
+        if COUNTS in batch:
+            rows.append(batch[COUNTS])
+            continue
         if is_tree_batch(batch):
             trees = trees_of(batch)
             counted = [trees.tokens, documents_in(batch), trees.attention_cost]
@@ -112,9 +119,9 @@ class Predictions:
         self._counted: list[bool] = []
         """For each process: whether its current micro-batch has rows that are not copies."""
 
-    def begin(self, batch: Mapping[str, Any]) -> None:
+    def begin(self, batch: Batch) -> None:
         """Note the micro-batch that this rank is about to run; all ranks call this together."""
-        documents = self._accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
+        documents = self._accelerator.gather(documents_in(batch)[None])
         self.documents = self.documents + documents.sum()
         self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
 

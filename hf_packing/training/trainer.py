@@ -14,24 +14,22 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_packing.attention import borders_required
+from hf_packing.attention import borders_required, inner_model, is_patched
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, TokenMean, labels_key
+from hf_packing.training.losses import ITEMS, Batch, TokenMean, labels_key
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import ResumedStream, load_stream, save_stream
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
-from hf_packing.training.step_counts import Predictions, StepCounts
+from hf_packing.training.step_counts import COUNTS, Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams.stream_loader import StreamLoader
-from hf_packing.training.whole_rows import COUNTS
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -39,17 +37,18 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     attached: Attached
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         on_all_ranks(lambda _: self.attached.check(self))
-        self.attached.step_counts = StepCounts(self.attached.source.sources)
+        self.attached.step_counts = StepCounts(getattr(self.attached.source, "sources", ()))
         return super().train(*args, **kwargs)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        return self.attached.training_loader(self)
+    def get_train_dataloader(self) -> Any:
+        state = self.attached
+        if not is_patched(inner_model(self.model)):  # a new model of model_init
+            on_all_ranks(lambda _: state.settle(self))
+        return state.loader_of(self, state.source)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return this rank's micro-batches of a step, and the number of items in the step on all ranks: trainable
         tokens, documents, or what else the loss is a mean of."""
         state = self.attached
@@ -58,12 +57,13 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         if not batches:
             return batches, None
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        as_run = [self.cut_for_this_step(batch) for batch in batches]
-        counts = state.source.counts_of(as_run, state.loss, self.callback_handler.train_dataloader).to(device)
+        counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], state.loss).to(device)
+        if isinstance(loader := self.callback_handler.train_dataloader, StreamLoader):
+            counts = torch.cat([counts, loader.tokens_of_sources.to(device)], 1)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
         return batches, state.step_counts.add(everywhere)
 
-    def cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def cut_for_this_step(self, batch: Batch) -> Batch:
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
         return with_segments_cut(batch, longest_segment(self.attached.batching, self.state.global_step))
 
@@ -82,27 +82,26 @@ class PackedTrainer(AttachedTrainer):
     attached: AttachedPacks
     gather_function: Any
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self.attached.on_all_ranks(self):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
+            return super().evaluate(*args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self.attached.on_all_ranks(self):
             return super().predict(*args, **kwargs)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self.attached.loader_in_order(self, TEST_DATASET, test_dataset)
 
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         *settings: Any,  # which Trainer passes on as it gets them
         num_items_in_batch: Any = None,
         **named: Any,
@@ -131,12 +130,11 @@ class PackedTrainer(AttachedTrainer):
             evaluation.add(mean, step.own)
         return (mean, *outputs) if outputs else mean
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with borders_required():
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            return loss
+            return super().training_step(*args, **kwargs)
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
         self.attached.predictions.begin(inputs)
         if is_tree_batch(inputs):
@@ -144,7 +142,7 @@ class PackedTrainer(AttachedTrainer):
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         state = self.attached
         state.evaluation, state.predictions = TokenMean(self.args.device), Predictions(self.accelerator)
         self.gather_function = partial(state.predictions.gathered, self.gather_function)
@@ -163,7 +161,7 @@ class PackedTrainer(AttachedTrainer):
 class StreamTrainer(PackedTrainer):
     """A Trainer that trains on a stream, and saves with every checkpoint how far the stream has come."""
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.args, "enable_jit_checkpoint", False):
             raise PackingError(
                 "enable_jit_checkpoint: expected False for a stream, got True, which saves checkpoints before an "
@@ -196,7 +194,7 @@ class WholeRowTrainer(AttachedTrainer):
     attached: AttachedRows
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *settings: Any, num_items_in_batch: Any = None, **named: Any
+        self, model: nn.Module, inputs: Batch, *settings: Any, num_items_in_batch: Any = None, **named: Any
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)

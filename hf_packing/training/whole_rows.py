@@ -18,23 +18,17 @@ import torch
 from accelerate import Accelerator
 from datasets.utils import tqdm
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, check_map_style, rows_to_sample, sizes_of
-from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 from hf_packing.training.loader import batches_loader, on_device
 from hf_packing.training.loss_units import UNITS, Collate, collate_rows
-from hf_packing.training.ranks import PlannedFrom, data_rank
-
-COUNTS = "counts"
-"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies,
-of squared lengths, and of the units in these rows over which the loss is averaged."""
+from hf_packing.training.losses import Batch
+from hf_packing.training.step_counts import COUNTS
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
@@ -48,8 +42,6 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         sampler: the sampler of this rank.
         collate: the trainer's collator.
     """
-
-    sources: Sequence[str] = ()
 
     def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate) -> None:
         self.dataset, self.sampler, self.collate = dataset, sampler, collate
@@ -66,7 +58,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         rows = read_rows(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
-    def _collated(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
+    def _collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
         """Return what the trainer's collator makes of rows, with counts of the batch."""
         most, rows = self.sampler.batching.most_tokens, list(rows)
         batch = self.collate([row for row, _ in rows])
@@ -89,8 +81,8 @@ class WholeRows(torch.utils.data.Dataset[Any]):
     def rows_to_check(self) -> tuple[list[Any], list[Any]]:
         """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
 
-        The first part has the shortest rows, and the second part one or two long ones, so that the parts have other
-        numbers of tokens for each row. The second part is empty if no two rows fit into a micro-batch.
+        The first part has the shortest rows, and the second part a long one, so that the parts have other numbers of
+        tokens for each row. The second part is empty if no two rows fit into a micro-batch.
         """
         tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
         assert most is not None
@@ -98,77 +90,17 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         by_length = by_length[tokens[by_length] > 0]
         taken = tokens[by_length].cumsum()
         number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
-        left = most - taken[number - 1]
-        two, one = (by_length[tokens[by_length] <= limit][-rows:] for rows, limit in ((2, left // 2), (1, left)))
-        parts = by_length[:number], two if len(two) else one
+        long = by_length[tokens[by_length] <= most - taken[number - 1]][-1:]
+        parts = by_length[:number], long
         return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], *_: Any) -> Tensor:
-        """Return the tokens, rows, attention cost and units of each batch; see `micro_batch_counts`."""
-        return torch.stack([batch[COUNTS] for batch in batches])
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation)
 
-    def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> DataLoader[Any]:
+    def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
         return on_device(batches_loader(self, self.sampler, self._collated, **options), accelerator)
-
-
-def open_whole_rows(
-    name: str,
-    dataset: Any,
-    collate: Collate,
-    batching: TokenBudget,
-    accelerator: Accelerator,
-    planned_from: PlannedFrom,
-    *,
-    config: Any,
-    accumulation: int = 1,
-) -> WholeRows:
-    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data for other ranks.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the dataset, as the collator gets it, without unused columns.
-        collate: the trainer's collator.
-        batching: the batching. Whole rows are never cut.
-        accelerator: the accelerator.
-        planned_from: notes the data.
-        config: the configuration of the model.
-        accumulation: number of micro-batches of each rank in an optimizer step.
-
-    Raises:
-        PackingError: the collator makes batches whose tokens cannot be counted; a row is too long and not dropped; or
-            `overflow` asks to cut rows.
-    """
-    if batching.overflow not in ("error", "drop"):
-        raise PackingError(
-            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
-            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
-        )
-    sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
-    planned_from.note_data(name, dataset, sizes)
-    rank, world_size = data_rank(accelerator)
-    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate)
-
-
-def check_rows_are_whole(name: str, dataset: Any) -> None:
-    """Refuse a dataset that has no numbered rows, or whose rows are packs.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the trainer's dataset, with all of its columns.
-    """
-    check_map_style(name, dataset)
-    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
-    refuse_lost_borders(dataset, columns)
-    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
-        raise PackingError(
-            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
-            "packs; pass the documents, since attach forms the batches"
-        )
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -200,7 +132,7 @@ def _tokens_and_squares(batch: Any) -> tuple[int, int]:
     return int(lengths.sum()), int(lengths.square().sum())
 
 
-def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
+def patches_in(batch: Batch, pixels_per_patch: int) -> int:
     """Return the number of patches of the pictures in a batch.
 
     Args:
@@ -281,7 +213,7 @@ def _sizes_in_column(dataset: Any) -> RowSizes | None:
     return None
 
 
-def _digest(batch: Mapping[str, Any]) -> bytes:
+def _digest(batch: Batch) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(batch):
         if isinstance(value := batch[name], Tensor):

@@ -1,30 +1,29 @@
 """Yield the micro-batches of one rank from logical streams, and save how far the logical streams of all ranks are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import COPIED_SEGMENT, IGNORED_LABEL, INPUT_IDS, KNOWN_COLUMNS, LABELS, SEQ_IDX
+from hf_packing.columns import COPIED_SEGMENT, IGNORED_LABEL, INPUT_IDS, KNOWN_COLUMNS, LABELS, SEQ_IDX, SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.streams.logical import PackedExamples, Position
+from hf_packing.planning.lengths import IntArray
+from hf_packing.streams.logical import PackedExamples, Position, Turn
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.shards import fingerprint_of_files
-from hf_packing.training.loader import Batch, LoopSteps, StepLoader
-from hf_packing.training.losses import Loss
+from hf_packing.training.loader import LoopSteps, StepLoader
+from hf_packing.training.losses import Batch
 from hf_packing.training.ranks import data_rank
-from hf_packing.training.step_counts import micro_batch_counts
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
-from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns
 
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
@@ -77,20 +76,11 @@ class StreamedRows:
             f"from the files {fingerprint_of_files(self.streams.ex_iterable)}"
         )
 
-    def first_rows(self, count: int) -> Iterator[Mapping[str, Any]]:
+    def first_rows(self, count: int) -> Iterator[Batch]:
         return islice(self.dataset, count)
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Do nothing: how many labels a stream has is not known."""
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, loader: "StreamLoader") -> Tensor:
-        """Return the counts of this rank's micro-batches, and the number of tokens of each source of a mixture.
-
-        Returns:
-            int64 [batches, 4 + sources]; see `micro_batch_counts`.
-        """
-        counts = micro_batch_counts(batches, loss)
-        return torch.cat([counts, loader.tokens_of_sources.to(counts.device)], 1)
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> "StreamSummary":  # noqa: ARG002
         """Return how a training reads the stream; the number of documents in a step without packing is not known."""
@@ -120,6 +110,102 @@ class StreamSummary:
             + (f"length of segments: {rows.length_schedule}\n" if rows.length_schedule is not None else "")
             + str(self.isolation)
         )
+
+
+Collate = Callable[[list[dict[str, Any]]], Batch]
+
+
+class MicroBatch(NamedTuple):
+    """The next rows of a rank, joined to one batch."""
+
+    batch: Batch | None
+    """The batch; None if the logical streams of all its turns have ended."""
+    positions: dict[int, Position]
+    """How far its logical streams have come, by their numbers."""
+    ended: list[int]
+    """Its logical streams that have ended."""
+    of_sources: IntArray
+    """int64 [sources]: the number of tokens of each source of a mixture."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
+    """The micro-batches of one rank: its rows in the order of the turns of all logical streams, without an end.
+
+    After all logical streams of the rank have ended, micro-batches without a row follow.
+    """
+
+    streams: PackedExamples
+    """The logical streams of this rank."""
+    positions: Mapping[int, Position]
+    """How far they have come, by their numbers; those without a position have not begun."""
+    rows_per_batch: int
+    """Number of rows in a micro-batch."""
+    collate: Collate
+    """Joins rows to a batch."""
+    names: Sequence[str]
+    """Names of the columns to read."""
+    sources: int
+    """Number of sources of the mixture; 0 without a mixture."""
+
+    def loader(self, workers: int, seed: int, **options: Any) -> DataLoader[MicroBatch]:
+        """Return a DataLoader of the micro-batches. The seeds of workers follow from `seed`, not from torch's own."""
+        workers = self.usable_workers(workers)
+        if not workers:
+            options = {name: value for name, value in options.items() if name == "pin_memory"}
+        as_it_is: Any = _as_it_is
+        seeds = torch.Generator().manual_seed(seed)
+        return DataLoader(self, batch_size=None, collate_fn=as_it_is, num_workers=workers, generator=seeds, **options)
+
+    def usable_workers(self, workers: int) -> int:
+        """Return how many of some workers can share the logical streams, so that rows keep their order."""
+        owned = len(self.streams.owned)
+        fits = (count for count in range(workers, 1, -1) if owned % (count * self.rows_per_batch) == 0)
+        return next(fits, min(workers, 1))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        streams, size = self.streams, self.rows_per_batch
+        state = streams.state_at(self.positions)
+        if (info := get_worker_info()) is not None and info.num_workers > 1:
+            # torch takes micro-batches from the workers in turn, beginning with worker 0
+            batches_done = sum(turns for turns, *_ in self.positions.values()) // size
+            first = (info.id + batches_done) % info.num_workers
+            mine = range(first * size, len(streams.owned), info.num_workers * size)
+            streams = streams.changed(owned=tuple(each for at in mine for each in streams.owned[at : at + size]))
+        streams = streams.changed()
+        streams.load_state_dict(state)
+        turns = _without_end(streams)
+        while True:
+            yield self._joined(list(islice(turns, size)))
+
+    def _joined(self, turns: Sequence[Turn]) -> MicroBatch:
+        """Return the micro-batch of some turns."""
+        rows: list[dict[str, Any]] = [
+            turn.values([*self.names, SOURCE] if self.sources else self.names) for turn in turns if turn.row is not None
+        ]
+        of_sources = np.zeros(self.sources, np.int64)
+        for row in rows if self.sources else ():  # no model takes the sources
+            of_sources += np.bincount(row.pop(SOURCE), minlength=self.sources)
+        positions = {turn.stream: turn.position for turn in turns}
+        ended = [turn.stream for turn in turns if turn.row is None]
+        return MicroBatch(self.collate(rows) if rows else None, positions, ended, of_sources)
+
+
+def _without_end(streams: PackedExamples) -> Iterator[Turn]:
+    """Yield turns, and then turns of ended logical streams, without an end."""
+    last: dict[int, Turn] = {}
+    for turn in streams.turns():
+        last[turn.stream] = turn
+        yield turn
+    while True:
+        for stream in streams.owned:
+            turns_so_far, window, rows_out = last[stream].position
+            last[stream] = Turn(stream, None, (turns_so_far + 1, window, rows_out))
+            yield last[stream]
+
+
+def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch
 
 
 class StreamLoader(StepLoader):
@@ -177,7 +263,7 @@ class StreamLoader(StepLoader):
         """Yield the steps up to the end of the epoch, in lockstep with the other ranks."""
         rows, streams = self.dataset, self.dataset.of_epoch(self.epoch)
         own = streams.changed(owned=streams.owned[self._rank :: self._ranks])
-        turns = RankTurns(own, self._positions, rows.rows_per_batch, self._collate, rows.names, len(rows.sources))
+        turns = RankTurns(own, dict(self._positions), rows.rows_per_batch, self._collate, rows.names, len(rows.sources))
         seed = self.epoch * self._ranks + self._rank
         micro_batches = iter(turns.loader(self._workers, seed, **self._options))
         left = set(own.owned)
