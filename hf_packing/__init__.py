@@ -43,7 +43,7 @@ _HOME_OF = {
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.loop",
-    "document_logps": "training.logps",
+    "document_logps": "training.score",
     "evaluation_loss": "training.loop",
     "mix": "streams.mix",
     "pack": "rows.pack",

@@ -137,9 +137,12 @@ def attach(
     if classes_of_trl(type(trainer)):
         refuse_older("trl")
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
+    of_whole_rows = {"loss_unit": loss_unit}
     if batching is None:
-        others = {"loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
-        _refuse_given(of_packed_rows | others, "if batching is None, since the trainer then makes its own batches")
+        others = {"match_documents_per_step": match_documents_per_step}
+        _refuse_given(
+            of_packed_rows | of_whole_rows | others, "if batching is None, since the trainer then makes its own batches"
+        )
         fewest_shared = check_fewest_shared(share_prefixes)
         with models_unpatched_on_error(trainer):
             return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
@@ -156,7 +159,6 @@ def attach(
             check_trainer(plain, None)
             _check_keeps_rows(plain, complete, loss_unit)
             return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, plain)
-        of_whole_rows = {"loss_unit": loss_unit}
         _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
         of_packs = check_choice("loss", loss or "token", Loss)
         check_trainer(plain, of_packs)
@@ -171,7 +173,8 @@ def attach(
     trainer.attached, trainer.__class__ = state, kind
     trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
-    trainer.add_callback(BatchesOfCheckpoint)
+    if not is_stream(trainer.train_dataset):
+        trainer.add_callback(BatchesOfCheckpoint)
     state.expected = decided_by(trainer)
     return summary
 

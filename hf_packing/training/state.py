@@ -244,10 +244,10 @@ class AttachedPacks(Attached):
                 f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
                 f"{type(self.own_collator).__name__} with mlm=True"
             )
-        kind, nll = self.kind, trainer.args.loss_type == "nll"
-        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None
-        is_own = nll if self.sums_log_probs else kind.compute_loss is Trainer.compute_loss
-        if not is_stock or not is_own or trainer.args.use_liger_kernel:
+        kind, args = self.kind, trainer.args
+        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
+        computes = args.loss_type == "nll" if self.sums_log_probs else kind.compute_loss is Trainer.compute_loss
+        if not is_stock or not computes:
             raise PackingError(
                 "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach "
                 f"computes, but {kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
