@@ -21,7 +21,6 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.training.losses import Loss
-from hf_packing.training.ranks import parallelism_of
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -111,10 +110,17 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"{found[0]}: expected the method of {kind.__name__}, got {vars(trainer)[found[0]]!r}, set on the trainer "
             "object; remove this attribute. To change compute_loss or evaluation_loop, define the method in a subclass"
         )
-    if loss is not None:
-        _check_collator(trainer.data_collator)
+    collator = trainer.data_collator
+    made_by = collator if hasattr(collator, "__name__") else type(collator)
+    is_stock = made_by.__name__ in _REPLACED_COLLATORS and made_by.__module__.split(".")[0] in ("transformers", "trl")
+    if loss is not None and not (is_stock or made_by is PackingCollator or masks_tokens(collator)):
+        raise PackingError(
+            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
+            f"{made_by.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
+            "with_transform"
+        )
     check_accelerator(trainer.accelerator)
-    if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
+    if trainer.get_tp_size() != getattr(trainer.accelerator.parallelism_config, "tp_size", 1):
         raise PackingError(
             f"tp_size: expected {trainer.get_tp_size()} in accelerate's ParallelismConfig, as in the model or "
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
@@ -157,9 +163,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "
             "last micro-batches"
         )
-    config = parallelism_of(accelerator)
     for size in ("cp_size", "sp_size"):
-        if (ranks := getattr(config, size, 1) if config else 1) > 1:
+        if (ranks := getattr(accelerator.parallelism_config, size, 1)) > 1:
             raise PackingError(
                 f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
             )
@@ -189,18 +194,6 @@ def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
 def masks_tokens(collator: Any) -> bool:
     """Return whether a collator masks tokens, as `DataCollatorForLanguageModeling` of transformers does."""
     return bool(getattr(collator, "mlm", False)) and callable(getattr(collator, "torch_mask_tokens", None))
-
-
-def _check_collator(collator: Any) -> None:
-    """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
-    kind = collator if hasattr(collator, "__name__") else type(collator)
-    is_stock = kind.__name__ in _REPLACED_COLLATORS and kind.__module__.split(".")[0] in ("transformers", "trl")
-    if not (is_stock or kind is PackingCollator or masks_tokens(collator)):
-        raise PackingError(
-            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
-            f"{kind.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
-            "with_transform"
-        )
 
 
 _PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"

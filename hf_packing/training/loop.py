@@ -271,8 +271,12 @@ def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> 
         items: Tensor = batch[ITEMS]
         return items
     if num_items_in_batch is not None:
-        device = batch[INPUT_IDS].device
-        return _as_number(num_items_in_batch).to(device, exact_type(device))
+        given, device = num_items_in_batch, batch[INPUT_IDS].device
+        number = torch.as_tensor(given) if isinstance(given, (int, float, Tensor)) else torch.empty(0)
+        is_negative = number.numel() == 1 and number.device.type == "cpu" and number < 0
+        if number.numel() != 1 or number.dtype == torch.bool or is_negative:
+            raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {given!r}")
+        return number.squeeze().to(device, exact_type(device))
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
         raise PackingError(
@@ -280,19 +284,6 @@ def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> 
             "None; the gradient would depend on how the step is split into ranks"
         )
     return None
-
-
-def _as_number(value: Any) -> Tensor:
-    """Return num_items_in_batch as a tensor."""
-    number = torch.as_tensor(value) if isinstance(value, (int, float, Tensor)) else None
-    if (
-        number is None
-        or number.numel() != 1
-        or number.dtype == torch.bool
-        or (number.device.type == "cpu" and number < 0)
-    ):
-        raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {value!r}")
-    return number.squeeze()
 
 
 def _refuse_accumulation(model: nn.Module) -> None:

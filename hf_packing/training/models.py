@@ -3,7 +3,6 @@ teacher or a reference model. `attach(trainer, None)` only does this, so that pa
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -219,10 +218,9 @@ class FirstBatchProof:
 
     proofs: dict[str, BatchProof] = field(default_factory=dict)
     """What was proven on the rank with the most documents, by mode: "training" or "evaluation"."""
-    _model: "weakref.ref[PreTrainedModel] | None" = None
 
     def check(self, model: nn.Module, batch: Batch, mode: str) -> None:
-        """Prove isolation on a batch, unless it is proven for this model and mode; all ranks call this together.
+        """Prove isolation on a batch, unless it is proven for this mode; all ranks call this together.
 
         Args:
             model: the model as it is trained, with the wrappers of accelerate.
@@ -232,9 +230,6 @@ class FirstBatchProof:
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
         """
-        inner = inner_model(model)
-        if self._model is None or self._model() is not inner:
-            self.proofs, self._model = {}, weakref.ref(inner)
         if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
         proofs = gather_object([prove_on_batch(model, batch, training=mode == "training")])
@@ -242,7 +237,7 @@ class FirstBatchProof:
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
                 raise ModelNotSupportedError(
-                    f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
+                    f"{type(inner_model(model)).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
                     f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
                     "Change the module, or train the model on padded batches without hf_packing"
                 )

@@ -230,6 +230,7 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove)
+        self.first_batch_proof.proofs.clear()  # of another model
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
