@@ -6,7 +6,6 @@ trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, overload
 
 import datasets
@@ -144,8 +143,13 @@ def attach(
             of_packed_rows | of_whole_rows | others, "if batching is None, since the trainer then makes its own batches"
         )
         fewest_shared = check_fewest_shared(share_prefixes)
+
+        def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
+            planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
+            return unpad_models(trainer, prove, fewest_shared)
+
         with models_unpatched_on_error(trainer):
-            return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
+            return on_all_ranks(unpad)
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
@@ -195,13 +199,6 @@ def _without_attach(trainer: Any) -> Any:
         if trainer.data_collator is state.collator:
             plain.data_collator = state.own_collator
     return plain
-
-
-def _unpad(
-    trainer: Any, prove: ProveInTraining, fewest_shared: int | None, planned_from: PlannedFrom
-) -> UnpaddedModels:
-    planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
-    return unpad_models(trainer, prove, fewest_shared)
 
 
 def keeps_rows_whole(trainer: Any) -> bool:

@@ -110,7 +110,6 @@ def prepare_dataloader(
         if shapes != (None, None):
             balanced = balanced.within(shapes)
         reading = Reading.of_model(model)
-        planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         source = open_source(
             "dataset",
             dataset,
@@ -121,6 +120,7 @@ def prepare_dataloader(
             accumulation=accelerator.gradient_accumulation_steps,
             loss=check_choice("loss", loss, Loss),
         )
+        planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes)
 

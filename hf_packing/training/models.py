@@ -236,10 +236,11 @@ class FirstBatchProof:
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
+                name = type(inner_model(model)).__name__
                 raise ModelNotSupportedError(
-                    f"{type(inner_model(model)).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
-                    f"on {each.where}, {each.problem}. Short documents did not show this when the model was patched. "
-                    "Change the module, or train the model on padded batches without hf_packing"
+                    f"{name}: the first batch{on_rank} shows that packed documents are not isolated: on {each.where}, "
+                    f"{each.problem}. Short documents did not show this when the model was patched. Change the module, "
+                    "or train the model on padded batches without hf_packing"
                 )
         self.proofs[mode] = max(proofs, key=lambda each: each.documents)
         if PartialState().is_main_process:

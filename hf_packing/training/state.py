@@ -144,7 +144,7 @@ class AttachedPacks(Attached):
             batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
-        self.max_tokens = batching.most_tokens if shapes[0] is None else shapes[0]
+        self.max_tokens = shapes[0] or batching.most_tokens
         self.collator = collator_for(trainer.model, *shapes)
         self.reading = Reading.of_trainer(trainer)
         if self.reading.masking is not None and not self.collator.keep_first_labels:
@@ -162,7 +162,6 @@ class AttachedPacks(Attached):
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self._compares = False
-        planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
         self.source = open_source(
             "train_dataset",
             data,
@@ -173,6 +172,7 @@ class AttachedPacks(Attached):
             accumulation=trainer.args.gradient_accumulation_steps,
             loss=loss,
         )
+        planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
         evaluation = trainer.eval_dataset
         if isinstance(evaluation, dict):
             named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}

@@ -40,11 +40,10 @@ def packed(files, **more):
 
 
 def loader_of(stream, batching=None, accumulation=1, **options):
-    batching, reading = batching or hfp.TokenBudget(CAPACITY), Reading.of_model(None)
-    source = open_source(
-        "train_dataset", stream, batching, Accelerator(cpu=True), reading, PlannedFrom(), accumulation=accumulation
-    )
-    return source.loader(hfp.PackingCollator(), **options)
+    batching, accelerator = batching or hfp.TokenBudget(CAPACITY), Accelerator(cpu=True)
+    planned = accelerator, Reading.of_model(None), PlannedFrom()
+    source = open_source("train_dataset", stream, batching, *planned, accumulation=accumulation)
+    return source.loader(accelerator, hfp.PackingCollator(), **options)
 
 
 def tokens_in(batches):
