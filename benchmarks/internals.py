@@ -36,8 +36,8 @@ HOME_OF = {
     "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training
-    "Answer": "training.streams.lockstep",
-    "in_lockstep": "training.streams.lockstep",
+    "Answer": "training.lockstep",
+    "in_lockstep": "training.lockstep",
     "items_in": "training.losses",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
     "Layout": "attention.layout",

@@ -7,8 +7,9 @@
 | trainer.py, resume.py | the methods of a trainer after `attach`; its checkpoints |
 | checks.py | refuses trainers, arguments and labels that are not supported; refuses or counts what TRL cuts or drops |
 | models.py | finds and patches the models of a trainer, proves isolation on the first batch, checks what trees need |
-| sources.py, whole_rows.py | what is read: packed rows, documents, trees, streams; rows that stay whole |
-| streams | logical streams, in lockstep on all ranks, with one state |
+| sources.py | what is read: packed rows, documents, trees, streams |
+| whole_rows.py | rows that stay whole, and what their loss is a mean of |
+| streams.py, lockstep.py | logical streams, in lockstep on all ranks, with one state |
 | masking.py | documents that are masked anew in every epoch |
 | ranks.py | checks that all ranks plan from the same data and settings |
 | loop.py | `prepare_dataloader`, `compute_loss` and `evaluation_loss` for your own training loop |
@@ -16,7 +17,6 @@
 | step_counts.py | counts tokens and documents for the logs, and what is predicted |
 | losses.py | labels of a batch and of an optimizer step: what predicts them, their number and weight |
 | model_loss.py | lets a model or a trainer compute its own loss, weighted by its share of the step |
-| loss_units.py | says what the loss of whole rows is a mean of |
 | head.py, sum_of_chunks.py | logits that are computed when they are read; in chunks for a cross-entropy |
 | score.py | `document_logps`, with gradients; `score`, log-likelihoods and embeddings on packed rows |
 """

@@ -22,15 +22,14 @@ from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
 from hf_packing.training.checks import check_trainer, classes_of_trl
-from hf_packing.training.loss_units import UNITS
 from hf_packing.training.losses import Loss
 from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
 from hf_packing.training.sources import warn_of_columns_left_out
 from hf_packing.training.state import AttachedPacks, AttachedRows, decided_by
-from hf_packing.training.streams.training_stream import is_stream
 from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
+from hf_packing.training.whole_rows import UNITS
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -168,7 +167,8 @@ def attach(
         check_trainer(plain, of_packs)
         state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
         warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
-        return state, _subclass_with(StreamTrainer if is_stream(plain.train_dataset) else PackedTrainer, plain)
+        is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
+        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, plain)
 
     state, kind = on_all_ranks(plan)
     with models_unpatched_on_error(plain):
@@ -177,7 +177,7 @@ def attach(
     trainer.attached, trainer.__class__ = state, kind
     trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
-    if not is_stream(trainer.train_dataset):
+    if not issubclass(kind, StreamTrainer):
         trainer.add_callback(BatchesOfCheckpoint)
     state.expected = decided_by(trainer)
     return summary

@@ -241,10 +241,8 @@ def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
         The number of dropped pairs, and the number of tokens in them and in the cut-off ends of other pairs.
     """
     limit = getattr(trainer.args, "max_length", None)
-    if limit is None or not isinstance(dataset, datasets.Dataset):
-        return 0, 0
-    names = dataset.data.column_names
-    if _CHOSEN not in names:
+    names = dataset.data.column_names if isinstance(dataset, datasets.Dataset) else ()
+    if limit is None or _CHOSEN not in names:
         return 0, 0
     prompt = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
     tokens = np.stack([prompt + _lengths(dataset, name) for name in (_CHOSEN, _REJECTED)])

@@ -433,8 +433,8 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
     """Return whether an argument is no tensor, a tensor of one number, or a bias of the vocabulary."""
     if not isinstance(value, Tensor):
         return True
-    is_bias = value.ndim > 0 and value.numel() == value.shape[-1] == vocabulary
-    return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
+    fits = value.ndim == 0 or value.numel() == value.shape[-1] == vocabulary
+    return fits and value.is_leaf and not isinstance(value, Logits)
 
 
 _OF_SINGLE_LOGITS = frozenset(

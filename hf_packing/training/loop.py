@@ -30,8 +30,8 @@ from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
 from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, open_source, warn_of_columns_left_out
-from hf_packing.training.streams.stream_loader import StreamedRows, StreamLoader
+from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
+from hf_packing.training.streams import StreamLoader
 
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
@@ -104,7 +104,7 @@ def prepare_dataloader(
         raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
     shapes = tokens, max_segments
 
-    def plan(planned_from: PlannedFrom) -> tuple[Batching, PackedRows | StreamedRows, PackingCollator]:
+    def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DataCollatorForLanguageModeling, TrainingArguments
+from transformers import DataCollatorForLanguageModeling
 
 from hf_packing.batch.collate import read_integers, read_segment_lengths
 from hf_packing.columns import (
@@ -43,12 +43,6 @@ class Masking:
 
     collator: Any
     seed: int
-
-    @classmethod
-    def of(cls, collator: Any, args: TrainingArguments) -> "Masking":
-        """Return how the collator of a Trainer masks; data_seed or seed counts if the collator has no seed."""
-        seeds = (getattr(collator, "seed", None), args.data_seed, args.seed)
-        return cls(collator, next(seed for seed in seeds if seed is not None))
 
     def __post_init__(self) -> None:
         stock, kind = DataCollatorForLanguageModeling, type(self.collator)

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sampler import RankBatchSampler
 
 STATE_FILE = "packed_stream.pt"
 """The file in the folder of a checkpoint with the state of the training's stream."""
@@ -30,9 +29,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **known: Any) -> None:
         """If training resumes from a checkpoint, refuse settings that give other optimizer steps than those saved."""
-        sampler = getattr(known["train_dataloader"].dataset, "sampler", None)
-        if not isinstance(sampler, RankBatchSampler):
-            return
+        sampler = known["train_dataloader"].dataset.sampler
         begins_new_epoch = args.ignore_data_skip and state.global_step % sampler.optimizer_steps
         if state.global_step and not args.ignore_data_skip:
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")

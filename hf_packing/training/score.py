@@ -165,7 +165,7 @@ def score(
         rows = rows_to_score([tokens[each[0]] for each in numbers], max_tokens, fewest)
         own = rows[rank::world_size]
         own += rows[:1] * (-(-len(rows) // world_size) - len(own))  # as many forwards on every process
-        found: list[tuple[list[int], _Floats]] = []
+        found = []
         with torch.no_grad():
             for row in tqdm(own, unit=" rows", disable=not progress or rank > 0):
                 places = {number: each for sequence, each in row.places() for number in numbers[sequence]}

@@ -41,8 +41,7 @@ from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, 
 from hf_packing.training.losses import Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
-from hf_packing.training.streams.stream_loader import StreamedRows
-from hf_packing.training.streams.training_stream import is_stream, training_stream
+from hf_packing.training.streams import StreamedRows, training_stream
 
 Takes = Callable[[str], bool]
 """A function that tells whether a column of this name is passed on."""
@@ -70,13 +69,15 @@ class Reading:
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> "Reading":
         """Return how rows are read for a trainer, with the labels that its own collator would make."""
-        collator = trainer.data_collator
+        args, collator, masking = trainer.args, trainer.data_collator, None
+        if masks_tokens(collator):
+            seeds = (getattr(collator, "seed", None), args.data_seed, args.seed)
+            masking = Masking(collator, next(seed for seed in seeds if seed is not None))
         takes: Takes = lambda _: True  # noqa: E731
-        if trainer.args.remove_unused_columns:
+        if args.remove_unused_columns:
             asked = copy.copy(trainer)  # which keeps the columns
             asked._set_signature_columns_if_needed()
             takes = asked._signature_columns.__contains__
-        masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
         applies_masks, unread = sft_trainer_of(trainer) is not None, _unread_by(trainer.model)
         if applies_masks and not trainer.completion_only_loss:  # it trains on prompts, too
             unread = (*unread, COMPLETION_MASK)
@@ -153,6 +154,10 @@ class PackedRows:
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
+Source = PackedRows | StreamedRows
+"""What a training or an evaluation reads, if its rows are joined."""
+
+
 def open_source(
     name: str,
     dataset: Any,
@@ -164,7 +169,7 @@ def open_source(
     accumulation: int = 1,
     loss: Loss = "token",
     in_order: InOrder | None = None,
-) -> PackedRows | StreamedRows:
+) -> Source:
     """Check and measure a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
 
     Args:
@@ -185,7 +190,7 @@ def open_source(
     rank, world_size = data_rank(accelerator)
     if in_order is None:
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
-    if is_stream(dataset):
+    if isinstance(dataset, datasets.IterableDataset):
         streams, rows_per_batch, max_tokens = training_stream(
             name, dataset, batching, world_size, reading.unread, in_order
         )
@@ -215,10 +220,8 @@ def open_source(
         )
     sizes = sizes_of(dataset)
     planned_from.note_data(name, dataset, sizes)
-    kind = RankBatchSampler
-    if reading.masking is not None:
-        planned_from.note_settings(data_collator=reading.masking)
-        kind = EpochSampler
+    planned_from.note_settings(data_collator=reading.masking)
+    kind = RankBatchSampler if reading.masking is None else EpochSampler
     sampler = kind(plans, sizes, world_size, rank, accumulation)
     sampler.more_inputs["loss"] = loss
     return PackedRows(dataset, sampler, reading, more)

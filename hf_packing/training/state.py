@@ -19,7 +19,6 @@ from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
-from hf_packing.training.loss_units import find_loss_unit
 from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.models import (
@@ -30,10 +29,9 @@ from hf_packing.training.models import (
     unpad_models,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, open_source
+from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
-from hf_packing.training.streams.stream_loader import StreamedRows
-from hf_packing.training.whole_rows import WholeRows, pixels_per_patch_of, sizes_of_rows
+from hf_packing.training.whole_rows import WholeRows, find_loss_unit, pixels_per_patch_of, sizes_of_rows
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""
@@ -53,7 +51,7 @@ set on the trainer object."""
 class Attached(ABC):
     """The state that `attach` stores as `trainer.attached`."""
 
-    source: PackedRows | StreamedRows | WholeRows
+    source: Source | WholeRows
     """What the trainer trains on."""
     loss: Any
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
@@ -123,7 +121,7 @@ def decided_by(trainer: Trainer) -> dict[str, Any]:
 class AttachedPacks(Attached):
     """The state of a trainer that trains, evaluates and predicts on packed batches."""
 
-    source: PackedRows | StreamedRows
+    source: Source
     loss: Loss
 
     def __init__(
@@ -187,9 +185,7 @@ class AttachedPacks(Attached):
         how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
         return f"isolation: proven {how}"
 
-    def open_evaluation(
-        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
-    ) -> PackedRows | StreamedRows:
+    def open_evaluation(self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom) -> Source:
         """Return the source of an evaluation: rows in the order of the dataset."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
@@ -218,7 +214,7 @@ class AttachedPacks(Attached):
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
 
-        def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
+        def open_rows(planned_from: PlannedFrom) -> Source:
             if not is_patched(inner_model(trainer.model)):
                 self.settle(trainer)
             source = self.open_evaluation(trainer, name, dataset, planned_from)
@@ -235,7 +231,7 @@ class AttachedPacks(Attached):
             self._check_rows(trainer, source)
         self.source.count_labels(self.collator)
 
-    def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
+    def _check_rows(self, trainer: Trainer, source: Source) -> None:
         """Check that the model takes the rows, and that the loss can be that of rows of trees: the cross-entropy."""
         check_takes_rows(trainer.model, source, self.batching, self.shapes)
         if not source.shares_prefixes:
@@ -293,7 +289,7 @@ class AttachedRows(Attached):
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
         parts = self.source.rows_to_check()
         self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
-        self.source.set_unit(self.loss)
+        self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
         summary: EpochSummary = super().summary(trainer)

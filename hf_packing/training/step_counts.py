@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
@@ -56,7 +57,7 @@ class StepCounts:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self._sources = sources
         self._steps: list[Tensor] = []
-        self._documents: Tensor | int = 0
+        self.documents: Tensor | int = 0
         """The number of documents in all steps."""
 
     def add(self, counts: Tensor) -> Tensor:
@@ -66,16 +67,8 @@ class StepCounts:
             counts: int64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
         """
         self._steps.append(counts)
-        self._documents = self._documents + counts[..., _DOCUMENTS].sum()
+        self.documents = self.documents + counts[..., _DOCUMENTS].sum()
         return counts[..., _ITEMS].sum().clamp(min=1)
-
-    def correct_speed(self, logs: dict[str, float]) -> None:
-        """Make the samples per second at the end of a training those documents that were trained on.
-
-        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how large a step is.
-        """
-        if (name := "train_samples_per_second") in logs:
-            logs[name] = round(int(self._documents) / logs["train_runtime"], 3)
 
     def take(self, max_tokens: int | None) -> dict[str, float]:
         """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
@@ -133,7 +126,7 @@ class Predictions:
 
         def without_copies(of_ranks: Any) -> Any:
             size = len(of_ranks) // len(self._counted)
-            kept = [number for number in range(len(of_ranks)) if self._counted[number // size]]
+            kept = np.flatnonzero(np.repeat(self._counted, size))
             return of_ranks[kept] if isinstance(of_ranks, Tensor) else [of_ranks[number] for number in kept]
 
         if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object

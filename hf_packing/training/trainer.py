@@ -29,7 +29,7 @@ from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import ResumedStream, load_stream, save_stream
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
 from hf_packing.training.step_counts import COUNTS, Predictions, StepCounts, micro_batch_counts
-from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.streams import StreamLoader
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -72,7 +72,9 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         counts = self.attached.step_counts
         if "loss" in logs:
             logs = {**logs, **counts.take(self.attached.max_tokens)}
-        counts.correct_speed(logs)
+        if (name := "train_samples_per_second") in logs:
+            # of documents: per_device_train_batch_size, of which Trainer knows, does not decide how large a step is
+            logs[name] = round(int(counts.documents) / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_packing.training.streams import lockstep
-from hf_packing.training.streams.lockstep import Answer, in_lockstep
+from hf_packing.training import lockstep
+from hf_packing.training.lockstep import Answer, in_lockstep
 
 RANKS = 3
 

@@ -18,7 +18,7 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.training.ranks import PlannedFrom
 from hf_packing.training.sources import Reading, open_source
-from hf_packing.training.streams.stream_loader import RankTurns
+from hf_packing.training.streams import RankTurns
 
 CAPACITY = 48
 DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_documents(160)]

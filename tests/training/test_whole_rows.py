@@ -28,9 +28,8 @@ from whole_rows import (
 )
 
 import hf_packing as hfp
-from hf_packing.training import loss_units
-from hf_packing.training.loss_units import find_loss_unit
-from hf_packing.training.whole_rows import sizes_of_rows
+from hf_packing.training import whole_rows
+from hf_packing.training.whole_rows import find_loss_unit, sizes_of_rows
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -163,13 +162,13 @@ def test_the_check_of_a_loss_keeps_within_the_budget(longest, batches, tmp_path,
     data = classified()
     data = data.map(lambda row: {"input_ids": (row["input_ids"] * 60)[: max(longest - row["input_ids"][0] % 5, 1)]})
     trainer = trainer_of("classifier", tmp_path, data=data, patched=True)
-    sizes, checked = [], loss_units.loss_of_batch
+    sizes, checked = [], whole_rows.loss_of_batch
 
     def measured(trainer, kind, batch):
         sizes.append(int(batch["attention_mask"].sum()))
         return checked(trainer, kind, batch)
 
-    monkeypatch.setattr(loss_units, "loss_of_batch", measured)
+    monkeypatch.setattr(whole_rows, "loss_of_batch", measured)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert len(sizes) == batches
     assert 0 < max(sizes) <= 64
