@@ -71,7 +71,6 @@ _BY_DOCUMENT_MEANS: _Expected = {
 WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
-"""Noise on embeddings would depend on the other rows of a batch."""
 
 
 def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
@@ -97,9 +96,9 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
-    kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
+    kind = type(trainer)
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
-    if own or (classes_of_trl(kind) and sft_trainer is None and loss is not None):
+    if own or (classes_of_trl(kind) and sft_trainer_of(trainer) is None and loss is not None):
         raise PackingError(
             f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {kind.__name__}, which "
             f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "

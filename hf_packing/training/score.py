@@ -160,8 +160,9 @@ def score(
             same.setdefault(sequence.tobytes(), []).append(number)
         same.pop(b"", None)
         numbers = list(same.values())
-        state = PartialState() if is_initialized() else None
-        rank, world_size = (state.process_index, state.num_processes) if state is not None else (0, 1)
+        rank, world_size = 0, 1
+        if is_initialized():
+            rank, world_size = PartialState().process_index, PartialState().num_processes
         rows = rows_to_score([tokens[each[0]] for each in numbers], max_tokens, fewest)
         own = rows[rank::world_size]
         own += rows[:1] * (-(-len(rows) // world_size) - len(own))  # as many forwards on every process

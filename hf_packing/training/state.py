@@ -23,7 +23,6 @@ from hf_packing.training.losses import Loss, TokenMean
 from hf_packing.training.model_loss import collator_for
 from hf_packing.training.models import (
     FirstBatchProof,
-    UnpaddedModels,
     check_takes_rows,
     patch_models,
     unpad_models,
@@ -268,8 +267,6 @@ class AttachedRows(Attached):
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
-        self.models = UnpaddedModels({})
-        """How each model of the trainer runs padded batches."""
         self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
@@ -287,6 +284,7 @@ class AttachedRows(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
+        """How each model of the trainer runs padded batches."""
         parts = self.source.rows_to_check()
         self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
         self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint

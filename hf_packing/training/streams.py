@@ -238,7 +238,7 @@ class StreamedRows:
             f"from the files {fingerprint_of_files(self.streams.ex_iterable)}"
         )
 
-    def first_rows(self, count: int) -> Iterator[Batch]:
+    def first_rows(self, count: int) -> Any:
         return islice(self.dataset, count)
 
     def count_labels(self, collator: PackingCollator) -> None:
