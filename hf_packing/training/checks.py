@@ -3,6 +3,10 @@
 SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A masked
 language model sees the input token at each label's position, so it would only learn to copy its input if the labels
 repeat the input tokens. Such labels are refused.
+
+What trainers of TRL cut or drop because of their argument max_length is refused or counted. SFTTrainer cuts documents
+when it is built, and `attach` does not see what is lost. DPOTrainer cuts pairs in its collator, and DPOTrainer and
+RewardTrainer drop pairs, all of whose tokens are still in the table of the dataset.
 """
 
 import os

@@ -1,4 +1,8 @@
-"""Define `score`, which computes the log-likelihood of documents, or their embeddings, on packed rows."""
+"""Log-likelihoods of documents, from logits that are computed in chunks of tokens.
+
+`score` computes them, or embeddings, without gradients, on packed rows; `document_logps` computes those of a batch,
+with gradients.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

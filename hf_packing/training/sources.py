@@ -2,6 +2,9 @@
 
 A source reads the sizes of a dataset or opens its logical streams, says what all ranks have to agree on, and makes the
 loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_rows.py`.
+
+Columns with one number for each token, such as weights, are passed on if the model's forward takes them, as Trainer
+keeps them, or all of them with remove_unused_columns=False.
 """
 
 import copy

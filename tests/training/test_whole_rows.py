@@ -29,7 +29,7 @@ from whole_rows import (
 
 import hf_packing as hfp
 from hf_packing.training import whole_rows
-from hf_packing.training.whole_rows import find_loss_unit, sizes_of_rows
+from hf_packing.training.whole_rows import sizes_of_rows
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -226,11 +226,9 @@ def test_changes_after_attach_are_refused(tmp_path):
 
 def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
     trainer = trainer_of("dpo", tmp_path, patched=True)
-    hfp.attach(trainer, None)
     metrics = {mode: dict(values) for mode, values in trainer._metrics.items()}
     state = torch.random.get_rng_state()
-    parts = [trainer.train_dataset[n] for n in range(7)], [trainer.train_dataset[8]]
-    assert find_loss_unit(trainer, type(trainer), parts, trainer.data_collator, None) == "rows"
+    hfp.attach(trainer, hfp.TokenBudget(BUDGET["dpo"]))
     assert {mode: dict(values) for mode, values in trainer._metrics.items()} == metrics
     assert torch.equal(torch.random.get_rng_state(), state)
 
