@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_packing.attention import IsolationReport, check_isolation, patch_model, small_copy_of
-from hf_packing.cli.screen import WIDE, print_json
+from hf_packing.cli.flags import WIDE, print_json
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.text.render import reason_of
 

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.flags import STRATEGIES
-from hf_packing.cli.screen import in_flags, say, say_warning
+from hf_packing.cli.flags import STRATEGIES, in_flags, say, say_warning
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.text.render import TRAIN_ON
 

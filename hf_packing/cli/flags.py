@@ -1,17 +1,31 @@
-"""The documents and strategies that the flags of a command describe."""
+"""The documents and strategies that the flags of a command describe, and how results and errors are printed."""
 
 import argparse
+import json
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from hf_packing.cli.screen import say_warning
 from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 
 STRATEGIES = tuple(registered_strategies())
+WIDE = 100
+"""Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
+
+_FLAGS = {
+    r"^(tokenizer|split|glob|share_prefixes|task)(?=: )": r"--\1",
+    r"^data(?=: )": "DATA",
+    r"\btext_field\b": "--field",
+    r"\bskip_bad(=True)?\b": "--skip-bad",
+    r"\b(train|share)_(on|prefixes)\b": r"--\1-\2",
+    r"\bglob=": "--glob ",
+}
+"""Flags of the command by patterns of the Python arguments that they stand for."""
 
 
 def read_documents(data: str, given: argparse.Namespace, folder: str) -> tuple[Any, list[str]]:
@@ -77,3 +91,26 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     for each in strategies:
         plan_packing([1], each)  # raises MissingDependencyError before documents are read
     return strategies
+
+
+def in_flags(text: str) -> str:
+    """Return an error message with flags of the command in place of Python arguments."""
+    for argument, flag in _FLAGS.items():
+        text = re.sub(argument, flag, text)
+    return text
+
+
+def say(text: str) -> None:
+    """Print an error or a warning in one line, on the error stream."""
+    print(" ".join(text.split()), file=sys.stderr)
+
+
+def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning in one line. The other arguments of `warnings.showwarning`, such as the file, are ignored."""
+    say(f"warning: {message}")
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    """Print a dict as JSON. NaN and infinity, which JSON does not have, become null."""
+    known = json.loads(json.dumps(facts), parse_constant=lambda _: None)
+    print(json.dumps(known, indent=1))

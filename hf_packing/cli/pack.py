@@ -5,8 +5,7 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_counts, read_documents, strategies_named
-from hf_packing.cli.screen import print_json
+from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.errors import PackingError
 from hf_packing.files import put_in_place
 from hf_packing.fleet import PackedCorpus

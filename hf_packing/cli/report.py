@@ -7,9 +7,8 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_packing.cli.flags import print_counts, read_documents, strategies_named
+from hf_packing.cli.flags import print_counts, print_json, read_documents, strategies_named
 from hf_packing.cli.pack import say_packed
-from hf_packing.cli.screen import print_json
 from hf_packing.columns import INPUT_IDS
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.planning.lengths import Pieces

@@ -8,10 +8,9 @@ The modules, with the input and the output of each module:
     best_fit.py        counts of pieces -> Patterns        pack pieces by best-fit or first-fit decreasing
     table.py           Cuts and Patterns -> PatternTable   plan from counts alone; assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
-    plan.py            arrays -> PackingPlan               check, edit and describe a plan
+    plan.py            arrays -> PackingPlan               check, edit, describe, save and load a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
     length_schedule.py step -> length                      the largest length of a segment, which grows during training
-    storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 
 Each strategy (`hf_packing.strategies`) has its own algorithm for making patterns. Strategies that need the documents in

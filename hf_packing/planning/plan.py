@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
@@ -14,10 +16,19 @@ import numpy as np
 
 from hf_packing.checks import INT32_MAX, check_seed, set_fields
 from hf_packing.errors import PackingError
+from hf_packing.files import new_folder
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_groups, offsets_of, smallest_index_type, sums_of
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound, sum_of_squares
 from hf_packing.planning.permutation import shuffle_trees
-from hf_packing.planning.storage import ARRAYS, SEGMENT_SHARED, load_arrays, save_arrays
+
+ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
+SEGMENT_SHARED = "segment_shared"
+"""The array that only plans of documents with shared prefixes have."""
+
+_FORMAT = 1
+_INDEX = "plan.json"
+_FACTS = ("fingerprint", "proven_lower_bound", "note")
+_FILES = {_INDEX, *(f"{name}.npy" for name in (*ARRAYS, SEGMENT_SHARED))}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -215,18 +226,22 @@ class PackingPlan:
     def save(self, path: str | Path) -> None:
         """Save the plan to a folder, as .npy files and a plan.json. A plan that is already in the folder is replaced.
 
+        No process ever reads an incomplete folder.
+
         Args:
             path: folder to create or to replace.
 
         Raises:
             PackingError: the path exists, and either is not a saved plan or contains other files, too.
         """
-        facts = {
-            "fingerprint": self.fingerprint,
-            "proven_lower_bound": self.proven_lower_bound,
-            "note": self.note,
-        }
-        save_arrays(Path(path), self.arrays(), facts)
+        folder = Path(path).resolve()  # a folder cannot be renamed onto a symbolic link
+        _check_replaceable(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"format": _FORMAT, **{name: getattr(self, name) for name in _FACTS}}
+        with new_folder(folder, f".{folder.name}-") as fresh:
+            for name, array in self.arrays().items():
+                np.save(fresh / f"{name}.npy", array, allow_pickle=False)
+            (fresh / _INDEX).write_text(json.dumps(facts, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
@@ -240,7 +255,7 @@ class PackingPlan:
         Raises:
             PackingError: the path is not a saved plan, or the saved plan is damaged.
         """
-        arrays, facts = load_arrays(Path(path))
+        arrays, facts = _load_arrays(Path(path))
         plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"], note=facts["note"])
         if plan.fingerprint != facts["fingerprint"]:
             raise PackingError(
@@ -351,3 +366,44 @@ def _check_values(
         at = int(wrong.argmax())
         accepted = " to ".join(str(np.broadcast_to(limit, values.shape)[at]) for limit in (least, most))
         raise PackingError(f"{name}: expected a number from {accepted} {where} {at}, got {values[at]}")
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise PackingError if anything exists at a path, except a folder with files of a plan and no others."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # nothing is there, or another process just replaces the plan
+        names = {folder.name} if folder.is_file() else {file.name for file in folder.iterdir()}
+        if names <= _FILES and names != {_INDEX}:  # plan.json alone may be a file of another program
+            return
+        raise PackingError(
+            f"path: expected a new folder or a saved plan to replace, but {str(folder)!r} exists and either is not a "
+            "saved plan or contains other files"
+        )
+
+
+def _load_arrays(folder: Path) -> tuple[dict[str, IntArray], dict[str, Any]]:
+    """Return the memory-mapped arrays of a saved plan, and its other values, by name; raise PackingError if damaged."""
+    index = folder / _INDEX
+    if not index.is_file():
+        raise PackingError(f"path: expected a folder with a saved plan, but {str(folder)!r} has no {_INDEX}")
+    try:
+        saved = json.loads(index.read_text())
+        found, facts = saved["format"], {name: saved[name] for name in _FACTS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackingError(
+            f"path: expected a valid {_INDEX}, but reading {str(index)!r} raised {error!r}; save the plan again"
+        ) from error
+    if found != _FORMAT:
+        raise PackingError(f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {found!r}")
+    arrays = {}
+    for name in (*ARRAYS, SEGMENT_SHARED):
+        file = folder / f"{name}.npy"
+        if name == SEGMENT_SHARED and not file.exists():
+            continue
+        try:
+            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise PackingError(
+                f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "
+                f"failed: {error}"
+            ) from error
+    return arrays, facts

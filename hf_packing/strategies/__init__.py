@@ -7,8 +7,8 @@ best fit and first fit are in planning/best_fit.py.
     base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
     greedy.py       BestFit and ShortestPackFirst, which are counting strategies
     nnls.py         NonNegativeLeastSquares, a counting strategy that needs scipy
-    optimal.py      Optimal, a counting strategy that needs scipy; column_generation.py has its algorithm
-    fill_columns.py turns solutions of NonNegativeLeastSquares and Optimal into packs
+    optimal.py      Optimal, a counting strategy that needs scipy
+    column_generation.py  the algorithm of Optimal; how solutions of an optimizer become packs
     bucket.py       Bucket, a counting strategy, and BucketByLength; both strategies make packs of several capacities
     sequential.py   FixedLength, FirstCome and Multipack
     compare.py      the function compare, which plans the same lengths with several strategies

@@ -18,7 +18,7 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, indices_in_ranges
 from hf_packing.strategies.base import OneCapacity, Solution, TreeLimits, load_scipy_optimize, register_strategy
-from hf_packing.strategies.fill_columns import fill_columns
+from hf_packing.strategies.column_generation import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
 """Lengths of at most 8 tokens have a weight of 0.09 in the least squares, as in the paper's code."""

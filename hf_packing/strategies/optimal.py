@@ -23,9 +23,9 @@ from hf_packing.strategies.column_generation import (
     Problem,
     columns_of,
     dive,
+    fill_columns,
     generate_columns,
 )
-from hf_packing.strategies.fill_columns import fill_columns
 
 _SHARE_FOR_FRACTIONS = 0.6
 """Share of the time limit that column generation may use. The remaining time is for rounding to whole packs."""

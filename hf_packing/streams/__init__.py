@@ -3,8 +3,7 @@
 packed.py    plan and make rows window by window
 logical.py   the packed rows of a stream, in logical streams that do not depend on the number of ranks
 mix.py       mix streams: choose the sources of the next documents, and read them
-reader.py    open a source, read about as many tokens as wanted, and keep the place in the stream
-shards.py    the shards of a source: their sizes, equal shares of them, and whether their files have changed
+reader.py    open a source or a share of its shards, read about as many tokens as wanted, and keep the place
 state.py     the objects that `datasets` reads, their states, and the refusal of states of other rows
 upstream.py  the private names of `datasets`
 """

@@ -26,8 +26,7 @@ from hf_packing.rows.packing import Packing
 from hf_packing.streams import upstream
 from hf_packing.streams.mix import mixtures_in, piece_of
 from hf_packing.streams.packed import Row, StreamPacking, Window, table_of
-from hf_packing.streams.reader import open_source
-from hf_packing.streams.shards import Share, equal_shares, sizes_of_shards
+from hf_packing.streams.reader import Share, equal_shares, open_source, sizes_of_shards
 from hf_packing.streams.state import STATE, StatefulExamples
 
 _ROWS_AT_ONCE = 64

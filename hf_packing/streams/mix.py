@@ -29,8 +29,16 @@ from hf_packing.rows.changes import describe_changes
 from hf_packing.rows.packed_rows import list_array, read_labels
 from hf_packing.rows.token_columns import find_token_columns
 from hf_packing.streams import upstream
-from hf_packing.streams.reader import START, DocumentReader, Place, Source, lengths_of, open_source
-from hf_packing.streams.shards import equal_shares, sizes_of_shards
+from hf_packing.streams.reader import (
+    START,
+    DocumentReader,
+    Place,
+    Source,
+    equal_shares,
+    lengths_of,
+    open_source,
+    sizes_of_shards,
+)
 from hf_packing.streams.state import STATE, StatefulExamples
 
 Count = Literal["tokens", "trainable"]

@@ -36,8 +36,7 @@ from hf_packing.rows.packing import Packing
 from hf_packing.rows.token_columns import TokenColumns, find_token_columns
 from hf_packing.strategies.base import Strategy
 from hf_packing.streams import upstream
-from hf_packing.streams.reader import START, DocumentReader, Place, lengths_of
-from hf_packing.streams.shards import Share
+from hf_packing.streams.reader import START, DocumentReader, Place, Share, lengths_of
 from hf_packing.trees.segments import attention_costs
 
 _TOKENS_AT_ONCE = 1 << 17

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.streams import upstream
-from hf_packing.streams.shards import fingerprint_of_files
+from hf_packing.streams.reader import fingerprint_of_files
 
 STATE = "packed"
 """The key of the tuple in the state of a stream."""

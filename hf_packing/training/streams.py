@@ -41,8 +41,7 @@ from hf_packing.streams import upstream
 from hf_packing.streams.logical import PackedExamples, Position, Turn, warn_of_reading
 from hf_packing.streams.mix import MixedExamples
 from hf_packing.streams.packed import StreamPacking
-from hf_packing.streams.reader import open_source
-from hf_packing.streams.shards import fingerprint_of_files
+from hf_packing.streams.reader import fingerprint_of_files, open_source
 from hf_packing.training.loader import LoopSteps, StepLoader
 from hf_packing.training.lockstep import Answer, in_lockstep
 from hf_packing.training.losses import Batch

@@ -7,7 +7,7 @@ import pytest
 from tiers import fast_only
 
 from hf_packing.cli import main
-from hf_packing.cli.screen import WIDE
+from hf_packing.cli.flags import WIDE
 from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

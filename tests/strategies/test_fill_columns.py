@@ -8,8 +8,7 @@ from any_strategy import many_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.strategies.column_generation import most_valuable_packs
-from hf_packing.strategies.fill_columns import fill_columns
+from hf_packing.strategies.column_generation import fill_columns, most_valuable_packs
 
 
 def all_packs(slots, capacity, limit):

@@ -11,7 +11,7 @@ from scipy import optimize
 
 import hf_packing as hfp
 from hf_packing.strategies import nnls
-from hf_packing.strategies.fill_columns import fill_columns
+from hf_packing.strategies.column_generation import fill_columns
 
 
 def all_columns(capacity, limit):

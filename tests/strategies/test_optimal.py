@@ -16,8 +16,7 @@ from lengths import log_normal
 import hf_packing as hfp
 from hf_packing.strategies import column_generation
 from hf_packing.strategies import optimal as of_optimal
-from hf_packing.strategies.column_generation import generate_columns
-from hf_packing.strategies.fill_columns import fill_columns
+from hf_packing.strategies.column_generation import fill_columns, generate_columns
 
 limits = st.one_of(st.none(), st.integers(1, 4))
 

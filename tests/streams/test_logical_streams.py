@@ -13,7 +13,7 @@ from tiers import fast_only
 from torch.utils.data import DataLoader
 
 import hf_packing as hfp
-from hf_packing.streams.shards import equal_shares
+from hf_packing.streams.reader import equal_shares
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
 

@@ -12,7 +12,7 @@ from document_streams import make_documents, names_in, read_stream, write_jsonl,
 from tiers import fast_only
 
 import hf_packing as hfp
-from hf_packing.streams.shards import sizes_of_shards
+from hf_packing.streams.reader import sizes_of_shards
 from hf_packing.streams.upstream import examples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
