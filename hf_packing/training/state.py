@@ -62,7 +62,7 @@ class Attached(ABC):
         """The trainer's collator before attach, and after it."""
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
-        self.prove: ProveInTraining = prove
+        self.prove = prove
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
         self.step_counts = StepCounts()
@@ -192,8 +192,9 @@ class AttachedPacks(Attached):
         in_order = InOrder(rows)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
-        accelerator = trainer.accelerator
-        source = open_source(name, dataset, self.batching, accelerator, self.reading, planned_from, in_order=in_order)
+        source = open_source(
+            name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
+        )
         planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
         return source
 
@@ -240,13 +241,13 @@ class AttachedPacks(Attached):
                 f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
                 f"{type(self.own_collator).__name__} with mlm=True"
             )
-        kind, args = self.kind, trainer.args
+        args = trainer.args
         is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
-        computes = args.loss_type == "nll" if self.sums_log_probs else kind.compute_loss is Trainer.compute_loss
+        computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss
         if not is_stock or not computes:
             raise PackingError(
                 "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach "
-                f"computes, but {kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
+                f"computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
                 "loss_type or use_liger_kernel of its own; train without share_prefixes"
             )
 

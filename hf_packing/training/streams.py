@@ -54,6 +54,9 @@ _MICRO_BATCHES_AHEAD = 8
 """The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
 
 
+Opened = tuple[PackedExamples, int, int]
+"""Logical streams, the number of rows in a micro-batch, and the largest number of tokens in it."""
+
 WINDOW_PACKS = 64
 """The packs of a window, if TokenBudget packs the stream."""
 
@@ -69,9 +72,8 @@ def training_stream(
     ranks: int,
     unread: Sequence[str] = (),
     in_order: InOrder | None = None,
-) -> tuple[PackedExamples, int, int]:
-    """Return what a training or an evaluation reads from a stream: its logical streams, the number of rows in a
-    micro-batch, and the largest number of tokens in it.
+) -> Opened:
+    """Return what a training or an evaluation reads from a stream.
 
     Args:
         name: the name of the stream in error messages.
@@ -120,9 +122,7 @@ def training_stream(
     return streams, rows, max_tokens
 
 
-def _of_packed_rows(
-    name: str, streams: PackedExamples, batching: TokenBudget | None
-) -> tuple[PackedExamples, int, int]:
+def _of_packed_rows(name: str, streams: PackedExamples, batching: TokenBudget | None) -> Opened:
     """Return what a training reads from rows that were packed before; with a batching, several are joined."""
     strategy, fewest_shared = streams.packing.strategy, streams.packing.packing.fewest_shared
     capacity = strategy.largest_capacity
@@ -159,7 +159,7 @@ def _of_documents(
     examples: upstream.Examples,
     batching: TokenBudget | None,
     unread: Sequence[str],
-) -> tuple[PackedExamples, int, int]:
+) -> Opened:
     """Return what a training reads from documents, which are packed in windows."""
     changed = {SEQ_LENGTHS, TREE_INPUT_IDS} & set(upstream.with_known_features(name, stream).features or {})
     if changed or isinstance(examples, PackedExamples):

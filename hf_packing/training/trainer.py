@@ -104,7 +104,7 @@ class PackedTrainer(AttachedTrainer):
         self,
         model: nn.Module,
         inputs: Batch,
-        *settings: Any,  # which Trainer passes on as it gets them
+        return_outputs: bool = False,
         num_items_in_batch: Any = None,
         **named: Any,
     ) -> Any:
@@ -121,8 +121,9 @@ class PackedTrainer(AttachedTrainer):
         # SFTTrainer's own loss may have no logits to weight
         of_model = is_tree_batch(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
+        named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with _as_one_micro_batch(self), step.observed(model):
-            found = own(model, dict(step.inputs), *settings, num_items_in_batch=step.items, **named)
+            found = own(model, dict(step.inputs), num_items_in_batch=step.items, **named)
         mean, *outputs = found if isinstance(found, tuple) else (found,)
         share = step.share_of(num_items_in_batch if trains else None)
         if trains:  # DDP and FSDP take the mean of gradients over ranks
@@ -196,12 +197,17 @@ class WholeRowTrainer(AttachedTrainer):
     attached: AttachedRows
 
     def compute_loss(
-        self, model: nn.Module, inputs: Batch, *settings: Any, num_items_in_batch: Any = None, **named: Any
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        **named: Any,
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
         with _gathering_uneven_tensors(self.accelerator):
-            found = super().compute_loss(model, inputs, *settings, **named)
+            found = super().compute_loss(model, inputs, return_outputs, **named)
         if num_items_in_batch is None or (counts is None and not model.training):  # not a step of training
             return found
         if counts is None:
