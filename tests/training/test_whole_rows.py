@@ -17,7 +17,6 @@ from whole_rows import (
     ROWS,
     Recorded,
     after_a_step,
-    bert,
     by_hand,
     classified,
     paired,
@@ -208,20 +207,6 @@ def test_match_documents_per_step(tmp_path):
     summary = hfp.attach(trainer, hfp.TokenBudget(160), match_documents_per_step=6)
     assert summary.optimizer_steps == ROWS // 6
     assert summary.documents == ROWS
-
-
-def test_changes_after_attach_are_refused(tmp_path):
-    trainer = attached("classifier", tmp_path)
-    for name, value in {
-        "data_collator": trainer.data_collator.collate,
-        "model": bert("SequenceClassification", num_labels=3),
-        "compute_loss_func": lambda outputs, *_, **__: outputs.logits.sum(),
-    }.items():
-        before = getattr(trainer, name)
-        setattr(trainer, name, value)
-        with pytest.raises(hfp.PackingError, match=f"^{name}: "):
-            trainer.train()
-        setattr(trainer, name, before)
 
 
 def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
