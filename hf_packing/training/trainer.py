@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
@@ -253,10 +254,7 @@ def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
     def gather_uneven(values: Any) -> Any:
         if not isinstance(values, Tensor) or not values.ndim:
             return gather(values)
-        lengths = gather(torch.tensor([len(values)], device=values.device)).tolist()
-        most = max(lengths)
-        parts = gather(accelerator.pad_across_processes(values)).split(most) if most else [values]
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=False)])
+        return torch.cat([each.to(values.device) for each in gather_object([values.detach().cpu()])])
 
     accelerator.gather = gather_uneven
     try:
