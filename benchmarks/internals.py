@@ -32,11 +32,12 @@ HOME_OF = {
     "RankBatchSampler": "sampling.sampler",
     "SampledRows": "sampling.rows",
     "batches_loader": "training.loader",
+    "EpochSampler": "training.masking",
     "MaskedRows": "training.masking",
     "Masking": "training.masking",
     # ranks that step together, and the items of a batch: lockstep, tree_training
-    "Answer": "training.streams.lockstep",
-    "in_lockstep": "training.streams.lockstep",
+    "Answer": "training.lockstep",
+    "in_lockstep": "training.lockstep",
     "items_in": "training.losses",
     # attention, its mask and the proof on a batch, without a trainer: attention, block_mask, first_batch
     "Layout": "attention.layout",

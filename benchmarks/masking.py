@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from internals import MaskedRows, Masking, RankBatchSampler, sizes_of
+from internals import EpochSampler, MaskedRows, Masking, sizes_of
 from measure import figure, in_turn, machine, recorded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
@@ -84,9 +84,9 @@ def main() -> None:
         data = documents(arguments.documents, whole_words)
         collator = DataCollatorForLanguageModeling(tokenizer(), whole_word_mask=whole_words)
         sizes = sizes_of(data)
-        sampler = RankBatchSampler(hfp.TokenBudget(arguments.tokens), sizes)
+        sampler = EpochSampler(hfp.TokenBudget(arguments.tokens), sizes)
         rows = MaskedRows(data, sampler, masking=Masking(collator, seed=0))
-        micro_batches = list(rows.batches)
+        micro_batches = list(rows.sampler)
         whole = [padded([data[number] for number, *_ in each], whole_words) for each in micro_batches]
         tokens = int(sizes.tokens.sum())
         masked = sum(int((row["labels"] != -100).sum()) for each in micro_batches for row in rows.__getitems__(each))

@@ -37,13 +37,13 @@ _HOME_OF = {
     "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
-    "UnpaddedModels": "training.unpad",
+    "UnpaddedModels": "training.models",
     "attach": "training.attach",
     "branches": "text.branches",
     "check_isolation": "attention",
     "compare": "strategies.compare",
-    "compute_loss": "training.batch_loss",
-    "document_logps": "training.logps",
+    "compute_loss": "training.loop",
+    "document_logps": "training.score",
     "evaluation_loss": "training.loop",
     "mix": "streams.mix",
     "pack": "rows.pack",
@@ -86,12 +86,10 @@ if TYPE_CHECKING:
     from hf_packing.text.branches import branches
     from hf_packing.text.tokenize import tokenize
     from hf_packing.training.attach import attach
-    from hf_packing.training.batch_loss import compute_loss
     from hf_packing.training.loader import PackedLoader
-    from hf_packing.training.logps import document_logps
-    from hf_packing.training.loop import evaluation_loss, prepare_dataloader
-    from hf_packing.training.score import Scores, score
-    from hf_packing.training.unpad import UnpaddedModels
+    from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
+    from hf_packing.training.models import UnpaddedModels
+    from hf_packing.training.score import Scores, document_logps, score
 
 __all__ = [
     "BestFit",

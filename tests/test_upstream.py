@@ -34,7 +34,7 @@ from trl.trainer import sft_trainer
 import hf_packing as hfp
 from hf_packing.attention.layout import CACHES
 from hf_packing.rows import map_batch
-from hf_packing.training.first_batch import prepared_model
+from hf_packing.training.models import prepared_model
 from hf_packing.training.resume import BatchesOfCheckpoint
 
 
@@ -86,7 +86,7 @@ def test_loaders_and_models_that_an_accelerator_knows():
     for _ in loader:
         assert accelerator.gradient_state.active_dataloader is loader
         assert (loader.dataset, loader.collate_fn, loader.batch_sampler.batch_size) == (rows, list, 2)
-    # training.first_batch.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper.
+    # training.models.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper.
     accelerator, model = Accelerator(cpu=True), build("Llama")
     assert prepared_model(accelerator, model) is model
     wrapper = torch.nn.Module()
@@ -224,7 +224,7 @@ def test_what_trainers_call_and_compute():
     condition = "if self.control.should_log and self.state.global_step > self._globalstep_last_logged:"
     assert condition in source
     assert "self.model_accepts_loss_kwargs" in source
-    # training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted.
+    # training.trainer: its metrics would see a document that is none, and its loss could not be weighted.
     source = inspect.getsource(sft_trainer)
     assert "self._metrics[" in source
     assert "log_probs" in source

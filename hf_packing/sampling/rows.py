@@ -1,7 +1,7 @@
 """Read the rows that a sampler selects: whole rows, pieces, copies with masked labels, or trees of documents; and count
 the labels that are left in them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,11 +103,6 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             dataset = dataset.with_format("numpy", columns=names)
         self._names = names
         self.dataset = dataset
-
-    @property
-    def batches(self) -> Iterable[list[Any]]:
-        """The micro-batches that a DataLoader indexes the rows with."""
-        return self.sampler
 
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)

@@ -6,32 +6,30 @@ trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, overload
 
+import datasets
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, predicts_tokens
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.checks import refuse_older
+from hf_packing.checks import check_choice, refuse_older
+from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, Shapes, check_batching
+from hf_packing.rows.packing_trace import refuse_lost_borders
+from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.sizes import check_map_style
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step
-from hf_packing.training.checks import check_trainer
-from hf_packing.training.loss_units import UNITS
-from hf_packing.training.losses import Loss, check_loss
-from hf_packing.training.max_length import refuse_cut_documents
-from hf_packing.training.passed_on import taken_by_trainer, warn_of_columns_left_out
+from hf_packing.training.checks import check_trainer, classes_of_trl
+from hf_packing.training.losses import Loss
+from hf_packing.training.models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.resume import BatchesOfCheckpoint
-from hf_packing.training.state import AttachedPacks, AttachedRows
-from hf_packing.training.streams.stream_trainer import StreamTrainer
-from hf_packing.training.streams.training_stream import is_stream
-from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, WholeRowTrainer
-from hf_packing.training.trainer_loss import subclass_with
-from hf_packing.training.unpad import UnpaddedModels, models_unpatched_on_error, unpad_models
-from hf_packing.training.whole_rows import check_rows_are_whole
+from hf_packing.training.sources import warn_of_columns_left_out
+from hf_packing.training.state import AttachedPacks, AttachedRows, decided_by
+from hf_packing.training.trainer import AttachedTrainer, PackedTrainer, StreamTrainer, WholeRowTrainer
+from hf_packing.training.whole_rows import UNITS
 from hf_packing.trees.forest import check_fewest_shared
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -134,40 +132,54 @@ def attach(
         >>> hfp.attach(trainer, hfp.TokenBudget(5)).num_micro_batches
         2
     """
-    if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+    if classes_of_trl(type(trainer)):
         refuse_older("trl")
     of_packed_rows = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
+    of_whole_rows = {"loss_unit": loss_unit}
     if batching is None:
-        others = {"loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
-        _refuse_given(of_packed_rows | others, "if batching is None, since the trainer then makes its own batches")
+        others = {"match_documents_per_step": match_documents_per_step}
+        _refuse_given(
+            of_packed_rows | of_whole_rows | others, "if batching is None, since the trainer then makes its own batches"
+        )
         fewest_shared = check_fewest_shared(share_prefixes)
+
+        def unpad(planned_from: PlannedFrom) -> UnpaddedModels:
+            planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
+            return unpad_models(trainer, prove, fewest_shared)
+
         with models_unpatched_on_error(trainer):
-            return on_all_ranks(partial(_unpad, trainer, prove, fewest_shared))
+            return on_all_ranks(unpad)
     shared = {"share_prefixes": None if share_prefixes is False else share_prefixes}
     _refuse_given(shared, "beside a batching; pass it to TokenBudget")
     plain = _without_attach(trainer)
 
-    def plan(planned_from: PlannedFrom) -> tuple[Any, type[Trainer]]:
+    def plan(planned_from: PlannedFrom) -> tuple[AttachedPacks | AttachedRows, type[Trainer]]:
         complete = check_batching(batching)
         if match_documents_per_step is not None:
             complete = with_documents_per_step(complete, match_documents_per_step)
         if keeps_rows_whole(plain):
             _refuse_given(of_packed_rows, "for rows that stay whole, of which the trainer computes its own loss")
-            return _plan_whole_rows(plain, complete, prove, loss_unit, planned_from)
-        of_whole_rows = {"loss_unit": loss_unit}
+            check_trainer(plain, None)
+            _check_keeps_rows(plain, complete, loss_unit)
+            return AttachedRows(plain, complete, prove, loss_unit, planned_from), _subclass_with(WholeRowTrainer, plain)
         _refuse_given(of_whole_rows, "for a language model, whose loss is a mean over labeled tokens; pass loss=")
-        return _plan_packs(plain, complete, prove, loss or "token", (tokens, max_segments), planned_from)
+        of_packs = check_choice("loss", loss or "token", Loss)
+        check_trainer(plain, of_packs)
+        state = AttachedPacks(plain, complete, prove, of_packs, (tokens, max_segments), planned_from)
+        warn_of_columns_left_out("attach", plain.train_dataset, state.reading.takes)
+        is_stream = isinstance(plain.train_dataset, datasets.IterableDataset)
+        return state, _subclass_with(StreamTrainer if is_stream else PackedTrainer, plain)
 
     state, kind = on_all_ranks(plan)
     with models_unpatched_on_error(plain):
         on_all_ranks(lambda _: state.settle(plain))
         summary = on_all_ranks(lambda _: state.summary(plain))
     trainer.attached, trainer.__class__ = state, kind
-    trainer.data_collator = state.collator if isinstance(state, AttachedPacks) else plain.data_collator
+    trainer.data_collator = state.collator
     trainer.remove_callback(BatchesOfCheckpoint)
-    if not is_stream(trainer.train_dataset):
+    if not issubclass(kind, StreamTrainer):
         trainer.add_callback(BatchesOfCheckpoint)
-    state.remember(trainer)
+    state.expected = decided_by(trainer)
     return summary
 
 
@@ -189,13 +201,6 @@ def _without_attach(trainer: Any) -> Any:
     return plain
 
 
-def _unpad(
-    trainer: Any, prove: ProveInTraining, fewest_shared: int | None, planned_from: PlannedFrom
-) -> UnpaddedModels:
-    planned_from.note_settings(batching=None, prove=prove, share_prefixes=fewest_shared)
-    return unpad_models(trainer, prove, fewest_shared)
-
-
 def keeps_rows_whole(trainer: Any) -> bool:
     """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
 
@@ -206,9 +211,8 @@ def keeps_rows_whole(trainer: Any) -> bool:
         return False
     if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
         return True
-    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
-    if of_trl:
-        return "SFTTrainer" not in of_trl
+    if of_trl := classes_of_trl(type(trainer)):
+        return "SFTTrainer" not in [base.__name__ for base in of_trl]
     return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner_model(trainer.model))
 
 
@@ -220,47 +224,8 @@ def _has_pictures(dataset: Any) -> bool:
     return not _PICTURES.isdisjoint(names or ())
 
 
-def _plan_packs(
-    trainer: Any,
-    batching: Batching,
-    prove: ProveInTraining,
-    loss: Loss,
-    shapes: Shapes,
-    planned_from: PlannedFrom,
-) -> tuple[AttachedPacks, type[Trainer]]:
-    """Check the trainer, its datasets and the arguments, and plan the first epoch. The trainer does not change."""
-    check_trainer(trainer, check_loss(loss))
-    refuse_cut_documents(trainer, "train_dataset", trainer.train_dataset)
-    if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
-        shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
-    if shapes != (None, None):
-        batching = batching.within(shapes)
-    state = AttachedPacks(trainer, batching, prove, loss, shapes)
-    state.open_training(trainer, planned_from)
-    for name, dataset in _evaluation_datasets(trainer).items():
-        state.evaluated.append(state.open_evaluation(trainer, name, dataset, planned_from))
-    warn_of_columns_left_out("attach", trainer.train_dataset, taken_by_trainer(trainer))
-    methods = StreamTrainer if is_stream(trainer.train_dataset) else PackedTrainer
-    return state, subclass_with(methods, type(trainer), "Packed")
-
-
-def _plan_whole_rows(
-    trainer: Trainer,
-    batching: Any,
-    prove: ProveInTraining,
-    loss_unit: str | None,
-    planned_from: PlannedFrom,
-) -> tuple[AttachedRows, type[Trainer]]:
-    """Check the trainer, its dataset and the arguments, and plan the first epoch. The trainer does not change."""
-    _check_keeps_rows(trainer, batching, loss_unit)
-    state = AttachedRows(trainer, batching, prove, loss_unit)
-    state.open_training(trainer, planned_from)
-    return state, subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
-
-
 def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) -> None:
     """Refuse a trainer, a batching or a unit that does not work with whole rows."""
-    check_trainer(trainer, None)
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
     if not isinstance(batching, TokenBudget):
         raise PackingError(
@@ -277,19 +242,37 @@ def _check_keeps_rows(trainer: Trainer, batching: Any, loss_unit: str | None) ->
             f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
             "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
-    check_rows_are_whole("train_dataset", trainer.train_dataset)
+    if batching.overflow not in ("error", "drop"):
+        raise PackingError(
+            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
+            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
+        )
+    data = trainer.train_dataset
+    check_map_style("train_dataset", data)
+    columns = data.column_names if isinstance(data, datasets.Dataset) else ()
+    refuse_lost_borders(data, columns)
+    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
+        raise PackingError(
+            f"train_dataset: expected one document or one pair in each row, but the column {packed[0]!r} says that "
+            "rows are packs; pass the documents, since attach forms the batches"
+        )
     limit = getattr(trainer.args, "max_length", None)
     with_logps = getattr(trainer.args, "precompute_ref_log_probs", False)
-    if limit is not None and (with_logps or _has_pictures(trainer.train_dataset)):
+    if limit is not None and (with_logps or _has_pictures(data)):
         raise PackingError(
             f"max_length: expected None with {'precompute_ref_log_probs' if with_logps else 'pictures'}, got {limit}, "
             f"since attach cannot count what {kind} cuts or drops then"
         )
 
 
-def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's evaluation datasets by their names in error messages."""
-    dataset = trainer.eval_dataset
-    if isinstance(dataset, dict):
-        return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}
-    return {} if dataset is None else {"eval_dataset": dataset}
+def _subclass_with(methods: type[Trainer], trainer: Trainer) -> type[Any]:
+    """Return the class that a trainer has after attach, whose `methods` run first.
+
+    Raises:
+        TypeError: the trainer's class cannot be subclassed.
+    """
+    kind = type(trainer)
+    if kind is Trainer:
+        return methods
+    name = methods.__name__.removesuffix("Trainer") + kind.__name__
+    return type(name, (methods, kind), {"__module__": methods.__module__})

@@ -3,24 +3,28 @@
 SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A masked
 language model sees the input token at each label's position, so it would only learn to copy its input if the labels
 repeat the input tokens. Such labels are refused.
+
+What trainers of TRL cut or drop because of their argument max_length is refused or counted. SFTTrainer cuts documents
+when it is built, and `attach` does not see what is lost. DPOTrainer cuts pairs in its collator, and DPOTrainer and
+RewardTrainer drop pairs, all of whose tokens are still in the table of the dataset.
 """
 
 import os
-from collections.abc import Iterable, Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, refuse_copied_labels
+from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import COMPLETION_MASK, INPUT_IDS, LABELS, SEGMENT_COLUMNS
+from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.rows.token_columns import TokenColumn
 from hf_packing.training.losses import Loss
-from hf_packing.training.ranks import parallelism_of
-from hf_packing.training.trainer_loss import sft_trainer_of
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -46,6 +50,9 @@ _REPLACED_COLLATORS = (
 )
 """Names of collators that attach replaces: such collators only pad or flatten rows, and make labels from input_ids."""
 
+_ROWS_READ = 16
+"""The number of rows whose labels are compared with the input tokens."""
+
 _Expected = dict[str, tuple[Any, str]]
 """Training arguments that are restricted: the name, the value that is needed, and the reason."""
 
@@ -65,9 +72,23 @@ _BY_DOCUMENT_MEANS: _Expected = {
     "loss_type": ("nll", "loss='sequence' weights the cross-entropy"),
 }
 
-_WITHOUT_PADDING: _Expected = {
+WITHOUT_PADDING: _Expected = {
     "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
 }
+
+
+def classes_of_trl(kind: type[Any]) -> list[type[Any]]:
+    """Return a class of a trainer and its bases, as far as TRL defines them."""
+    return [base for base in kind.__mro__ if base.__module__.startswith("trl.")]
+
+
+def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
+    """Return TRL's class SFTTrainer if the trainer is an instance of it, else None.
+
+    The result is also None for a subclass that TRL itself defines, since such a class may make its own batches.
+    """
+    of_trl = classes_of_trl(type(trainer))
+    return of_trl[0] if of_trl and of_trl[0].__name__ == "SFTTrainer" else None
 
 
 def check_trainer(trainer: Any, loss: Loss | None) -> None:
@@ -79,10 +100,9 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
-    kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
+    kind = type(trainer)
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
-    of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
-    if own or (of_trl and sft_trainer is None and loss is not None):
+    if own or (classes_of_trl(kind) and sft_trainer_of(trainer) is None and loss is not None):
         raise PackingError(
             f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {kind.__name__}, which "
             f"{f'overrides {own[0]}' if own else 'makes its own batches or losses'}; attach(trainer, None) keeps its "
@@ -93,10 +113,17 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             f"{found[0]}: expected the method of {kind.__name__}, got {vars(trainer)[found[0]]!r}, set on the trainer "
             "object; remove this attribute. To change compute_loss or evaluation_loop, define the method in a subclass"
         )
-    if loss is not None:
-        _check_collator(trainer.data_collator)
+    collator = trainer.data_collator
+    made_by = collator if hasattr(collator, "__name__") else type(collator)
+    is_stock = made_by.__name__ in _REPLACED_COLLATORS and made_by.__module__.split(".")[0] in ("transformers", "trl")
+    if loss is not None and not (is_stock or made_by is PackingCollator or masks_tokens(collator)):
+        raise PackingError(
+            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
+            f"{made_by.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
+            "with_transform"
+        )
     check_accelerator(trainer.accelerator)
-    if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
+    if trainer.get_tp_size() != getattr(trainer.accelerator.parallelism_config, "tp_size", 1):
         raise PackingError(
             f"tp_size: expected {trainer.get_tp_size()} in accelerate's ParallelismConfig, as in the model or "
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
@@ -107,15 +134,11 @@ def check_trainer(trainer: Any, loss: Loss | None) -> None:
             "batches; start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
     by_loss = {None: {}, "token": _BY_PACKED_ROWS, "sequence": _BY_PACKED_ROWS | _BY_DOCUMENT_MEANS}
-    _check_values(trainer.args, _BY_PLANS | _WITHOUT_PADDING | by_loss[loss])
+    check_values(trainer.args, _BY_PLANS | WITHOUT_PADDING | by_loss[loss])
 
 
-def check_no_noise(trainer: Any) -> None:
-    """Refuse noise on embeddings, whose strength would depend on the other rows of a batch."""
-    _check_values(getattr(trainer, "args", None), _WITHOUT_PADDING)
-
-
-def _check_values(args: Any, expected: _Expected) -> None:
+def check_values(args: Any, expected: _Expected) -> None:
+    """Refuse training arguments with other values than those that are expected."""
     for name, (value, why) in expected.items():
         given = getattr(args, name, value)
         if given is not None and given != value:
@@ -143,44 +166,32 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "
             "last micro-batches"
         )
-    config = parallelism_of(accelerator)
     for size in ("cp_size", "sp_size"):
-        if (ranks := getattr(config, size, 1) if config else 1) > 1:
+        if (ranks := getattr(accelerator.parallelism_config, size, 1)) > 1:
             raise PackingError(
                 f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
             )
 
 
-def check_labels_are_hidden(rows: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
+def check_labels_are_hidden(source: Any, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
     A masked language model is such a model.
 
     Args:
-        rows: a few packed rows or documents of a dataset.
+        source: packed rows or a stream, of which a few rows are read.
         model: a patched model.
 
     Raises:
         PackingError: in the rows, every label is the input token at the same position.
     """
-    names = (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
-    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in rows]
+    inner, names = inner_model(model), (INPUT_IDS, LABELS, *SEGMENT_COLUMNS)
+    if source.shares_prefixes or not sees_labels(inner):
+        return
+    read = [{name: np.asarray(row[name]) for name in names if name in row} for row in source.first_rows(_ROWS_READ)]
     if read := [row for row in read if len(row[INPUT_IDS])]:
         batch = PackingCollator(keep_first_labels=True)(read)
-        refuse_copied_labels(inner_model(model), batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
-
-
-def applies_masks(trainer: Trainer) -> bool:
-    """Return whether the trainer makes labels from loss masks, as SFTTrainer does; Trainer drops the mask columns."""
-    return sft_trainer_of(trainer) is not None
-
-
-def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
-    """Return the names of the loss masks that an SFTTrainer ignores; an empty tuple for any other trainer.
-
-    An SFTTrainer that also trains on prompts ignores completion_mask.
-    """
-    return (COMPLETION_MASK,) if applies_masks(trainer) and not trainer.completion_only_loss else ()
+        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"])
 
 
 def masks_tokens(collator: Any) -> bool:
@@ -188,22 +199,64 @@ def masks_tokens(collator: Any) -> bool:
     return bool(getattr(collator, "mlm", False)) and callable(getattr(collator, "torch_mask_tokens", None))
 
 
-def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> None:
-    """Refuse a collator that masks tokens for a model that predicts the next token."""
-    if not packing.keep_first_labels:
+_PROMPT, _CHOSEN, _REJECTED = "prompt_ids", "chosen_ids", "rejected_ids"
+"""Columns of tokens that DPOTrainer and RewardTrainer make; only DPOTrainer makes prompts."""
+
+
+def refuse_cut_documents(trainer: Trainer, name: str, dataset: Any) -> None:
+    """Refuse a dataset in which SFTTrainer has cut or dropped documents, or may do so.
+
+    Args:
+        trainer: the trainer, whose arguments say whether it prepares datasets.
+        name: the name of the dataset in error messages.
+        dataset: a dataset that the trainer was built with, or that was passed to evaluate().
+
+    Raises:
+        PackingError: documents have exactly max_length tokens, or the dataset is a stream.
+    """
+    limit = getattr(trainer.args, "max_length", None)
+    prepares = not (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
+    if sft_trainer_of(trainer) is None or limit is None or not prepares:
+        return
+    found = ""
+    if isinstance(dataset, datasets.IterableDataset):
+        found = f"{name} is a stream"
+    elif isinstance(dataset, datasets.Dataset) and INPUT_IDS in dataset.data.column_names:
+        lengths = _lengths(dataset, INPUT_IDS)
+        if cut := int((lengths == limit).sum()):
+            found = f"{cut} of {len(lengths)} documents in {name} have exactly {limit} tokens"
+    if found:
         raise PackingError(
-            f"data_collator: expected a collator that does not mask tokens, since {type(inner_model(model)).__name__} "
-            f"predicts the next token, got {type(collator).__name__} with mlm=True; pass mlm=False"
+            f"max_length: expected SFTConfig(max_length=None), got {limit}. SFTTrainer cuts longer documents before "
+            f"attach can count what is lost, and {found}. To cut documents, pass overflow='truncate' to TokenBudget, "
+            "which counts the tokens"
         )
 
 
-def _check_collator(collator: Any) -> None:
-    """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
-    kind = collator if hasattr(collator, "__name__") else type(collator)
-    is_stock = kind.__name__ in _REPLACED_COLLATORS and kind.__module__.split(".")[0] in ("transformers", "trl")
-    if not (is_stock or kind is PackingCollator or masks_tokens(collator)):
-        raise PackingError(
-            f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, got "
-            f"{kind.__name__}. attach would replace this collator; to change labels, use the dataset's map or "
-            "with_transform"
-        )
+def lost_pairs(trainer: Trainer, dataset: Any) -> tuple[int, int]:
+    """Count the pairs that DPOTrainer and RewardTrainer drop because of max_length, and the tokens that are lost.
+
+    Args:
+        trainer: any trainer.
+        dataset: its training dataset.
+
+    Returns:
+        The number of dropped pairs, and the number of tokens in them and in the cut-off ends of other pairs.
+    """
+    limit = getattr(trainer.args, "max_length", None)
+    names = dataset.data.column_names if isinstance(dataset, datasets.Dataset) else ()
+    if limit is None or _CHOSEN not in names:
+        return 0, 0
+    prompt = _lengths(dataset, _PROMPT) if _PROMPT in names else 0
+    tokens = np.stack([prompt + _lengths(dataset, name) for name in (_CHOSEN, _REJECTED)])
+    if _PROMPT not in names:
+        dropped = (tokens > limit).any(0)
+    else:
+        dropped = (prompt >= limit) & (trainer.args.truncation_mode == "keep_start")
+    kept = np.where(dropped, 0, np.minimum(tokens, limit))
+    return int(dropped.sum()), int((tokens - kept).sum())
+
+
+def _lengths(dataset: datasets.Dataset, name: str) -> IntArray:
+    """Return the lengths of the lists in a column, int64 [rows], also of rows that a filter has dropped."""
+    return TokenColumn(name, dataset.data.table.column(name)).length

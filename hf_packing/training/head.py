@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
+from hf_packing.training.losses import NextTokens
 from hf_packing.training.sum_of_chunks import chunks_of, sum_of_chunks
-from hf_packing.training.tree_batch import NextTokens
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -85,21 +85,6 @@ def called_on_outputs(module: nn.Module, function: Callable[[Any], None]) -> Ite
         yield
     finally:
         handle.remove()
-
-
-def sum_over_chunks(logits: "Logits", rows: Tensor, function: Reducer) -> Tensor:
-    """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
-
-    Args:
-        logits: logits [tokens, vocabulary].
-        rows: the tokens to take, int64 [chosen]; at least one, so that the sum always has a gradient.
-        function: returns a float scalar.
-    """
-    inputs, logits_of = _rows_of(logits, rows)
-    if logits.known is not None:
-        return function(inputs, slice(0, len(rows)))
-    with logits.head.gathered():  # also while gradients are computed
-        return sum_of_chunks(lambda part, chunk: function(logits_of(part), chunk), inputs, logits.head.size)
 
 
 def join_chunks(logits: Tensor, rows: Tensor, function: Reducer) -> Tensor:
@@ -324,26 +309,23 @@ class Logits(Tensor):
         return first if first is not None and result is first.known else result  # first was changed in place
 
     def _after(self, name: str, function: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
-        """Return the logits after a function of single tokens with these other arguments; None for any other one."""
+        """Return the logits after a function of single tokens with these other arguments: a view of these, or the
+        logits after one more step, or both. Return None for any other function."""
         others, vocabulary = tree_leaves((args, kwargs)), self.shape[-1]
+        weights = [each for each in others if isinstance(each, Tensor)]
         if name in _OF_SINGLE_LOGITS and all(_is_of_every_token(each, vocabulary) for each in others):
-            weights = [each for each in others if isinstance(each, Tensor)]
-            return self._with(function, self.places, *weights, is_step=True)
-        if name not in _VIEWS or any(isinstance(each, (Tensor, torch.dtype)) for each in others):
+            places, is_step, is_view = self.places, True, False
+        elif name in _VIEWS and not weights and not any(isinstance(each, torch.dtype) for each in others):
+            places, is_view = function(self.places), True
+            # a part of the vocabulary
+            is_step = name == "__getitem__" and isinstance(args[0], tuple) and args[0][:-1] == (Ellipsis,)
+            if places.stride()[-1:] != (0,) or not (places.shape[-1] == vocabulary or is_step):
+                return None
+        else:
             return None
-        places = function(self.places)
-        is_part = name == "__getitem__" and isinstance(args[0], tuple) and args[0][:-1] == (Ellipsis,)  # of vocabulary
-        if places.stride()[-1:] == (0,) and (places.shape[-1] == vocabulary or is_part):
-            return self._with(function, places, is_step=is_part, is_view=True)
-        return None
-
-    def _with(
-        self, function: _Step, places: Tensor, *weights: Tensor, is_step: bool = False, is_view: bool = False
-    ) -> "Logits":
-        """Return the logits after a function: a view of these, or the logits after one more step, or both."""
         if self.known is not None:
             return Logits.of_values(self.head, function(self.known), places)
-        before = torch.empty(self.shape[-1], dtype=self.dtype, device=self.device)
+        before = torch.empty(vocabulary, dtype=self.dtype, device=self.device)
         like = function(before) if is_step else before
         if like is before and not is_view:  # nothing to do, as for float() of float32
             return self
@@ -383,11 +365,17 @@ def _cross_entropy(logits: Any, target: Tensor, **options: Any) -> Tensor | None
         rows = rows if len(rows) else rows.new_zeros(1)
         labels = target[rows]
 
-    def sum_of(each: Tensor, chunk: slice) -> Tensor:
-        losses: Tensor = losses_of(each, labels[chunk])
+    inputs, logits_of = _rows_of(logits, rows)
+
+    def sum_of(part: Tensor, chunk: slice) -> Tensor:
+        losses = losses_of(logits_of(part), labels[chunk])
         return losses.sum() if weights is None else losses @ weights[chunk].to(losses)
 
-    total = sum_over_chunks(logits, rows, sum_of)
+    if logits.known is not None:
+        total = sum_of(inputs, slice(0, len(rows)))
+    else:
+        with head.gathered():  # also while gradients are computed
+            total = sum_of_chunks(sum_of, inputs, head.size)
     head.sums.append(total.detach())
     return total / items if reduction == "mean" else total
 
@@ -445,8 +433,8 @@ def _is_of_every_token(value: Any, vocabulary: int) -> bool:
     """Return whether an argument is no tensor, a tensor of one number, or a bias of the vocabulary."""
     if not isinstance(value, Tensor):
         return True
-    is_bias = value.ndim > 0 and value.numel() == value.shape[-1] == vocabulary
-    return (value.ndim == 0 or is_bias) and value.is_leaf and not isinstance(value, Logits)
+    fits = value.ndim == 0 or value.numel() == value.shape[-1] == vocabulary
+    return fits and value.is_leaf and not isinstance(value, Logits)
 
 
 _OF_SINGLE_LOGITS = frozenset(

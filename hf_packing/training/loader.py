@@ -22,11 +22,9 @@ from hf_packing.sampling.batching import Batching, EpochPlan
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import EpochSummary
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.first_batch import FirstBatchProof, prepared_model
-from hf_packing.training.losses import Loss, exact_type, items_in, with_share
+from hf_packing.training.losses import Batch, Loss, exact_type, items_in, with_share
+from hf_packing.training.models import FirstBatchProof, prepared_model
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-
-Batch = dict[str, Any]
 
 
 def batches_loader(rows: Any, batches: Any, collate: Any, **options: Any) -> DataLoader[Any]:
@@ -38,12 +36,12 @@ def batches_loader(rows: Any, batches: Any, collate: Any, **options: Any) -> Dat
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate, generator=torch.Generator(), **options)
 
 
-def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> DataLoader[Any]:
+def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> Any:
     """Return a loader that puts the batches of a loader on the device of the accelerator.
 
     Accelerate is told that there is one process, since samplers already divide rows among ranks.
     """
-    prepared: DataLoader[Any] = prepare_data_loader(
+    return prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=1,
@@ -51,7 +49,6 @@ def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> DataLoader[A
         put_on_device=True,
         non_blocking=accelerator.non_blocking,
     )
-    return prepared
 
 
 @dataclass(frozen=True)
@@ -84,20 +81,13 @@ class LoopSteps:
                     self.proof.check(model, batch, "training")
         longest = longest_segment(self.batching, step)
         batches = [with_segments_cut(batch, longest) for batch in batches]
-        items = self._items_of_step(batches)
-        return [with_share(batch, self.loss, items, self.keep_labels) for batch in batches]
-
-    def _items_of_step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the float scalar by which the summed loss of each micro-batch in an optimizer step is divided.
-
-        Accelerate averages gradients over processes and accumulated micro-batches. Thanks to this divisor, the average
-        is the gradient of the mean loss over the whole optimizer step.
-        """
+        # accelerate averages gradients over processes and accumulated micro-batches: with this divisor, the average is
+        # the gradient of the mean loss over the whole optimizer step
         here = torch.stack([items_in(batch, self.loss) for batch in batches]).sum()
         everywhere = self.accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
-        items: torch.Tensor = everywhere.to(exact_type(everywhere.device)) / averaged_over
-        return items
+        items = everywhere.to(exact_type(everywhere.device)) / averaged_over
+        return [with_share(batch, self.loss, items, self.keep_labels) for batch in batches]
 
 
 class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate has no types
@@ -120,12 +110,9 @@ class StepLoader(DataLoaderStateMixin, ABC):  # type: ignore[misc]  # accelerate
         """The number of optimizer steps of this epoch whose micro-batches were all yielded or skipped."""
         self.optimizer_steps = 0
         """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
-        self._accelerator, self._loop = accelerator, loop
-
-    @property
-    def first_batch_proof(self) -> FirstBatchProof | None:
+        self.first_batch_proof = loop.proof if loop is not None and loop.prove_on is not None else None
         """What was proven on the first batch; `print` shows it. None if isolation was proven before."""
-        return None if self._loop is None or self._loop.prove_on is None else self._loop.proof
+        self._accelerator, self._loop = accelerator, loop
 
     def __iter__(self) -> Iterator[Batch]:
         if self._loop is not None:
@@ -183,7 +170,7 @@ class PackedLoader(StepLoader):
         assert isinstance(loader.dataset, SampledRows)
         self.dataset, self._sampler = loader.dataset, loader.dataset.sampler
         super().__init__(loop.accelerator, self._sampler.accumulation, loop)
-        self._begin_at = 0
+        self._first_step = 0
         self._loader, self._labels = loader, labels
 
     @property
@@ -233,12 +220,13 @@ class PackedLoader(StepLoader):
         self._begin_at_step(-(-batches // self.accumulation))
 
     def _begin_at_step(self, step: int) -> None:
-        self.steps_done, self.optimizer_steps = step, self.epoch * self._sampler.optimizer_steps + step
-        self._begin_at = self.micro_batches_done = min(step * self.accumulation, len(self))
+        self._first_step = self.steps_done = step
+        self.optimizer_steps = self.epoch * self._sampler.optimizer_steps + step
+        self.micro_batches_done = min(step * self.accumulation, len(self))
 
     def _steps(self) -> Iterator[list[Batch]]:
-        self._begin_at_step(-(-self._begin_at // self.accumulation))
-        self._sampler.first_micro_batch, self._begin_at = self._begin_at, 0
+        self._begin_at_step(self._first_step)
+        self._sampler.first_micro_batch, self._first_step = self.micro_batches_done, 0
         try:
             self._loader.generator.manual_seed(self.epoch)
             batches = iter(self._loader)

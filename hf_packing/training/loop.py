@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets.utils import tqdm
-from torch import nn
+from torch import Tensor, nn
 
 from hf_packing.attention import (
     ProveInTraining,
@@ -18,19 +18,20 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.batch.collate import PackingCollator
+from hf_packing.checks import check_choice
+from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.token_budget import with_linear_cost
-from hf_packing.training.checks import check_accelerator
+from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
-from hf_packing.training.losses import Loss, TokenMean, check_loss
+from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
 from hf_packing.training.model_loss import WholeStep, collator_for, own_loss_of
-from hf_packing.training.passed_on import warn_of_columns_left_out
+from hf_packing.training.models import check_takes_rows
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, open_source
-from hf_packing.training.streams.stream_loader import StreamedRows, StreamLoader
-from hf_packing.training.train_on_trees import check_takes_trees
+from hf_packing.training.sources import Reading, Source, open_source, warn_of_columns_left_out
+from hf_packing.training.streams import StreamLoader
 
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
@@ -103,17 +104,23 @@ def prepare_dataloader(
         raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
     shapes = tokens, max_segments
 
-    def plan(planned_from: PlannedFrom) -> tuple[Batching, PackedRows | StreamedRows, PackingCollator]:
+    def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):
             balanced = balanced.within(shapes)
-        accumulation, reading = accelerator.gradient_accumulation_steps, Reading.of_model(model)
-        planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
-        planned_from.note_settings(tokens=tokens, max_segments=max_segments)
+        reading = Reading.of_model(model)
         source = open_source(
-            "dataset", dataset, balanced, accelerator, reading, planned_from, accumulation=accumulation, loss=loss
+            "dataset",
+            dataset,
+            balanced,
+            accelerator,
+            reading,
+            planned_from,
+            accumulation=accelerator.gradient_accumulation_steps,
+            loss=check_choice("loss", loss, Loss),
         )
+        planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         warn_of_columns_left_out("prepare_dataloader", dataset, reading.takes)
         return balanced, source, collator_for(model, *shapes)
 
@@ -122,9 +129,7 @@ def prepare_dataloader(
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:
             patch_for_training(model, accelerator, prove)
-            if source.shares_prefixes:
-                check_takes_trees(model, balanced, shapes)
-            source.check_labels(model)
+            check_takes_rows(model, source, balanced, shapes)
         source.count_labels(collator)
 
     with nullcontext() if model is None else unpatched_on_error(model):
@@ -133,10 +138,12 @@ def prepare_dataloader(
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
-    prove_on = model if prove == "first batch" else None
-    steps = LoopSteps(accelerator, balanced, loss, _keeps_labels(model, loss), prove_on)
+    known = None if model is None else own_loss_of(model)
+    # the model then can compute the loss itself
+    keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
+    steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if prove == "first batch" else None)
     loader: PackedLoader | StreamLoader = source.loader(
-        collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
+        accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
     )
     accelerator.register_for_checkpointing(loader)
     return loader
@@ -177,8 +184,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         planned_from.note_settings(rows_per_batch=rows_per_batch)
         reading, in_order = Reading.of_model(model), InOrder(rows_per_batch)
         source = open_source("dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order)
-        source.check_labels(model)
-        return source.loader(collator_for(model))
+        check_labels_are_hidden(source, model)
+        return source.loader(accelerator, collator_for(model))
 
     loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
@@ -187,16 +194,103 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
             step = WholeStep.of(model, batch, "token")
             loss, observed = step.run(model)
             # without what the model adds to its cross-entropy, such as the loss of routers
-            mean.add((observed.sums[0] / step.items if len(observed.sums) == 1 else loss) * step.own, step.own)
+            mean.add(observed.sums[0] / step.items if len(observed.sums) == 1 else loss, step.own)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")
     return summed / tokens
 
 
-def _keeps_labels(model: nn.Module | None, loss: Loss) -> bool:
-    """Return whether `prepare_dataloader` leaves labels in batches, so that the model can compute the loss itself."""
-    if model is None or loss == "sequence":
-        return loss == "token"
-    known = own_loss_of(model)
-    return known is not None and known.is_divided
+def compute_loss(model: nn.Module, batch: Batch, *, loss: Loss | None = None, num_items_in_batch: Any = None) -> Tensor:
+    """Compute the loss of a batch for `loss.backward()` or `accelerator.backward(loss)`.
+
+    The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. In a batch of trees, each token
+    counts once for every document that trains on it, so that the loss is that of the documents without shared prefixes.
+    Logits are computed for one chunk of tokens at a time, and only for tokens with a label, so that large vocabularies
+    need little memory.
+
+    Args:
+        model: a patched causal or masked language model of transformers, with or without wrappers of PEFT, accelerate
+            and torch.
+        batch: a batch of prepare_dataloader, or a batch of a PackingCollator on the device of the model.
+        loss: "token" to sum over the trainable tokens, whose labels are not -100; "sequence" to average within each
+            document first, then sum over documents. None means "token", and is the only value for a batch of
+            prepare_dataloader, which has its own `loss`.
+        num_items_in_batch: the number by which this sum is divided, an int, float or scalar tensor: the trainable
+            tokens of the whole optimizer step or, for "sequence", its documents with trainable tokens. DDP and FSDP
+            average gradients over ranks; pass the number on all ranks divided by the number of ranks. With None, the
+            sum is divided by the items of this batch, which is right only if the batch is a whole optimizer step. A
+            batch of prepare_dataloader has its own number.
+
+    Returns:
+        A float scalar: the loss that the model and its wrappers return for the batch, as a mean over its own items,
+        times the batch's share of num_items_in_batch. For a batch of prepare_dataloader, accelerate averages the
+        gradients of such losses over ranks and accumulated micro-batches; the average is the gradient of the mean loss
+        over all batches of the optimizer step. What the model adds to the mean, such as the load-balancing loss of a
+        mixture of experts or a regularizer of PEFT, is weighted in the same way.
+
+    Raises:
+        PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; its loss is not
+            computed from one cross-entropy of its logits, for "sequence" or a batch of trees; an argument is given that
+            a batch of prepare_dataloader already has; num_items_in_batch is None on several ranks or, raised by
+            backward(), while the model has gradients of an earlier batch; in training, the labels of a masked language
+            model only repeat the input tokens; or the model is a masked language model, and the batch is one of trees.
+
+    Example:
+        >>> import hf_packing as hfp, torch, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> whole = hfp.compute_loss(model, batch)  # the mean over 3 trainable tokens
+        >>> third = hfp.compute_loss(model, batch, num_items_in_batch=9)  # the same sum, divided by 9
+        >>> bool(torch.isclose(whole, 3 * third))
+        True
+    """
+    check_keys(batch)
+    check_patched(model)
+    step = WholeStep.of(model, batch, check_choice("loss", loss or "token", Loss))
+    items = _items_of_step(batch, loss, num_items_in_batch)
+    result = step.run(model)[0] * step.share_of(items)
+    # the number of items is in float64, whatever the model's dtype
+    result = result.to(torch.promote_types(torch.float32, next(inner_model(model).parameters()).dtype))
+    if items is None and result.requires_grad:
+        result.register_hook(lambda _: _refuse_accumulation(model))  # type: ignore[no-untyped-call]
+    return result
+
+
+def _items_of_step(batch: Batch, loss: Loss | None, num_items_in_batch: Any) -> Tensor | None:
+    """Return the number of items of the optimizer step, divided by what its losses are averaged over; None for those of
+    the batch alone."""
+    if ITEMS in batch:
+        for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
+            if value is not None:
+                raise PackingError(
+                    f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
+                    f"prepare_dataloader do, got {value!r}"
+                )
+        items: Tensor = batch[ITEMS]
+        return items
+    if num_items_in_batch is not None:
+        given, device = num_items_in_batch, batch[INPUT_IDS].device
+        number = torch.as_tensor(given) if isinstance(given, (int, float, Tensor)) else torch.empty(0)
+        is_negative = number.numel() == 1 and number.device.type == "cpu" and number < 0
+        if number.numel() != 1 or number.dtype == torch.bool or is_negative:
+            raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {given!r}")
+        return number.squeeze().to(device, exact_type(device))
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise PackingError(
+            f"{ITEMS}: expected the number of items of the whole optimizer step divided by the {ranks} ranks, got "
+            "None; the gradient would depend on how the step is split into ranks"
+        )
+    return None
+
+
+def _refuse_accumulation(model: nn.Module) -> None:
+    """Raise PackingError if the model has gradients already, when the backward pass of a loss begins."""
+    if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters()):
+        raise PackingError(
+            f"{ITEMS}: expected the number of items of the whole optimizer step, got None, but the model already has "
+            "gradients. If several batches make an optimizer step, each would have the same weight, however few labels "
+            "it has: pass num_items_in_batch. If not, call optimizer.zero_grad() before backward()"
+        )

@@ -5,7 +5,7 @@ change with batches, ranks, workers or a resumed run. The collator's method is c
 takes about 50 ms for 16,384 tokens; with workers, training does not wait for it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DataCollatorForLanguageModeling, TrainingArguments
+from transformers import DataCollatorForLanguageModeling
 
 from hf_packing.batch.collate import read_integers, read_segment_lengths
 from hf_packing.columns import (
@@ -43,12 +43,6 @@ class Masking:
 
     collator: Any
     seed: int
-
-    @classmethod
-    def of(cls, collator: Any, args: TrainingArguments) -> "Masking":
-        """Return how the collator of a Trainer masks; data_seed or seed counts if the collator has no seed."""
-        seeds = (getattr(collator, "seed", None), args.data_seed, args.seed)
-        return cls(collator, next(seed for seed in seeds if seed is not None))
 
     def __post_init__(self) -> None:
         stock, kind = DataCollatorForLanguageModeling, type(self.collator)
@@ -110,7 +104,7 @@ class MaskedRows(SampledRows):
 
     Args:
         dataset: the map-style dataset that the sampler was made for.
-        sampler: the sampler of this rank.
+        sampler: the EpochSampler of this rank.
         masking: how tokens are masked.
         unread: names of columns that are not read.
         more: names of further per-token columns to read.
@@ -127,10 +121,6 @@ class MaskedRows(SampledRows):
         super().__init__(dataset, sampler, unread, more=[*more, *masking.columns])
         self.masking = masking
         sampler.more_inputs["data_collator"] = str(masking)
-
-    @property
-    def batches(self) -> Iterable[list[Any]]:
-        return _WithEpoch(self.sampler)
 
     def __getitems__(self, micro_batch: Sequence[tuple[Any, ...]]) -> list[Row]:
         """Return the rows of a micro-batch: a list of (row number, True if the row is a copy, epoch)."""
@@ -153,21 +143,12 @@ class MaskedRows(SampledRows):
         return row
 
 
-class _WithEpoch:
-    """A batch sampler that adds the epoch, from 1, to every row, since workers do not learn that an epoch has begun.
+class EpochSampler(RankBatchSampler):
+    """A sampler that adds the epoch, from 1, to every row, since workers do not learn that an epoch has begun.
 
     It is 0 in evaluations.
     """
 
-    def __init__(self, sampler: RankBatchSampler) -> None:
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def set_epoch(self, number: int) -> None:
-        self._sampler.set_epoch(number)
-
-    def __iter__(self) -> Iterator[list[tuple[int, bool, int]]]:
-        epoch = 0 if isinstance(self._sampler.batching, InOrder) else self._sampler.epoch.number + 1
-        return ([(*row, epoch) for row in batch] for batch in self._sampler)
+    def __iter__(self) -> Iterator[Any]:
+        epoch = 0 if isinstance(self.batching, InOrder) else self.epoch.number + 1
+        return ([(*row, epoch) for row in batch] for batch in super().__iter__())

@@ -5,7 +5,7 @@ cross-entropy, wherever the model computes one of its logits.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,13 +34,23 @@ from hf_packing.batch.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
-from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
-from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, NextTokens, labels_key
+from hf_packing.training.losses import (
+    ITEMS,
+    TARGETS,
+    TREE_KEYS_OF_THE_LOSS,
+    WEIGHTS,
+    Batch,
+    Loss,
+    NextTokens,
+    exact_type,
+    labels_key,
+    weights_of,
+)
 
 _NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
 
 
-def inputs_of_model(batch: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of_model(batch: Batch) -> Batch:
     """Return a batch without what only the loss needs."""
     return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
 
@@ -49,7 +59,7 @@ def inputs_of_model(batch: Mapping[str, Any]) -> dict[str, Any]:
 class WholeStep:
     """A micro-batch that is run as if it were its whole optimizer step: the loss is a mean over its own items."""
 
-    inputs: dict[str, Any]
+    inputs: Batch
     """What the model gets, with labels: at least one, also if there are no items, since a mean over none is NaN."""
     own: Tensor
     """The number of items in the micro-batch, an int64 scalar."""
@@ -57,10 +67,9 @@ class WholeStep:
     """What takes the place of the model's cross-entropy; None to leave it alone."""
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> "WholeStep":
+    def of(cls, model: nn.Module, batch: Batch, loss: Loss) -> "WholeStep":
         """Return a packed batch or a batch of trees, of a PackingCollator or as `with_share` returns it."""
-        key = TARGETS if TARGETS in batch else labels_key(batch)
-        labels, inputs = batch[key], inputs_of_model(batch)
+        labels, inputs = batch[labels_key(batch)], inputs_of_model(batch)
         if WEIGHTS not in batch and loss == "token" and not is_tree_batch(batch):
             own = (labels != IGNORED_LABEL).sum()
             labels = labels.clone()

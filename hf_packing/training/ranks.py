@@ -32,14 +32,8 @@ class DataRank(NamedTuple):
 
 def data_rank(accelerator: Accelerator) -> DataRank:
     """Return the data rank of this process; processes that share a model by tensor parallelism share one data rank."""
-    config = parallelism_of(accelerator)
-    together = getattr(config, "tp_size", 1) if config else 1
+    together = getattr(accelerator.parallelism_config, "tp_size", 1)
     return DataRank(accelerator.process_index // together, accelerator.num_processes // together)
-
-
-def parallelism_of(accelerator: Accelerator) -> Any:
-    """Return the accelerator's parallelism_config, or None if the accelerator has none."""
-    return getattr(accelerator, "parallelism_config", None)
 
 
 @dataclass

@@ -1,12 +1,21 @@
-"""Record in checkpoints of a Trainer how batches are planned, so that a resumed run makes the same optimizer steps."""
+"""Checkpoints of a Trainer: they say how its batches are planned, or how far its stream has come.
 
+The state of a stream is saved once for the logical streams of all ranks, so a run can go on with another number of
+ranks.
+"""
+
+import os
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sampler import RankBatchSampler
+
+STATE_FILE = "packed_stream.pt"
+"""The file in the folder of a checkpoint with the state of the training's stream."""
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
@@ -18,17 +27,9 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"batches": self.batches}}
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **known: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **known: Any) -> None:
         """If training resumes from a checkpoint, refuse settings that give other optimizer steps than those saved."""
-        sampler = getattr(known["train_dataloader"].dataset, "sampler", None)
-        if not isinstance(sampler, RankBatchSampler):
-            return
+        sampler = known["train_dataloader"].dataset.sampler
         begins_new_epoch = args.ignore_data_skip and state.global_step % sampler.optimizer_steps
         if state.global_step and not args.ignore_data_skip:
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
@@ -41,3 +42,40 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             sampler.check_can_resume(saved)
         self.batches = None if begins_new_epoch else sampler.plan_inputs()
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
+
+
+class ResumedStream(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Lets a training go on at a state of its stream, and counts epochs, which Trainer would count from 0 again."""
+
+    def __init__(self, state: dict[str, Any] | None, ignore_data_skip: bool) -> None:
+        self._state, self._ignore_data_skip = state, ignore_data_skip
+
+    def on_train_begin(self, args: Any, *_: Any, **known: Any) -> None:
+        args.ignore_data_skip = self._ignore_data_skip  # Trainer has read it, and saves it with every checkpoint
+        if self._state is not None:
+            known["train_dataloader"].load_state_dict(self._state)
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **known: Any) -> None:  # noqa: ARG002
+        loader = known["train_dataloader"]
+        state.epoch = loader.epoch + loader.steps_done / state.max_steps
+
+
+def save_stream(state: dict[str, Any], folder: str) -> None:
+    """Write the state of a stream into the folder of a checkpoint, whole or not at all."""
+    file = Path(folder) / STATE_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, file.with_suffix(".tmp"))
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def load_stream(folder: Any) -> dict[str, Any]:
+    """Return the state of the stream in a checkpoint, or raise PackingError if it has none."""
+    file = Path(folder) / STATE_FILE
+    if not file.is_file():
+        raise PackingError(
+            f"resume_from_checkpoint: expected a checkpoint of a trainer attached to a stream, got {folder} without "
+            f"{STATE_FILE}; to begin with the first row of the stream instead, set ignore_data_skip=True"
+        )
+    with torch.serialization.safe_globals([bytes]):  # of which torch only loads those that are not empty
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state

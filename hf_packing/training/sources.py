@@ -2,39 +2,52 @@
 
 A source reads the sizes of a dataset or opens its logical streams, says what all ranks have to agree on, and makes the
 loader of this rank. Trainers whose rows stay whole read WholeRows of `whole_rows.py`.
+
+Columns with one number for each token, such as weights, are passed on if the model's forward takes them, as Trainer
+keeps them, or all of them with remove_unused_columns=False.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import inner_model, sees_labels
-from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS, TREE_COLUMNS
+from hf_packing.attention import inner_model
+from hf_packing.batch.collate import PackingCollator, numbers_in
+from hf_packing.columns import (
+    COMPLETION_MASK,
+    INPUT_IDS,
+    KNOWN_COLUMNS,
+    LABELS,
+    SEGMENT_COLUMNS,
+    TOKEN_TYPE_IDS,
+    TREE_COLUMNS,
+)
 from hf_packing.rows.changes import LabelCounts
+from hf_packing.rows.token_columns import is_token_type, visible_columns
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.rows import SampledRows, TreesOfDocuments, kept_labels
+from hf_packing.sampling.rows import Row, SampledRows, TreesOfDocuments, kept_labels
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import check_map_style, rows_to_sample, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.checks import applies_masks, check_labels_are_hidden, ignored_masks, masks_tokens
+from hf_packing.training.checks import masks_tokens, sft_trainer_of
 from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, on_device
 from hf_packing.training.losses import Loss
-from hf_packing.training.masking import MaskedRows, Masking
-from hf_packing.training.passed_on import Takes, passed_on, taken_by_model, taken_by_trainer
+from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
-from hf_packing.training.step_counts import micro_batch_counts
-from hf_packing.training.streams.stream_loader import StreamedRows
-from hf_packing.training.streams.training_stream import is_stream, training_stream
+from hf_packing.training.streams import StreamedRows, training_stream
 
-_ROWS_READ = 16
-"""The number of rows whose labels are compared with the input tokens."""
+Takes = Callable[[str], bool]
+"""A function that tells whether a column of this name is passed on."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +66,25 @@ class Reading:
     @classmethod
     def of_model(cls, model: nn.Module | None) -> "Reading":
         """Return how rows are read for a model; None stands for any model that predicts the next token."""
-        return cls(taken_by_model(model), _unread_by(model))
+        taken = () if model is None else inspect.signature(inner_model(model).forward).parameters
+        return cls(taken.__contains__, _unread_by(model))
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> "Reading":
         """Return how rows are read for a trainer, with the labels that its own collator would make."""
-        collator = trainer.data_collator
-        masking = Masking.of(collator, trainer.args) if masks_tokens(collator) else None
-        unread = (*_unread_by(trainer.model), *ignored_masks(trainer))
-        return cls(taken_by_trainer(trainer), unread, applies_masks(trainer), masking)
+        args, collator, masking = trainer.args, trainer.data_collator, None
+        if masks_tokens(collator):
+            seeds = (getattr(collator, "seed", None), args.data_seed, args.seed)
+            masking = Masking(collator, next(seed for seed in seeds if seed is not None))
+        takes: Takes = lambda _: True  # noqa: E731
+        if args.remove_unused_columns:
+            asked = copy.copy(trainer)  # which keeps the columns
+            asked._set_signature_columns_if_needed()
+            takes = asked._signature_columns.__contains__
+        applies_masks, unread = sft_trainer_of(trainer) is not None, _unread_by(trainer.model)
+        if applies_masks and not trainer.completion_only_loss:  # it trains on prompts, too
+            unread = (*unread, COMPLETION_MASK)
+        return cls(takes, unread, applies_masks, masking)
 
 
 def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
@@ -71,36 +94,32 @@ def _unread_by(model: nn.Module | None) -> tuple[str, ...]:
     return (TOKEN_TYPE_IDS,)
 
 
+@dataclass
 class PackedRows:
-    """A map-style dataset of packed rows, documents or rows of trees, planned for this rank.
+    """A map-style dataset of packed rows, documents or rows of trees, planned for this rank."""
 
-    Args:
-        dataset: the dataset, or the trees of its documents.
-        sampler: the sampler of this rank.
-        accelerator: the accelerator.
-        reading: how rows are read.
-    """
-
-    sources: Sequence[str] = ()
-
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, accelerator: Accelerator, reading: Reading) -> None:
-        self.dataset, self.sampler = dataset, sampler
-        self._accelerator, self._reading = accelerator, reading
-        self._more = passed_on(dataset, reading.takes)
-        self.labels: LabelCounts | None = None
-        """The labels that are left after documents were cut or dropped; None if they were not counted."""
+    dataset: Any
+    """The dataset, or the trees of its documents."""
+    sampler: RankBatchSampler
+    """The sampler of this rank."""
+    reading: Reading
+    """How rows are read."""
+    more: Sequence[str]
+    """Further columns to read."""
+    labels: LabelCounts | None = None
+    """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
     @property
     def shares_prefixes(self) -> bool:
         """True if rows are rows of trees."""
         return self.sampler.sizes.trees is not None
 
-    def check_labels(self, model: nn.Module) -> None:
-        """Refuse labels that only repeat the input tokens, if the model sees the tokens that it predicts."""
-        if sees_labels(inner_model(model)) and not self.shares_prefixes and self._reading.masking is None:
-            rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
-            numbers = rows_to_sample(len(self.dataset), _ROWS_READ)
-            check_labels_are_hidden(rows.__getitems__([(number, False) for number in numbers]), model)
+    def first_rows(self, count: int) -> list[Row]:
+        """Return a few rows with their labels; none if a collator masks tokens."""
+        if self.reading.masking is not None:
+            return []
+        rows = SampledRows(self.dataset, RankBatchSampler(InOrder(1), self.sampler.sizes))
+        return rows.__getitems__([(number, False) for number in rows_to_sample(len(self.dataset), count)])
 
     def count_labels(self, collator: PackingCollator) -> None:
         """Count the labels that are left for training, where they are known before.
@@ -108,35 +127,38 @@ class PackedRows:
         Raises:
             PackingError: the dataset has labels, but none are left.
         """
-        if self._reading.masking is None:
-            unread, apply_masks = self._reading.unread, self._reading.apply_masks
+        if self.reading.masking is None:
+            unread, apply_masks = self.reading.unread, self.reading.apply_masks
             self.labels = kept_labels(self.dataset, self.sampler, unread, apply_masks, collator.keep_first_labels)
         if self.labels is not None:
             self.labels.check_some_left("batching", self.sampler.batching)
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], loss: Loss, _: Any) -> Tensor:
-        """Return the counts of this rank's micro-batches; see `micro_batch_counts`."""
-        return micro_batch_counts(batches, loss)
 
     def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
         """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
         return self.sampler.summary(unpacked, isolation, self.labels)
 
-    def loader(self, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any) -> Any:
+    def loader(
+        self, accelerator: Accelerator, collate: PackingCollator, loop: LoopSteps | None = None, **options: Any
+    ) -> Any:
         """Return the loader of this rank, which puts micro-batches on the device.
 
         Args:
+            accelerator: the accelerator.
             collate: the collator.
             loop: what your own training loop needs, for a PackedLoader; None for a DataLoader.
             options: further arguments of DataLoader.
         """
-        reading = self._reading
+        reading = self.reading
         if reading.masking is None:
-            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self._more)
+            rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
         else:
-            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self._more)
-        batches: DataLoader[Any] = batches_loader(rows, rows.batches, collate, **options)
-        return on_device(batches, self._accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
+            rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
+        batches: DataLoader[Any] = batches_loader(rows, self.sampler, collate, **options)
+        return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
+
+
+Source = PackedRows | StreamedRows
+"""What a training or an evaluation reads, if its rows are joined."""
 
 
 def open_source(
@@ -150,7 +172,7 @@ def open_source(
     accumulation: int = 1,
     loss: Loss = "token",
     in_order: InOrder | None = None,
-) -> PackedRows | StreamedRows:
+) -> Source:
     """Check and measure a dataset, plan the micro-batches of this rank, and note the data to compare with other ranks.
 
     Args:
@@ -169,35 +191,70 @@ def open_source(
         PackingError: the dataset is not supported, or does not fit the batching.
     """
     rank, world_size = data_rank(accelerator)
-    if is_stream(dataset):
-        stream = training_stream(name, dataset, batching, world_size, reading.unread, in_order)
-        planned_from.note_settings(**{name: stream})
+    if in_order is None:
+        planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=loss)
+    if isinstance(dataset, datasets.IterableDataset):
+        streams, rows_per_batch, max_tokens = training_stream(
+            name, dataset, batching, world_size, reading.unread, in_order
+        )
         known = [INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *SEGMENT_COLUMNS, *TREE_COLUMNS]
-        names = [each for each in known if each in stream.streams.features and each not in reading.unread]
-        names += passed_on(stream.streams.features, reading.takes)
-        return StreamedRows(
-            **vars(stream),
-            dataset=dataset,
-            accelerator=accelerator,
-            names=names,
-            accumulation=accumulation,
-            loss=loss,
+        names = [each for each in known if each in streams.features and each not in reading.unread]
+        rows = StreamedRows(
+            streams,
+            rows_per_batch,
+            max_tokens,
+            dataset,
+            names + passed_on(streams.features, reading.takes),
+            world_size,
+            accumulation,
+            loss,
             length_schedule=getattr(batching, "length_schedule", None),
             restarts=in_order is not None,
         )
+        planned_from.note_settings(**{name: rows})
+        return rows
     check_map_style(name, dataset)
-    plans = in_order or batching
+    plans, more = in_order or batching, passed_on(dataset, reading.takes)
     assert plans is not None
     if plans.fewest_shared is not None:
         assert isinstance(plans, TokenBudget)
-        more = passed_on(dataset, reading.takes)
         dataset = TreesOfDocuments.find(
             dataset, plans.most_tokens, plans.fewest_shared, plans.overflow, reading.unread, more
         )
     sizes = sizes_of(dataset)
     planned_from.note_data(name, dataset, sizes)
-    if reading.masking is not None:
-        planned_from.note_settings(data_collator=reading.masking)
-    sampler = RankBatchSampler(plans, sizes, world_size, rank, accumulation)
+    planned_from.note_settings(data_collator=reading.masking)
+    kind = RankBatchSampler if reading.masking is None else EpochSampler
+    sampler = kind(plans, sizes, world_size, rank, accumulation)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, sampler, accelerator, reading)
+    return PackedRows(dataset, sampler, reading, more)
+
+
+def passed_on(data: Any, takes: Takes) -> list[str]:
+    """Return the names of the columns of a dataset, or among its features, that packing does not know and that are
+    passed on."""
+    return [name for name in _columns_of_numbers(data) if takes(name)]
+
+
+def warn_of_columns_left_out(who: str, data: Any, takes: Takes) -> None:
+    """Warn of the columns of numbers that `who`, the function that the user has called, does not pass on."""
+    if left_out := sorted(name for name in _columns_of_numbers(data) if not takes(name)):
+        way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
+        warnings.warn(
+            f"{who} leaves out the columns {', '.join(left_out)}, since no argument of the model's forward has this "
+            f"name.{way_out}",
+            stacklevel=3,
+        )
+
+
+def _columns_of_numbers(data: Any) -> list[str]:
+    """Return the columns with a number for each token that packing does not know."""
+    if isinstance(data, datasets.IterableDataset):
+        data = data.features or datasets.Features()
+    elif isinstance(data, datasets.Dataset) and data.format["type"] != "custom":
+        data = datasets.Features({name: data.features[name] for name in visible_columns(data)})
+    if isinstance(data, datasets.Features):
+        return [each.name for each in data.arrow_schema if each.name not in KNOWN_COLUMNS and is_token_type(each.type)]
+    row = data[0] if len(data) else {}
+    numbers = row if isinstance(row, Mapping) else {}
+    return [name for name in numbers if name not in KNOWN_COLUMNS and numbers_in(row[name]) is not None]

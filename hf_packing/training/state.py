@@ -9,30 +9,28 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, is_patched
+from hf_packing.batch.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.sampler import EpochSummary
+from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
-from hf_packing.training.checks import check_masks, masks_tokens
-from hf_packing.training.first_batch import FirstBatchProof, isolation_in_summary
-from hf_packing.training.loss_units import find_loss_unit
+from hf_packing.training.checks import lost_pairs, refuse_cut_documents, sft_trainer_of
 from hf_packing.training.losses import Loss, TokenMean
-from hf_packing.training.max_length import lost_pairs, refuse_cut_documents
 from hf_packing.training.model_loss import collator_for
+from hf_packing.training.models import (
+    FirstBatchProof,
+    check_takes_rows,
+    patch_models,
+    unpad_models,
+)
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.sources import PackedRows, Reading, open_source
+from hf_packing.training.sources import Reading, Source, open_source
 from hf_packing.training.step_counts import Predictions, StepCounts
-from hf_packing.training.streams.stream_loader import StreamedRows
-from hf_packing.training.streams.training_stream import StreamSummary
-from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
-from hf_packing.training.trainer_loss import loss_of_trainer
-from hf_packing.training.unpad import UnpaddedModels, patch_models, unpad_models
-from hf_packing.training.whole_rows import WholeRows, open_whole_rows
+from hf_packing.training.whole_rows import WholeRows, find_loss_unit, pixels_per_patch_of, sizes_of_rows
 
 TEST_DATASET = "test_dataset"
 """The name of the dataset of predict() in messages."""
@@ -52,7 +50,7 @@ set on the trainer object."""
 class Attached(ABC):
     """The state that `attach` stores as `trainer.attached`."""
 
-    source: PackedRows | StreamedRows | WholeRows
+    source: Source | WholeRows
     """What the trainer trains on."""
     loss: Any
     """What the loss is a mean of: "token", "sequence", or the unit of a trainer whose rows stay whole."""
@@ -61,53 +59,43 @@ class Attached(ABC):
         self.kind = type(trainer)
         """The trainer's class before attach."""
         self.own_collator = self.collator = trainer.data_collator
-        """The trainer's collator before attach, and the one that makes the batches."""
+        """The trainer's collator before attach, and after it."""
         self.batching = with_linear_cost(batching, inner_model(trainer.model).config)
         """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
-        self.prove: ProveInTraining = prove
+        self.prove = prove
         self.max_tokens = batching.most_tokens
         """The largest number of tokens that a micro-batch may have, including padding; None if there is none."""
-        self.isolation: object = self
-        """An object whose text says in the summary what is proven."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
-        self._expected: dict[str, Any] = {}
+        self.expected: dict[str, Any] = {}
+        """What must not change after attach, by name."""
 
     @abstractmethod
     def settle(self, trainer: Trainer) -> None:
         """Patch the trainer's models, and check that they and the trainer's loss take the batches."""
 
-    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
+    def summary(self, trainer: Trainer) -> Any:
         """Return what attach returns."""
         args = trainer.args
         ranks = data_rank(trainer.accelerator).world_size
         unpacked = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-        return self.source.summary(unpacked, self.isolation)
-
-    def remember(self, trainer: Trainer) -> None:
-        """Note everything that must not change after attach."""
-        self._expected = _decided_by(trainer)
+        return self.source.summary(unpacked, self)
 
     def check(self, trainer: Trainer) -> None:
         """Raise PackingError if something that decides batches or losses is not as it was when attach was called."""
-        for name, now in _decided_by(trainer).items():
-            before = self._expected[name]
+        for name, now in decided_by(trainer).items():
+            before = self.expected[name]
             if now is not before and now != before:
                 was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, now))
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
 
-    def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
-        """Return a loader of the micro-batches of this rank."""
-        if not is_patched(inner_model(trainer.model)):  # a new model of model_init
-            on_all_ranks(lambda _: self.settle(trainer))
-        return self.loader_of(trainer, self.source)
-
-    def loader_of(self, trainer: Trainer, source: Any) -> DataLoader[Any]:
+    def loader_of(self, trainer: Trainer, source: Any) -> Any:
         """Return a loader of a source, with the settings of the trainer's arguments."""
         args = trainer.args
-        loader: DataLoader[Any] = source.loader(
+        return source.loader(
+            trainer.accelerator,
             self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
@@ -115,10 +103,9 @@ class Attached(ABC):
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
-        return loader
 
 
-def _decided_by(trainer: Trainer) -> dict[str, Any]:
+def decided_by(trainer: Trainer) -> dict[str, Any]:
     """Return everything that decides batches and losses, by name."""
     holders = vars(trainer), vars(trainer.args), vars(trainer.accelerator.dataloader_config)
     found = {name: next((each[name] for each in holders if name in each), None) for name in _DECIDED}
@@ -133,49 +120,71 @@ def _decided_by(trainer: Trainer) -> dict[str, Any]:
 class AttachedPacks(Attached):
     """The state of a trainer that trains, evaluates and predicts on packed batches."""
 
-    source: PackedRows | StreamedRows
+    source: Source
     loss: Loss
 
     def __init__(
-        self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss: Loss, shapes: Shapes
+        self,
+        trainer: Trainer,
+        batching: Batching,
+        prove: ProveInTraining,
+        loss: Loss,
+        shapes: Shapes,
+        planned_from: PlannedFrom,
     ) -> None:
+        """Check the trainer's datasets and the arguments, and plan the first epoch. The trainer does not change."""
+        data, own = trainer.train_dataset, trainer.data_collator
+        refuse_cut_documents(trainer, "train_dataset", data)
+        if shapes == (None, None) and isinstance(own, PackingCollator):
+            shapes = own.tokens, own.max_segments
+        if shapes != (None, None):
+            batching = batching.within(shapes)
         super().__init__(trainer, batching, prove)
         self.loss, self.shapes = loss, shapes
-        self.max_tokens = batching.most_tokens if shapes[0] is None else shapes[0]
+        self.max_tokens = shapes[0] or batching.most_tokens
         self.collator = collator_for(trainer.model, *shapes)
-        if masks_tokens(trainer.data_collator):
-            check_masks(trainer.data_collator, trainer.model, self.collator)
-        self._reading = Reading.of_trainer(trainer)
-        self.trainer_loss = loss_of_trainer(trainer)
+        self.reading = Reading.of_trainer(trainer)
+        if self.reading.masking is not None and not self.collator.keep_first_labels:
+            raise PackingError(
+                f"data_collator: expected a collator that does not mask tokens, since "
+                f"{type(inner_model(trainer.model)).__name__} predicts the next token, got {type(own).__name__} with "
+                "mlm=True; pass mlm=False"
+            )
+        sft_trainer = sft_trainer_of(trainer)
+        self.sums_log_probs = sft_trainer is not None and self.kind.compute_loss is sft_trainer.compute_loss
+        """True if SFTTrainer computes the loss: of log-probabilities, without logits."""
         self.first_batch_proof = FirstBatchProof()
-        self.isolation = isolation_in_summary(prove, self.first_batch_proof)
         self.predictions = Predictions(trainer.accelerator)
         """What was predicted in the evaluation that is running, or was the last."""
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
-        self.evaluated: list[PackedRows | StreamedRows] = []
-        """The sources of the evaluation datasets that the trainer has at attach."""
         self._compares = False
-
-    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
-        """Measure the training dataset, and plan its batches."""
-        accumulation = trainer.args.gradient_accumulation_steps
-        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
-        planned_from.note_settings(tokens=self.shapes[0], max_segments=self.shapes[1])
         self.source = open_source(
             "train_dataset",
-            trainer.train_dataset,
+            data,
             self.batching,
             trainer.accelerator,
-            self._reading,
+            self.reading,
             planned_from,
-            accumulation=accumulation,
-            loss=self.loss,
+            accumulation=trainer.args.gradient_accumulation_steps,
+            loss=loss,
         )
+        planned_from.note_settings(tokens=shapes[0], max_segments=shapes[1])
+        evaluation = trainer.eval_dataset
+        if isinstance(evaluation, dict):
+            named = {f"eval_dataset[{name!r}]": each for name, each in evaluation.items()}
+        else:
+            named = {} if evaluation is None else {"eval_dataset": evaluation}
+        self.evaluated = [self.open_evaluation(trainer, *each, planned_from) for each in named.items()]
+        """The sources of the evaluation datasets that the trainer has at attach."""
 
-    def open_evaluation(
-        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
-    ) -> PackedRows | StreamedRows:
+    def __str__(self) -> str:
+        if self.prove == "first batch":
+            return str(self.first_batch_proof)
+        how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
+        return f"isolation: proven {how}"
+
+    def open_evaluation(self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom) -> Source:
         """Return the source of an evaluation: rows in the order of the dataset."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
@@ -183,8 +192,9 @@ class AttachedPacks(Attached):
         in_order = InOrder(rows)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
-        accelerator = trainer.accelerator
-        source = open_source(name, dataset, self.batching, accelerator, self._reading, planned_from, in_order=in_order)
+        source = open_source(
+            name, dataset, self.batching, trainer.accelerator, self.reading, planned_from, in_order=in_order
+        )
         planned_from.note_settings(per_device_eval_batch_size=rows)  # after the data, of which a rank may have none
         return source
 
@@ -201,10 +211,10 @@ class AttachedPacks(Attached):
         finally:
             self._compares = False
 
-    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset."""
 
-        def open_rows(planned_from: PlannedFrom) -> PackedRows | StreamedRows:
+        def open_rows(planned_from: PlannedFrom) -> Source:
             if not is_patched(inner_model(trainer.model)):
                 self.settle(trainer)
             source = self.open_evaluation(trainer, name, dataset, planned_from)
@@ -216,20 +226,30 @@ class AttachedPacks(Attached):
 
     def settle(self, trainer: Trainer) -> None:
         patch_models(trainer, self.prove)
+        self.first_batch_proof.proofs.clear()  # of another model
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
-
-    def _check_rows(self, trainer: Trainer, source: PackedRows | StreamedRows) -> None:
-        """Check that the model takes the rows: trees, or labels that do more than repeat the input tokens."""
-        if source.shares_prefixes:
-            check_takes_trees(trainer.model, self.batching, self.shapes)
-            check_takes_trees_as(self.trainer_loss, trainer)
-        else:
-            source.check_labels(trainer.model)
-
-    def summary(self, trainer: Trainer) -> EpochSummary | StreamSummary:
         self.source.count_labels(self.collator)
-        return super().summary(trainer)
+
+    def _check_rows(self, trainer: Trainer, source: Source) -> None:
+        """Check that the model takes the rows, and that the loss can be that of rows of trees: the cross-entropy."""
+        check_takes_rows(trainer.model, source, self.batching, self.shapes)
+        if not source.shares_prefixes:
+            return
+        if self.reading.masking is not None:
+            raise PackingError(
+                f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
+                f"{type(self.own_collator).__name__} with mlm=True"
+            )
+        args = trainer.args
+        is_stock = trainer.compute_loss_func is None and trainer.label_smoother is None and not args.use_liger_kernel
+        computes = args.loss_type == "nll" if self.sums_log_probs else self.kind.compute_loss is Trainer.compute_loss
+        if not is_stock or not computes:
+            raise PackingError(
+                "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach "
+                f"computes, but {self.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, "
+                "loss_type or use_liger_kernel of its own; train without share_prefixes"
+            )
 
 
 class AttachedRows(Attached):
@@ -238,41 +258,39 @@ class AttachedRows(Attached):
     source: WholeRows
     batching: TokenBudget
 
-    def __init__(self, trainer: Trainer, batching: Batching, prove: ProveInTraining, loss_unit: str | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        batching: Batching,
+        prove: ProveInTraining,
+        loss_unit: str | None,
+        planned_from: PlannedFrom,
+    ) -> None:
+        """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
-        self.models = UnpaddedModels({})
-        """How each model of the trainer runs padded batches."""
         self._loss_unit = loss_unit
-
-    def __str__(self) -> str:
-        return f"the loss is a mean of {self.loss}\n{self.models}"
-
-    def open_training(self, trainer: Trainer, planned_from: PlannedFrom) -> None:
-        """Measure the training dataset, and plan its batches."""
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)
         with torch.random.fork_rng():  # making a loader may draw random numbers
             stock = trainer.get_train_dataloader()
-        self.source = open_whole_rows(
-            "train_dataset",
-            stock.dataset,
-            stock.collate_fn,
-            self.batching,
-            trainer.accelerator,
-            planned_from,
-            config=inner_model(trainer.model).config,
-            accumulation=accumulation,
-        )
-        self.collator = stock.collate_fn
+        patch = pixels_per_patch_of(inner_model(trainer.model).config)
+        sizes = sizes_of_rows(stock.dataset, stock.collate_fn, patch)
+        planned_from.note_data("train_dataset", stock.dataset, sizes)
+        rank, world_size = data_rank(trainer.accelerator)
+        sampler = RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
+        self.source = WholeRows(stock.dataset, sampler, stock.collate_fn)
+
+    def __str__(self) -> str:
+        return f"the loss is a mean of {self.loss}\n{self.models}"
 
     def settle(self, trainer: Trainer) -> None:
         self.models = unpad_models(trainer, self.prove, self.batching.fewest_shared)
+        """How each model of the trainer runs padded batches."""
         parts = self.source.rows_to_check()
         self.loss = find_loss_unit(trainer, self.kind, parts, self.source.collate, self._loss_unit)
-        self.source.set_unit(self.loss)
+        self.source.unit = self.source.sampler.more_inputs["loss"] = self.loss  # also of a checkpoint
 
     def summary(self, trainer: Trainer) -> EpochSummary:
-        summary = super().summary(trainer)
-        assert isinstance(summary, EpochSummary)
+        summary: EpochSummary = super().summary(trainer)
         dropped, lost = lost_pairs(trainer, trainer.train_dataset)
         return replace(summary, left_out=summary.left_out + dropped, lost_tokens=summary.lost_tokens + lost)

@@ -1,24 +1,28 @@
 """Count what the ranks run: the tokens, documents and attention cost of optimizer steps for logs, and predictions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.training.losses import Loss, documents_in, items_in
-from hf_packing.training.tree_batch import trees_of
+from hf_packing.columns import INPUT_IDS, SEQ_IDX
+from hf_packing.training.losses import Batch, Loss, count_per_segment, documents_in, items_in, trees_of
+
+COUNTS = "counts"
+"""Key of an entry that the loader of whole rows adds to every batch, int64 [4]: its counts of rows that are no copies,
+which are the documents."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a
 mixture follow."""
 
 
-def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
+def micro_batch_counts(batches: Sequence[Batch], loss: Loss) -> Tensor:
     """Count the tokens, documents, attention cost and items of the loss of each batch, without padding and copies.
 
     Returns:
@@ -27,25 +31,18 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     """
     rows = []
     for batch in batches:
+        if COUNTS in batch:
+            rows.append(batch[COUNTS])
+            continue
         if is_tree_batch(batch):
             trees = trees_of(batch)
-            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss))]
-            rows.append(torch.tensor(known, device=batch["input_ids"].device))
-            continue
-        borders, own = batch["cu_seq_lens_q"].long(), batch["seq_idx"][0] >= 0
-        lengths = F.pad(own.long().cumsum(0), (1, 0))[borders].diff()  # 0 for segments that only fill the batch
-        counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum(), items_in(batch, loss)]
-        rows.append(torch.stack([each.to(borders.device) for each in counted]))
+            counted = [trees.tokens, documents_in(batch), trees.attention_cost]
+        else:
+            lengths = count_per_segment(batch, batch[SEQ_IDX][0] >= 0)  # 0 for segments that only fill the batch
+            counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum()]
+        device = batch[INPUT_IDS].device
+        rows.append(torch.stack([torch.as_tensor(each, device=device) for each in (*counted, items_in(batch, loss))]))
     return torch.stack(rows)
-
-
-def items_counted(counts: Tensor) -> Tensor:
-    """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
-
-    Args:
-        counts: int64 [ranks, batches, 4 or more], the result of `micro_batch_counts` on each rank.
-    """
-    return counts[..., _ITEMS].sum().clamp(min=1)
 
 
 class StepCounts:
@@ -60,21 +57,18 @@ class StepCounts:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self._sources = sources
         self._steps: list[Tensor] = []
-        self._documents: Tensor | int = 0
+        self.documents: Tensor | int = 0
         """The number of documents in all steps."""
 
-    def add(self, counts: Tensor) -> None:
-        """Add the counts of an optimizer step, int64 [ranks, batches, 4 + sources], as of `micro_batch_counts`."""
-        self._steps.append(counts.detach())
-        self._documents = self._documents + counts[..., _DOCUMENTS].sum()
+    def add(self, counts: Tensor) -> Tensor:
+        """Add the counts of an optimizer step, and return the number of its items, an int64 scalar of at least 1.
 
-    def correct_speed(self, logs: dict[str, float]) -> None:
-        """Make the samples per second at the end of a training those documents that were trained on.
-
-        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how large a step is.
+        Args:
+            counts: int64 [ranks, batches, 4 + sources], the result of `micro_batch_counts` on each rank.
         """
-        if (name := "train_samples_per_second") in logs:
-            logs[name] = round(int(self._documents) / logs["train_runtime"], 3)
+        self._steps.append(counts)
+        self.documents = self.documents + counts[..., _DOCUMENTS].sum()
+        return counts[..., _ITEMS].sum().clamp(min=1)
 
     def take(self, max_tokens: int | None) -> dict[str, float]:
         """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
@@ -113,19 +107,15 @@ class Predictions:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._documents: Tensor | int = 0
+        self.documents: Tensor | int = 0
+        """The number of documents, over all ranks."""
         self._counted: list[bool] = []
         """For each process: whether its current micro-batch has rows that are not copies."""
 
-    @property
-    def documents(self) -> int:
-        """The number of documents, over all ranks."""
-        return int(self._documents)
-
-    def begin(self, batch: Mapping[str, Any]) -> None:
+    def begin(self, batch: Batch) -> None:
         """Note the micro-batch that this rank is about to run; all ranks call this together."""
-        documents = self._accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
-        self._documents = self._documents + documents.sum()
+        documents = self._accelerator.gather(documents_in(batch)[None])
+        self.documents = self.documents + documents.sum()
         self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
 
     def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:
@@ -136,7 +126,7 @@ class Predictions:
 
         def without_copies(of_ranks: Any) -> Any:
             size = len(of_ranks) // len(self._counted)
-            kept = [number for number in range(len(of_ranks)) if self._counted[number // size]]
+            kept = np.flatnonzero(np.repeat(self._counted, size))
             return of_ranks[kept] if isinstance(of_ranks, Tensor) else [of_ranks[number] for number in kept]
 
         if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object

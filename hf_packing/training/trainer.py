@@ -1,6 +1,7 @@
 """The methods of a trainer after `attach`: it trains, evaluates and predicts on the batches of a source.
 
-The trainer's class becomes a subclass of its own class and of PackedTrainer, StreamTrainer or WholeRowTrainer.
+The trainer's class becomes a subclass of its own class and of PackedTrainer, StreamTrainer or WholeRowTrainer. `losses`
+has the rule by which losses are weighted.
 """
 
 import math
@@ -12,24 +13,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_packing.attention import borders_required
+from hf_packing.attention import borders_required, inner_model, is_patched
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, TokenMean
+from hf_packing.training.losses import ITEMS, Batch, TokenMean, labels_key
+from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
+from hf_packing.training.resume import ResumedStream, load_stream, save_stream
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
-from hf_packing.training.step_counts import Predictions, StepCounts, items_counted
-from hf_packing.training.tree_batch import labels_key
-from hf_packing.training.whole_rows import COUNTS
+from hf_packing.training.step_counts import COUNTS, Predictions, StepCounts, micro_batch_counts
+from hf_packing.training.streams import StreamLoader
 
 
 class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -37,17 +38,18 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     attached: Attached
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         on_all_ranks(lambda _: self.attached.check(self))
-        self.attached.step_counts = StepCounts(self.attached.source.sources)
+        self.attached.step_counts = StepCounts(getattr(self.attached.source, "sources", ()))
         return super().train(*args, **kwargs)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        return self.attached.training_loader(self)
+    def get_train_dataloader(self) -> Any:
+        state = self.attached
+        if not is_patched(inner_model(self.model)):  # a new model of model_init
+            on_all_ranks(lambda _: state.settle(self))
+        return state.loader_of(self, state.source)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return this rank's micro-batches of a step, and the number of items in the step on all ranks: trainable
         tokens, documents, or what else the loss is a mean of."""
         state = self.attached
@@ -56,13 +58,13 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         if not batches:
             return batches, None
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        as_run = [self.cut_for_this_step(batch) for batch in batches]
-        counts = state.source.counts_of(as_run, state.loss, self.callback_handler.train_dataloader).to(device)
+        counts = micro_batch_counts([self.cut_for_this_step(batch) for batch in batches], state.loss).to(device)
+        if isinstance(loader := self.callback_handler.train_dataloader, StreamLoader):
+            counts = torch.cat([counts, loader.tokens_of_sources.to(device)], 1)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
-        state.step_counts.add(everywhere)
-        return batches, items_counted(everywhere)
+        return batches, state.step_counts.add(everywhere)
 
-    def cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def cut_for_this_step(self, batch: Batch) -> Batch:
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
         return with_segments_cut(batch, longest_segment(self.attached.batching, self.state.global_step))
 
@@ -71,7 +73,9 @@ class AttachedTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         counts = self.attached.step_counts
         if "loss" in logs:
             logs = {**logs, **counts.take(self.attached.max_tokens)}
-        counts.correct_speed(logs)
+        if (name := "train_samples_per_second") in logs:
+            # of documents: per_device_train_batch_size, of which Trainer knows, does not decide how large a step is
+            logs[name] = round(int(counts.documents) / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
 
@@ -81,56 +85,60 @@ class PackedTrainer(AttachedTrainer):
     attached: AttachedPacks
     gather_function: Any
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self.attached.on_all_ranks(self):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
+            return super().evaluate(*args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self.attached.on_all_ranks(self):
             return super().predict(*args, **kwargs)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return self.attached.loader_in_order(self, "eval_dataset", dataset)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self.attached.loader_in_order(self, TEST_DATASET, test_dataset)
 
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
-        **others: Any,
+        **named: Any,
     ) -> Any:
+        """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
         if state.prove == "first batch":
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
             state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
-        loss = state.loss if trains or model.training else "token"
         if trains:  # after isolation was proven on whole documents
             inputs = self.cut_for_this_step(inputs)
-        # settings are passed on as Trainer passes them
-        of_model = state.trainer_loss.is_of_model(inputs, loss)
+        loss = state.loss if trains or model.training else "token"
+        step = WholeStep.of(model, inputs, loss)
+        # SFTTrainer's own loss may have no logits to weight
+        of_model = is_tree_batch(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
-        compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)
-        items = num_items_in_batch if trains else None
-        found, counted = state.trainer_loss.of_micro_batch(self, model, inputs, compute, loss, items)
+        named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
+        with _as_one_micro_batch(self), step.observed(model):
+            found = own(model, dict(step.inputs), num_items_in_batch=step.items, **named)
+        mean, *outputs = found if isinstance(found, tuple) else (found,)
+        share = step.share_of(num_items_in_batch if trains else None)
+        if trains:  # DDP and FSDP take the mean of gradients over ranks
+            share = share * data_rank(self.accelerator).world_size
+        mean = mean * share
         if evaluation is not None:
-            mean = found[0] if isinstance(found, tuple) else found
-            evaluation.add(mean * counted, counted)
-        return found
+            evaluation.add(mean, step.own)
+        return (mean, *outputs) if outputs else mean
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with borders_required():
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            return loss
+            return super().training_step(*args, **kwargs)
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
         self.attached.predictions.begin(inputs)
         if is_tree_batch(inputs):
@@ -138,29 +146,50 @@ class PackedTrainer(AttachedTrainer):
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         state = self.attached
         state.evaluation, state.predictions = TokenMean(self.args.device), Predictions(self.accelerator)
         self.gather_function = partial(state.predictions.gathered, self.gather_function)
         rows = self.args.per_device_eval_batch_size
         self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
             if (name := f"{metric_key_prefix}_loss") in output.metrics and state.evaluation.batches:
                 summed, tokens = state.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
             state.evaluation, self.args.per_device_eval_batch_size = None, rows
-        return output._replace(num_samples=state.predictions.documents)
+        return output._replace(num_samples=int(state.predictions.documents))
+
+
+class StreamTrainer(PackedTrainer):
+    """A Trainer that trains on a stream, and saves with every checkpoint how far the stream has come."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            raise PackingError(
+                "enable_jit_checkpoint: expected False for a stream, got True, which saves checkpoints before an "
+                "optimizer step whose rows were already read; use save_steps"
+            )
+        given, folder = self.args.ignore_data_skip, resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)
+        resumed = ResumedStream(load_stream(folder) if folder and not given else None, given)
+        self.add_callback(resumed)
+        self.args.ignore_data_skip = True  # otherwise, Trainer would read and drop all batches before
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.args.ignore_data_skip = given
+            self.remove_callback(resumed)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        loader = self.callback_handler.train_dataloader
+        if _internal_call and output_dir is not None and isinstance(loader, StreamLoader):  # a checkpoint
+            state = loader.state_dict()
+            if self.args.should_save:
+                save_stream(state, output_dir)
 
 
 class WholeRowTrainer(AttachedTrainer):
@@ -171,15 +200,15 @@ class WholeRowTrainer(AttachedTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
-        **others: Any,
+        **named: Any,
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop(COUNTS, None)
         with _gathering_uneven_tensors(self.accelerator):
-            found = super().compute_loss(model, inputs, return_outputs, **others)
+            found = super().compute_loss(model, inputs, return_outputs, **named)
         if num_items_in_batch is None or (counts is None and not model.training):  # not a step of training
             return found
         if counts is None:
@@ -188,11 +217,27 @@ class WholeRowTrainer(AttachedTrainer):
                 f"makes others in training_step, without {COUNTS!r}. attach(trainer, None) keeps its batches"
             )
         self.current_gradient_accumulation_steps = 1  # training_step may divide by it, but the share is of a step
-        loss, *outputs = found if return_outputs else (found,)
+        loss, *outputs = found if isinstance(found, tuple) else (found,)
         units = counts[-1]
         share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
         loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
-        return (loss, *outputs) if return_outputs else loss
+        return (loss, *outputs) if outputs else loss
+
+
+@contextmanager
+def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
+    """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks.
+
+    The trainer divides by no other number of micro-batches afterwards; transformers before 5.19 did in any case.
+    """
+    args = trainer.args  # a compute_loss may divide by these steps itself
+    before = args.gradient_accumulation_steps, args.average_tokens_across_devices
+    trainer.current_gradient_accumulation_steps = 1
+    args.gradient_accumulation_steps, args.average_tokens_across_devices = 1, False
+    try:
+        yield
+    finally:
+        args.gradient_accumulation_steps, args.average_tokens_across_devices = before
 
 
 @contextmanager
@@ -209,11 +254,7 @@ def _gathering_uneven_tensors(accelerator: Accelerator) -> Iterator[None]:
     def gather_uneven(values: Any) -> Any:
         if not isinstance(values, Tensor) or not values.ndim:
             return gather(values)
-        lengths = gather(torch.tensor([len(values)], device=values.device)).tolist()
-        most = max(lengths)
-        filled = F.pad(values, [0, 0] * (values.ndim - 1) + [0, most - len(values)])
-        parts = gather(filled.contiguous()).split(most) if most else [values]
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=False)])
+        return torch.cat([each.to(values.device) for each in gather_object([values.detach().cpu()])])
 
     accelerator.gather = gather_uneven
     try:

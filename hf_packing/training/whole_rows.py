@@ -3,160 +3,62 @@
 For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
 turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are not padding when
 the collator gets this row alone.
+
+Micro-batches of a token budget have different numbers of rows and tokens. To weight the mean loss of each micro-batch
+correctly, one has to know the unit over which the loss is averaged: rows, labeled rows, labeled tokens or completion
+tokens. For trainers of TRL and heads of transformers, it stands in a table; for other losses, the user names it. One
+check follows: the loss of a few rows has to be the mean of the losses of two parts of them, weighted by the units in
+each.
 """
 
+import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from datasets.utils import tqdm
 from torch import Tensor
-from torch.utils.data import DataLoader
+from transformers import Trainer
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
+from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
+from hf_packing.columns import ATTENTION_MASK, COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import refuse_lost_borders
 from hf_packing.rows.token_columns import visible_columns
 from hf_packing.sampling.batching import SampledRow
 from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, check_map_style, rows_to_sample, sizes_of
-from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
+from hf_packing.training.checks import classes_of_trl
 from hf_packing.training.loader import batches_loader, on_device
-from hf_packing.training.loss_units import UNITS, Collate, collate_rows
-from hf_packing.training.ranks import PlannedFrom, data_rank
+from hf_packing.training.losses import Batch
+from hf_packing.training.step_counts import COUNTS
 
-COUNTS = "counts"
-"""Key of an entry that the loader adds to every batch, int64 [4]: the numbers of tokens, of rows that are not copies,
-of squared lengths, and of the units in these rows over which the loss is averaged."""
+Collate = Callable[[list[Any]], Any]
 
 _SHORT_ROWS = 6
 """The most rows in the first part of the rows with which a loss is checked."""
 
 
-class WholeRows:
-    """A map-style dataset whose rows stay whole, planned for this rank.
+class WholeRows(torch.utils.data.Dataset[Any]):
+    """A map-style dataset whose rows stay whole, planned for this rank: a DataLoader indexes it with micro-batches.
 
     Args:
         dataset: the dataset, as the collator gets it.
         sampler: the sampler of this rank.
         collate: the trainer's collator.
-        accelerator: the accelerator.
     """
 
-    sources: Sequence[str] = ()
-
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate, accelerator: Accelerator) -> None:
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, collate: Collate) -> None:
         self.dataset, self.sampler, self.collate = dataset, sampler, collate
         self.unit = "rows"
         """What the loss is a mean of, a key of UNITS."""
-        self._accelerator = accelerator
-
-    def set_unit(self, unit: str) -> None:
-        """Set what the loss is a mean of, which a checkpoint has to have been saved with."""
-        self.unit = self.sampler.more_inputs["loss"] = unit
-
-    def rows_to_check(self) -> tuple[list[Any], list[Any]]:
-        """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
-
-        The first part has the shortest rows, and the second part one or two long ones, so that the parts have other
-        numbers of tokens for each row. The second part is empty if no two rows fit into a micro-batch.
-        """
-        tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
-        assert most is not None
-        by_length = np.argsort(tokens, kind="stable")
-        by_length = by_length[tokens[by_length] > 0]
-        taken = tokens[by_length].cumsum()
-        number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
-        left = most - taken[number - 1]
-        two, one = (by_length[tokens[by_length] <= limit][-rows:] for rows, limit in ((2, left // 2), (1, left)))
-        parts = by_length[:number], two if len(two) else one
-        return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
-
-    def counts_of(self, batches: Sequence[Mapping[str, Any]], *_: Any) -> Tensor:
-        """Return the tokens, rows, attention cost and units of each batch; see `micro_batch_counts`."""
-        return torch.stack([batch[COUNTS] for batch in batches])
-
-    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
-        """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
-        return self.sampler.summary(unpacked, isolation)
-
-    def loader(self, collate: Collate, **options: Any) -> DataLoader[Any]:
-        """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
-        most_tokens = self.sampler.batching.most_tokens
-        assert most_tokens is not None
-        counting = _CollateRows(collate, self.unit, most_tokens)
-        rows = _RowsOfBatches(self.dataset, self.sampler)
-        return on_device(batches_loader(rows, self.sampler, counting, **options), self._accelerator)
-
-
-def open_whole_rows(
-    name: str,
-    dataset: Any,
-    collate: Collate,
-    batching: TokenBudget,
-    accelerator: Accelerator,
-    planned_from: PlannedFrom,
-    *,
-    config: Any,
-    accumulation: int = 1,
-) -> WholeRows:
-    """Measure the rows of a dataset, plan the micro-batches of this rank, and note the data for other ranks.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the dataset, as the collator gets it, without unused columns.
-        collate: the trainer's collator.
-        batching: the batching. Whole rows are never cut.
-        accelerator: the accelerator.
-        planned_from: notes the data.
-        config: the configuration of the model.
-        accumulation: number of micro-batches of each rank in an optimizer step.
-
-    Raises:
-        PackingError: the collator makes batches whose tokens cannot be counted; a row is too long and not dropped; or
-            `overflow` asks to cut rows.
-    """
-    if batching.overflow not in ("error", "drop"):
-        raise PackingError(
-            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
-            f"{batching.overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
-        )
-    sizes = sizes_of_rows(dataset, collate, pixels_per_patch_of(config))
-    planned_from.note_data(name, dataset, sizes)
-    rank, world_size = data_rank(accelerator)
-    return WholeRows(dataset, RankBatchSampler(batching, sizes, world_size, rank, accumulation), collate, accelerator)
-
-
-def check_rows_are_whole(name: str, dataset: Any) -> None:
-    """Refuse a dataset that has no numbered rows, or whose rows are packs.
-
-    Args:
-        name: the name of the dataset in error messages.
-        dataset: the trainer's dataset, with all of its columns.
-    """
-    check_map_style(name, dataset)
-    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
-    refuse_lost_borders(dataset, columns)
-    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
-        raise PackingError(
-            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
-            "packs; pass the documents, since attach forms the batches"
-        )
-
-
-class _RowsOfBatches(torch.utils.data.Dataset[Any]):
-    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler."""
-
-    def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
 
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)
@@ -168,28 +70,45 @@ class _RowsOfBatches(torch.utils.data.Dataset[Any]):
         rows = read_rows(self.dataset, [number for number, _ in micro_batch])
         return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
 
-
-@dataclass(frozen=True)
-class _CollateRows:
-    """A collator that passes rows on to the user's collator, and adds counts of the batch."""
-
-    collate: Collate
-    unit: str
-    most_tokens: int
-
-    def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
-        rows = list(rows)
+    def _collated(self, rows: Iterable[tuple[Any, bool]]) -> Batch:
+        """Return what the trainer's collator makes of rows, with counts of the batch."""
+        most, rows = self.sampler.batching.most_tokens, list(rows)
         batch = self.collate([row for row, _ in rows])
         tokens, squares = _tokens_and_squares(batch)
-        if tokens > self.most_tokens:
+        assert most is not None
+        if tokens > most:
             raise PackingError(
-                f"data_collator: expected at most {self.most_tokens} tokens in a micro-batch, as planned, got {tokens}"
+                f"data_collator: expected at most {most} tokens in a micro-batch, as planned, got {tokens}"
                 ". The collator makes more tokens of the rows together than of each row alone: it has to return an "
                 "attention_mask that is 0 on padding, and must not add tokens at random"
             )
         real_rows = sum(not is_copy for _, is_copy in rows)
         units = int(UNITS[self.unit](batch, real_rows)) if real_rows else 0
         return {**batch, COUNTS: torch.tensor([tokens, real_rows, squares, units])}
+
+    def rows_to_check(self) -> tuple[list[Any], list[Any]]:
+        """Return rows with which the loss is checked, in two parts that fit into a micro-batch together.
+
+        The first part has the shortest rows, and the second part a long one, so that the parts have other numbers of
+        tokens for each row. The second part is empty if no two rows fit into a micro-batch.
+        """
+        tokens, most = self.sampler.sizes.tokens, self.sampler.batching.most_tokens
+        assert most is not None
+        by_length = np.argsort(tokens, kind="stable")
+        by_length = by_length[tokens[by_length] > 0]
+        taken = tokens[by_length].cumsum()
+        number = max(1, int((taken[:_SHORT_ROWS] <= most // 2).sum()))
+        long = by_length[tokens[by_length] <= most - taken[number - 1]][-1:]
+        parts = by_length[:number], long
+        return tuple(read_rows(self.dataset, part.tolist()) for part in parts)  # type: ignore[return-value]
+
+    def summary(self, unpacked: int | None = None, isolation: object = None) -> EpochSummary:
+        """Return the summary of the current epoch; see `RankBatchSampler.summary`."""
+        return self.sampler.summary(unpacked, isolation)
+
+    def loader(self, accelerator: Accelerator, _: Any, **options: Any) -> Any:
+        """Return the loader of this rank, which puts micro-batches on the device; options are those of DataLoader."""
+        return on_device(batches_loader(self, self.sampler, self._collated, **options), accelerator)
 
 
 def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -221,7 +140,7 @@ def _tokens_and_squares(batch: Any) -> tuple[int, int]:
     return int(lengths.sum()), int(lengths.square().sum())
 
 
-def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
+def patches_in(batch: Batch, pixels_per_patch: int) -> int:
     """Return the number of patches of the pictures in a batch.
 
     Args:
@@ -231,15 +150,12 @@ def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
     """
     patches = 0
     for name, pixels in batch.items():
-        if name.startswith(_PIXELS) and isinstance(pixels, Tensor) and pixels.numel():
+        if name.startswith("pixel_values") and isinstance(pixels, Tensor) and pixels.numel():
             if pixels.ndim <= 3:
                 patches += pixels[..., 0].numel()
             else:
                 patches += -(-pixels.select(-3, 0).numel() // pixels_per_patch)
     return patches
-
-
-_PIXELS = "pixel_values"
 
 
 def pixels_per_patch_of(config: Any) -> int | None:
@@ -302,10 +218,130 @@ def _sizes_in_column(dataset: Any) -> RowSizes | None:
     return None
 
 
-def _digest(batch: Mapping[str, Any]) -> bytes:
+def _digest(batch: Batch) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(batch):
         if isinstance(value := batch[name], Tensor):
             exact = value.double() if value.is_floating_point() else value
-            digest.update(name.encode() + np.ascontiguousarray(exact.cpu().numpy()).tobytes())
+            digest.update(name.encode() + exact.cpu().numpy().tobytes())
     return digest.digest()
+
+
+def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
+    """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
+    return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
+
+
+def _labels(batch: Batch, _: int, begin: int = 0) -> Any:
+    return (batch[LABELS][..., begin:] != IGNORED_LABEL).sum()
+
+
+UNITS: dict[str, Callable[[Batch, int], Tensor]] = {
+    "rows": lambda _, rows: torch.tensor(rows),
+    "labeled rows": _labels,
+    "labeled tokens": _labels,
+    "labeled tokens but the first": lambda batch, rows: _labels(batch, rows, begin=1),
+    "completion tokens": lambda batch, _: batch[COMPLETION_MASK][:, 1:].sum(),
+    "tokens of chosen completions": lambda batch, _: batch[COMPLETION_MASK].chunk(2)[0][:, 1:].sum(),
+}
+"""The units of losses, and how they are counted in a collated batch of some rows of the dataset, an int64 scalar."""
+
+_OF_HEADS = {
+    "ForSequenceClassification": "labeled rows",
+    "ForMultipleChoice": "labeled rows",
+    "ForNextSentencePrediction": "labeled rows",
+    "ForTokenClassification": "labeled tokens",
+    "ForCausalLM": "labeled tokens but the first",
+    "ForConditionalGeneration": "labeled tokens but the first",
+}
+"""The units of transformers' own losses, by a part of the name of the model's class."""
+
+_OF_PAIRS = {
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+    *("discopop", "sigmoid_norm"),
+}
+"""Losses of DPOTrainer that are means over pairs, each of which is a row."""
+
+_CLOSE = {torch.float64: 5e-7, torch.float32: 1e-5}
+"""Largest relative difference between equal losses, by the dtype of the weights. Parts of a loss run in float32."""
+
+_WAY_OUT = "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+
+
+def find_loss_unit(
+    trainer: Trainer,
+    kind: type[Trainer],
+    parts: tuple[Sequence[Any], Sequence[Any]],
+    collate: Collate,
+    named: str | None,
+) -> str:
+    """Return the unit over which a trainer averages its loss, a key of UNITS, once it has passed the check.
+
+    Args:
+        trainer: a trainer whose models are patched.
+        kind: the trainer's class without attach.
+        parts: rows of the training dataset in two parts, of which the first has at least one.
+        collate: the trainer's collator.
+        named: the unit that the user has named; None if there is none.
+    """
+    what = f"{kind.__name__} with {type(inner_model(trainer.model)).__name__}"
+    if not has_local_weights(trainer.model):
+        raise PackingError(
+            "model: expected weights in memory, since attach has to compute the loss of a few rows to check what the "
+            "loss is the mean of; call attach before the model is sharded"
+        )
+    batches = [dict(collate_rows(collate, part)) for part in ([*parts[0], *parts[1]], *parts) if part]
+    known = _known_unit(trainer, kind, batches[0])
+    unit = known or named
+    if unit is None or (named or unit) != unit:
+        raise PackingError(
+            f"loss_unit: expected {known or 'one of ' + ', '.join(UNITS)}, what the loss of {what} is a mean of, got "
+            f"{named}. If the loss is none of these means, {_WAY_OUT}"
+        )
+    together, *losses = (loss_of_batch(trainer, kind, batch) for batch in batches)
+    counts = [float(UNITS[unit](batch, len(part))) for batch, part in zip(batches[1:], parts, strict=False)]
+    if len(counts) < 2 or not all(counts):  # nothing to compare
+        return unit
+    mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
+    difference = abs(mean - together) / max(abs(together), *map(abs, losses), torch.finfo(torch.float32).tiny)
+    dtype = next(inner_model(trainer.model).parameters()).dtype
+    if not difference <= _CLOSE.get(dtype, 2e-2):  # in half precision; also if it is no number
+        raise PackingError(
+            f"trainer: expected a finite loss that is a mean over {unit}, but the loss of {what} is {together} on some "
+            f"rows, and {losses[0]} and {losses[1]} on two parts of them (relative difference to the weighted mean: "
+            f"{difference:.0e}), so its gradient depends on which rows share a micro-batch. {_WAY_OUT}"
+        )
+    return unit
+
+
+def _known_unit(trainer: Any, kind: type[Trainer], batch: Batch) -> str | None:
+    """Return the unit of a loss of TRL or transformers, or None for another loss."""
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("builtins", "transformers", "trl")]
+    if trainer.compute_loss_func is not None or any("loss" in name for base in own for name in vars(base)):
+        return None
+    of_trl = {base.__name__ for base in classes_of_trl(kind)}
+    if "RewardTrainer" in of_trl:
+        return "rows"
+    if "DPOTrainer" in of_trl:
+        losses = set(trainer.loss_types)
+        return "tokens of chosen completions" if losses == {"sft"} else "rows" if losses <= _OF_PAIRS else None
+    model = type(inner_model(trainer.model))
+    if of_trl - {"SFTTrainer", "_BaseTrainer"} or not model.forward.__module__.startswith("transformers."):
+        return None
+    heads = (unit for part, unit in _OF_HEADS.items() for base in model.__mro__ if part in base.__name__)
+    unit, labels = next(heads, None), batch.get(LABELS)
+    if unit == "labeled rows" and isinstance(labels, Tensor) and labels.is_floating_point():
+        return "rows"  # regression, or several labels for each row
+    return unit
+
+
+def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
+    """Return the loss of a batch that a trainer of class `kind` computes, with no effect on metrics and randomness."""
+    asked: Any = copy.copy(trainer)
+    asked.__class__ = kind
+    if hasattr(trainer, "_metrics"):  # in which trainers of TRL collect metrics
+        asked._metrics = copy.deepcopy(asked._metrics)
+    inputs = send_to_device(dict(batch), input_device(inner_model(trainer.model)))
+    with in_mode(trainer.model, training=False), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return float(asked.compute_loss(trainer.model, inputs))

@@ -50,7 +50,7 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
     counts = []
     for rank in range(2):
         rows = SampledRows(data, RankBatchSampler(InOrder(1), sizes, 2, rank))
-        counts += [micro_batch_counts([collate(rows.__getitems__(each))], "token")[0].tolist() for each in rows.batches]
+        counts += [micro_batch_counts([collate(rows.__getitems__(each))], "token")[0].tolist() for each in rows.sampler]
     assert counts.pop() == [0, 0, 0, 0]
     assert sum(tokens for tokens, *_ in counts) == tokens_in(data)
     segments = [len(row["seq_lengths"]) for row in data] if packed else [1, 1, 1]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_packing.training.streams import lockstep
-from hf_packing.training.streams.lockstep import Answer, in_lockstep
+from hf_packing.training import lockstep
+from hf_packing.training.lockstep import Answer, in_lockstep
 
 RANKS = 3
 
@@ -99,5 +99,5 @@ def test_a_rank_alone_raises_its_own_error_in_its_turn():
 
     found = []
     with pytest.raises(ValueError, match="unreadable"):
-        found.extend(each.is_run for each in in_lockstep(step, 1, torch.device("cpu"), 4))
+        found.extend(is_run for _, is_run in in_lockstep(step, 1, torch.device("cpu"), 4))
     assert found == [True, False, True]

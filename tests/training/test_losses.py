@@ -1,7 +1,6 @@
 """Losses and their weights, beside sums over documents one by one."""
 
 import copy
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,11 +13,9 @@ from torch.nn import functional as F
 from whole_rows import bert
 
 import hf_packing as hfp
-from hf_packing.training.losses import items_in, trainable_per_document, weights_of
+from hf_packing.training.losses import weights_of
 from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.step_counts import StepCounts, micro_batch_counts
-
-LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
 
 def weighted_loss(logits, labels, weights, shift):
@@ -27,33 +24,6 @@ def weighted_loss(logits, labels, weights, shift):
         logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return losses @ weights.flatten().to(losses)
-
-
-def batch_of(labels):
-    return hfp.PackingCollator()([{"input_ids": [7] * len(row), "labels": row} for row in labels])
-
-
-def trained(row):
-    return [label for label in row[1:] if label != -100]
-
-
-@given(LABELS)
-def test_what_is_counted(labels):
-    batch = batch_of(labels)
-    assert trainable_per_document(batch).tolist() == [len(trained(row)) for row in labels]
-    assert int(items_in(batch, "token")) == sum(len(trained(row)) for row in labels)
-    assert int(items_in(batch, "sequence")) == sum(bool(trained(row)) for row in labels)
-
-
-@given(LABELS)
-def test_weights(labels):
-    batch = batch_of(labels)
-    by_token = [[float(i > 0 and label != -100) for i, label in enumerate(row)] for row in labels]
-    assert weights_of(batch, "token")[0].tolist() == list(chain(*by_token))
-    by_document = [
-        [weight / max(len(trained(row)), 1) for weight in own] for row, own in zip(labels, by_token, strict=True)
-    ]
-    assert weights_of(batch, "sequence")[0].tolist() == pytest.approx(list(chain(*by_document)))
 
 
 @pytest.mark.parametrize(

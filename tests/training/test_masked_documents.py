@@ -14,16 +14,15 @@ from transformers import DataCollatorForLanguageModeling, Trainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.masking import MaskedRows, Masking
+from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 
 MASK = 4
 ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
 
 
 def rows_of(data, batching=None, masking=None, **ranks):
-    sampler = RankBatchSampler(batching or hfp.TokenBudget(100), sizes_of(data), **ranks)
+    sampler = EpochSampler(batching or hfp.TokenBudget(100), sizes_of(data), **ranks)
     return MaskedRows(data, sampler, masking=masking or Masking(collator(), 3))
 
 
@@ -31,7 +30,7 @@ def read(rows, epoch=0):
     """By number: the tokens and labels of all documents that are not copies."""
     rows.sampler.set_epoch(epoch)
     found = {}
-    for batch in rows.batches:
+    for batch in rows.sampler:
         for (number, is_copy, _), row in zip(batch, rows.__getitems__(batch), strict=True):
             if is_copy:
                 assert set(np.asarray(row["labels"]).tolist()) == {-100}

@@ -30,7 +30,7 @@ from whole_rows import trainer_of as rows_trainer_of
 import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.errors import PackingError
-from hf_packing.training.streams.training_stream import training_stream
+from hf_packing.training.streams import training_stream
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -16,9 +16,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.training.ranks import PlannedFrom
-from hf_packing.training.sources import Reading, open_source
-from hf_packing.training.streams.rank_turns import RankTurns
+from hf_packing.training.streams import RankTurns
 
 CAPACITY = 48
 DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_documents(160)]
@@ -40,11 +38,8 @@ def packed(files, **more):
 
 
 def loader_of(stream, batching=None, accumulation=1, **options):
-    batching, reading = batching or hfp.TokenBudget(CAPACITY), Reading.of_model(None)
-    source = open_source(
-        "train_dataset", stream, batching, Accelerator(cpu=True), reading, PlannedFrom(), accumulation=accumulation
-    )
-    return source.loader(hfp.PackingCollator(), **options)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    return hfp.prepare_dataloader(accelerator, stream, batching or hfp.TokenBudget(CAPACITY), **options)
 
 
 def tokens_in(batches):
@@ -240,15 +235,6 @@ def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tm
     trainer.train()
     with torch.serialization.safe_globals([bytes]):
         assert torch.load(tmp_path / "checkpoint-4" / "packed_stream.pt", weights_only=True)["steps"] == 4
-
-
-def test_the_collator_of_the_trainer_may_fix_shapes(files, tmp_path):
-    trainer = trainer_of(tmp_path, data=open_files(files), max_steps=4)
-    trainer.data_collator = hfp.PackingCollator(tokens=64, max_segments=8)
-    hfp.attach(trainer, hfp.TokenBudget(60))
-    batches = list(trainer.get_train_dataloader())
-    assert {tuple(batch["input_ids"].shape) for batch in batches} == {(1, 64)}
-    assert {tuple(batch["cu_seq_lens_q"].shape) for batch in batches} == {(9,)}
 
 
 def test_refused_states(files):

@@ -25,16 +25,14 @@ from tree_oracle import (
     patched_with_stock,
     share_parameters,
 )
-from tree_rows import documents_of, labeled_documents, tree_row
+from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.training.losses import (
     ITEMS,
     TARGETS,
     WEIGHTS,
-    documents_in,
     items_in,
-    trainable_per_document,
     weights_of,
     with_share,
 )
@@ -56,30 +54,6 @@ def model_of(name, kind="oracle"):
 
 def batch_of(*sets):
     return hfp.PackingCollator()([tree_row(documents, labels)[0] for documents, labels in sets])
-
-
-@settings(max_examples=30)
-@given(st.lists(labeled_documents(), min_size=1, max_size=3))
-def test_what_is_counted_and_weighed_document_by_document(sets):
-    batch = batch_of(*sets)
-    found, places = [], 0
-    for documents, labels in sets:
-        row, _ = tree_row(documents, labels)
-        found += [(wanted, [places + place for place in path]) for _, wanted, path in documents_of(row)]
-        places += len(row["tree_input_ids"])
-    trained = [[place for place, label in zip(path, labels, strict=True) if label != -100] for labels, path in found]
-    assert trainable_per_document(batch).tolist() == [*map(len, trained)]
-    assert int(documents_in(batch)) == sum(len(documents) for documents, _ in sets)
-    assert int(items_in(batch, "token")) == sum(map(len, trained))
-    assert int(items_in(batch, "sequence")) == sum(map(bool, trained))
-    for loss in LOSSES:
-        expected = torch.zeros(1, places, dtype=torch.float64)
-        for each in trained:
-            expected[0, each] += 1 if loss == "token" else 1 / max(len(each), 1)
-        weights = weights_of(batch, loss)
-        assert weights.dtype == torch.float64
-        assert torch.allclose(weights, expected, rtol=1e-15, atol=0)
-        assert ((weights > 0) == (batch["tree_labels"] != -100)).all()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -114,16 +88,20 @@ def test_the_loss_of_two_rows(name, size, loss):
         check_gradients(gradients(model), wanted)
 
 
-@settings(max_examples=10)
-@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([WHOLE, 1, 3]), st.sampled_from([*KINDS]))
-def test_random_documents(case, loss, size, kind):
-    model = model_of("Llama", kind)
+FORMS = [("oracle", "trees"), ("patched", "trees"), ("patched", "packed")]
+
+
+@settings(max_examples=20)
+@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([WHOLE, 1, 3]), st.sampled_from(FORMS))
+def test_random_documents(case, loss, size, how):
+    """The loss, whose items and weights are those of each document, and the log-probabilities."""
+    model = model_of("Llama", how[0])
     expected, items = loss_alone(model, *case, loss)
-    row, order = tree_row(*case)
-    batch = hfp.PackingCollator()([row])
+    batch, order = batch_and_order(how[1], *case)
     with chunks_of(size, model):
         logps = hfp.document_logps(model, batch).detach()
         found = hfp.compute_loss(model, batch, loss=loss)
+    assert int(items_in(batch, loss)) == items
     assert torch.allclose(logps, sums_alone(model, *case)[order], rtol=1e-12, atol=1e-12)
     found.backward()
     actual = gradients(model)
@@ -148,13 +126,13 @@ def sums_alone(model, documents, labels):
     return torch.stack([-each.sum() for each in losses_alone(model, documents, labels)])
 
 
-def batch_and_order(form):
-    """DOCUMENTS in a batch, and the order in which they are there."""
+def batch_and_order(form, documents=DOCUMENTS, labels=LABELS):
+    """Documents in a batch, and the order in which they are there."""
     if form == "trees":
-        row, order = tree_row(DOCUMENTS, LABELS)
-        return hfp.PackingCollator()([row, row]), [*order, *order]
+        row, order = tree_row(documents, labels)
+        return hfp.PackingCollator()([row]), order
     shapes = {"tokens": 60, "max_segments": 9} if form == "fixed shapes" else {}
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(DOCUMENTS, LABELS, strict=True)]
+    rows = [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(documents, labels, strict=True)]
     return hfp.PackingCollator(**shapes)(rows), [*range(len(rows))]
 
 

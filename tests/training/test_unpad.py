@@ -29,7 +29,7 @@ from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.training.unpad import models_of
+from hf_packing.training.models import models_of
 from tools.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -17,7 +17,6 @@ from whole_rows import (
     ROWS,
     Recorded,
     after_a_step,
-    bert,
     by_hand,
     classified,
     paired,
@@ -28,8 +27,7 @@ from whole_rows import (
 )
 
 import hf_packing as hfp
-from hf_packing.training import loss_units
-from hf_packing.training.loss_units import find_loss_unit
+from hf_packing.training import whole_rows
 from hf_packing.training.whole_rows import sizes_of_rows
 from tools.tiny_model import tiny_model
 
@@ -163,13 +161,13 @@ def test_the_check_of_a_loss_keeps_within_the_budget(longest, batches, tmp_path,
     data = classified()
     data = data.map(lambda row: {"input_ids": (row["input_ids"] * 60)[: max(longest - row["input_ids"][0] % 5, 1)]})
     trainer = trainer_of("classifier", tmp_path, data=data, patched=True)
-    sizes, checked = [], loss_units.loss_of_batch
+    sizes, checked = [], whole_rows.loss_of_batch
 
     def measured(trainer, kind, batch):
         sizes.append(int(batch["attention_mask"].sum()))
         return checked(trainer, kind, batch)
 
-    monkeypatch.setattr(loss_units, "loss_of_batch", measured)
+    monkeypatch.setattr(whole_rows, "loss_of_batch", measured)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert len(sizes) == batches
     assert 0 < max(sizes) <= 64
@@ -211,27 +209,11 @@ def test_match_documents_per_step(tmp_path):
     assert summary.documents == ROWS
 
 
-def test_changes_after_attach_are_refused(tmp_path):
-    trainer = attached("classifier", tmp_path)
-    for name, value in {
-        "data_collator": trainer.data_collator.collate,
-        "model": bert("SequenceClassification", num_labels=3),
-        "compute_loss_func": lambda outputs, *_, **__: outputs.logits.sum(),
-    }.items():
-        before = getattr(trainer, name)
-        setattr(trainer, name, value)
-        with pytest.raises(hfp.PackingError, match=f"^{name}: "):
-            trainer.train()
-        setattr(trainer, name, before)
-
-
 def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
     trainer = trainer_of("dpo", tmp_path, patched=True)
-    hfp.attach(trainer, None)
     metrics = {mode: dict(values) for mode, values in trainer._metrics.items()}
     state = torch.random.get_rng_state()
-    parts = [trainer.train_dataset[n] for n in range(7)], [trainer.train_dataset[8]]
-    assert find_loss_unit(trainer, type(trainer), parts, trainer.data_collator, None) == "rows"
+    hfp.attach(trainer, hfp.TokenBudget(BUDGET["dpo"]))
     assert {mode: dict(values) for mode, values in trainer._metrics.items()} == metrics
     assert torch.equal(torch.random.get_rng_state(), state)
 

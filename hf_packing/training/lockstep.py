@@ -7,7 +7,7 @@ one small reduction for some steps, which begins one step before it is needed.
 
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.distributed import ReduceOp, all_reduce
@@ -30,18 +30,12 @@ class Answer(IntEnum):
     """An error."""
 
 
-class Agreed(NamedTuple, Generic[Step]):
-    """A step of this rank, and what the ranks have agreed on."""
-
-    step: Step
-    is_run: bool
-    """True if a rank has a row for the step. Otherwise, all ranks pass over the step."""
-
-
 def in_lockstep(
     read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device, most_ahead: int
-) -> Iterator[Agreed[Step]]:
+) -> Iterator[tuple[Step, bool]]:
     """Yield the steps of this rank, in lockstep with the other ranks, until all ranks answer ENDED.
+
+    With each step comes whether a rank has a row for it. Otherwise, all ranks pass over the step.
 
     Args:
         read: function that returns the next step of this rank, and the answer for it.
@@ -68,7 +62,7 @@ def in_lockstep(
                 return
             coming.read_up_to(-(-coming.size * number // now.size))
             assert step is not None
-            yield Agreed(step, answer == Answer.ROW)
+            yield step, answer == Answer.ROW
 
 
 class _Together(Generic[Step]):

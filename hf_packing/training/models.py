@@ -1,0 +1,267 @@
+"""Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
+teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed.
+
+Also what has to be proven of a model that is trained: that it takes the rows of a dataset, and that it isolates the
+documents of the first batch.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object, reduce
+from datasets.utils import tqdm
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_packing.attention import (
+    Proof,
+    ProveInTraining,
+    has_local_weights,
+    inner_model,
+    input_device,
+    patch_for_training,
+    patch_model,
+    predicts_tokens,
+    prove_on_batch,
+    prove_unpadding,
+    route_of,
+    share_prefixes,
+    unpatched_on_error,
+)
+from hf_packing.checks import check_choice
+from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.sampling.batching import Batching, Shapes
+from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
+from hf_packing.training.losses import Batch, documents_in
+from hf_packing.training.model_loss import check_predicts_next
+
+
+@dataclass(frozen=True)
+class UnpaddedModels:
+    """The models of a trainer that run without padding. `attach` returns this object if no batching is given.
+
+    Example:
+        >>> import hf_packing as hfp, tempfile, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=99, **sizes))
+        >>> arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
+        >>> hfp.attach(transformers.Trainer(model, arguments), None).models["model"].partition("; ")[2]
+        'isolation proven'
+    """
+
+    models: dict[str, str]
+    """A description of each patched model, by the name of the trainer's attribute."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {text}" for name, text in self.models.items())
+
+
+def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None) -> UnpaddedModels:
+    """Patch the models of a trainer, and prove that they take padded batches; "first batch" stands for "model" here.
+
+    Raises:
+        PackingError: the trainer has no model, or adds noise to embeddings; two models share a configuration; or the
+            weights of a model are not in memory.
+        ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
+            rows can share prefixes.
+    """
+    check_choice("prove", prove, ProveInTraining)
+    check_values(getattr(trainer, "args", None), WITHOUT_PADDING)
+    patch_models(trainer, "small" if prove == "small" else "model")
+    described = {}
+    for name, model in models_of(trainer).items():
+        inner = inner_model(model)
+        if has_local_weights(model):
+            with _named(name), trainer.accelerator.autocast():
+                route = route_of(inner)
+                if not (route and route.facts.unpadding) or torch.is_autocast_enabled(input_device(inner).type):
+                    prove_unpadding(inner)  # patch_model may have proven it, but without autocast
+                if name == "model" or predicts_tokens(inner):  # reward models share no prefixes
+                    share_prefixes(inner, fewest_shared)
+                    if fewest_shared is not None:
+                        warn_of_shared_randomness(model)
+        described[name] = _describe(inner)
+    return UnpaddedModels(described)
+
+
+def patch_models(trainer: Any, prove: ProveInTraining) -> None:
+    """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
+    for name, model in models_of(trainer).items():
+        with _named(name):
+            waits = prove == "first batch" and name != "model"
+            patch_for_training(model, trainer.accelerator, "model" if waits else prove)
+
+
+@contextmanager
+def models_unpatched_on_error(trainer: Any) -> Iterator[None]:
+    """Context manager: if the block raises an error, the patches that it has made in a trainer's models are removed."""
+    with ExitStack() as as_before:
+        for name, model in models_of(trainer).items():
+            with _named(name):
+                as_before.enter_context(unpatched_on_error(model))
+        yield
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Context manager: errors in the block begin with the name of a trainer's model."""
+    try:
+        yield
+    except PackingError as error:
+        hint = "" if name == "model" else ". Keep a model that reads no batches of the trainer outside of it"
+        raise type(error)(f"trainer.{name}: {error}{hint}") from error
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return the models of a trainer and its callbacks that read tokens, by name, the trained model first.
+
+    An attribute of any name counts, and a list or dict of models. What wraps, or is part of, a model that was found
+    before is not another model.
+    """
+    if not isinstance(getattr(trainer, "model", None), nn.Module):
+        raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
+    found, seen = {"model": trainer.model}, set(trainer.model.modules())
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
+        for name, module in _values_of(owner):
+            if isinstance(module, nn.Module) and _reads_tokens(module):
+                inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+                if not inside <= seen:
+                    found[of_callback + name] = module
+                    seen.update(module.modules())
+    return found
+
+
+def _values_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, and what is in its lists and dicts, with their names."""
+    for name, value in vars(owner).items():
+        yield name, value
+        if isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", each) for key, each in items)
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Return whether a module, or a model of transformers in it, reads tokens, unlike losses and vision towers."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if models:
+        return any("input_ids" in inspect.signature(each.forward).parameters for each in models)
+    return any(isinstance(each, nn.Embedding) for each in module.modules())
+
+
+def _describe(model: PreTrainedModel) -> str:
+    route = route_of(model)
+    unpadding = route.facts.unpadding if route else None
+    shared = "; prefixes that rows share are computed once" if route and route.facts.fewest_shared is not None else ""
+    proven = f"{unpadding.describe()}; isolation proven" if unpadding else "not proven on padded batches yet"
+    return f"{type(model).__name__}, {proven}{shared}"
+
+
+def check_takes_rows(model: nn.Module, source: Any, batching: Batching, shapes: Shapes) -> None:
+    """Check that a patched model takes the rows of a source: trees, or labels that do more than repeat the input.
+
+    The model is proven to run rows of trees; if its weights are not in memory, this must have been proven before. A
+    warning names what is not exact in trees.
+
+    Raises:
+        PackingError: the labels are not hidden from the model. Of trees: the model sees the tokens that it predicts; or
+            batches have fixed shapes, or segments that are cut by a schedule.
+        ModelNotSupportedError: it cannot be proven that the model runs rows of trees.
+    """
+    if not source.shares_prefixes:
+        check_labels_are_hidden(source, model)
+        return
+    check_predicts_next(model)
+    if shapes != (None, None):
+        raise PackingError(
+            f"tokens: expected None for documents that share prefixes, whose batches have no fixed shapes, got "
+            f"{shapes[0]}"
+        )
+    if getattr(batching, "length_schedule", None) is not None:
+        raise PackingError(
+            "length_schedule: expected None for documents that share prefixes, since extra borders would cut shared "
+            "prefixes"
+        )
+    if has_local_weights(model):
+        patch_model(model, trees=True)
+    warn_of_shared_randomness(model)
+
+
+def warn_of_shared_randomness(model: nn.Module) -> None:
+    """Warn of dropout and of losses of routers, which are not those of the documents alone."""
+    config = inner_model(model).config.get_text_config()
+    dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
+    if dropout or getattr(config, "attention_dropout", None):
+        warnings.warn(
+            "dropout: documents that share a prefix also share what is dropped in it; set the dropout of the model to "
+            "0 for the gradients of separate documents",
+            stacklevel=2,
+        )
+    if getattr(config, "output_router_logits", False):
+        warnings.warn(
+            "output_router_logits: the balancing loss of routers counts tokens of a shared prefix once, not once for "
+            "each document",
+            stacklevel=2,
+        )
+
+
+@dataclass
+class FirstBatchProof:
+    """Proves isolation on the first batch in training mode, and on the first batch in evaluation mode.
+
+    A batch counts if any rank has several documents in it. The main process prints one line for each proof, and `print`
+    shows what was proven so far.
+    """
+
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    """What was proven on the rank with the most documents, by mode: "training" or "evaluation"."""
+
+    def check(self, model: nn.Module, batch: Batch, mode: str) -> None:
+        """Prove isolation on a batch, unless it is proven for this mode; all ranks call this together.
+
+        Args:
+            model: the model as it is trained, with the wrappers of accelerate.
+            batch: a packed batch on the model's device.
+            mode: "training" or "evaluation".
+
+        Raises:
+            ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
+        """
+        if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+            return
+        proofs = gather_object([prove_on_batch(model, batch, training=mode == "training")])
+        for rank, each in enumerate(proofs):
+            if each.problem:
+                on_rank = f" on rank {rank}" if len(proofs) > 1 else ""
+                name = type(inner_model(model)).__name__
+                raise ModelNotSupportedError(
+                    f"{name}: the first batch{on_rank} shows that packed documents are not isolated: on {each.where}, "
+                    f"{each.problem}. Short documents did not show this when the model was patched. Change the module, "
+                    "or train the model on padded batches without hf_packing"
+                )
+        self.proofs[mode] = max(proofs, key=lambda each: each.documents)
+        if PartialState().is_main_process:
+            tqdm.write(self._line(mode))  # print() would break the progress bar
+
+    def __str__(self) -> str:
+        if not self.proofs:
+            return "isolation: to be proven on the first batch"
+        return "\n".join(map(self._line, self.proofs))
+
+    def _line(self, mode: str) -> str:
+        return f"isolation: proven on the first {mode} batch: {self.proofs[mode]}"
+
+
+def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return a model as `accelerator.prepare` has returned it, or the model itself if it was not prepared."""
+    for prepared in accelerator._models:
+        with suppress(PackingError):  # a model that is not of transformers
+            if inner_model(prepared) is inner_model(model):
+                return prepared  # type: ignore[no-any-return]
+    return model
