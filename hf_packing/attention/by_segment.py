@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp
-from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
 from hf_packing.attention.padded import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
@@ -199,7 +199,7 @@ class SegmentedForward(ReplacedForward):
         if plan.is_recording:
             plan.outputs.found_in(self.forward(*args, **kwargs))
         plan.inputs.check_row(inputs, row.tokens)
-        return self.join(*self.run_segments(inputs, row.calls(plan.sharing), row.num_paths), row)
+        return self.join(*self.run_segments(inputs, calls_of(row, plan.sharing), row.num_paths), row)
 
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill = Tensor.new_zeros

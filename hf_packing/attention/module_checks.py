@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import SegmentedForward
-from hf_packing.attention.layout import Layout, SharedCall, Sharing
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of
 from hf_packing.attention.token_axes import (
     LARGEST_FINITE,
     Path,
@@ -75,7 +75,7 @@ class WatchFunctions(TorchFunctionMode):
 
 def run_one_by_one(forward: SegmentedForward, inputs: Any, row: Layout) -> Any:
     """Call a module once for each segment of a packed row, and return the joined outputs."""
-    return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
+    return forward.join(*forward.run_segments(detached_copy(inputs), calls_of(row, "none"), len(row.lengths)))
 
 
 def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ Side = Literal["right", "left", "both"]
 """Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
 before the tokens of one row and after the tokens of another row."""
 
-SIDES: tuple[Side, ...] = ("right", "left", "both")
+SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,9 @@ class PaddedRows:
         return tuple(self.real.sum(1).tolist())
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """The numbers of rows and of tokens in each row, with padding."""
-        rows, tokens = self.real.shape
-        return rows, tokens
+        return self.real.shape
 
     @property
     def has_padding(self) -> bool:
@@ -206,7 +205,7 @@ class PaddedRows:
         return replace(self, shared=found) if found.trees.tokens < self.real.sum() else self
 
 
-def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, int]) -> bool:
+def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether an argument has position_ids of shape [axes, rows, tokens], as models that see images have."""
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
@@ -320,33 +319,6 @@ def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != tokens_of(inputs).shape)
 
 
-def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> None:
-    """Raise ModelNotSupportedError if a batch has pictures or sound, and a backbone gets more of them than embeddings
-    of tokens: attention masks, or floats that have no axes of rows and tokens.
-
-    Args:
-        backbone: name of the backbone's class.
-        inputs: keyword arguments of the backbone's forward, for the padded batch.
-        rows: the places of the tokens in the batch.
-    """
-
-    def is_of_media(path: Path, leaf: Any) -> bool:
-        if path[0] == "attention_mask":
-            return not isinstance(leaf, Tensor) or leaf.ndim != 2
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
-            return False
-        is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
-        return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
-
-    for path, leaf in leaves(dict(inputs)) if rows.media else ():
-        if leaf is not None and is_of_media(path, leaf):
-            raise ModelNotSupportedError(
-                f"{backbone}: padded batches with pictures or sound are not supported for this model, since it reads "
-                f"them beside the tokens: it got {path[0]} of shape {list(getattr(leaf, 'shape', ()))} for rows and "
-                f"tokens of shape {list(rows.shape)}; call unpatch_model"
-            )
-
-
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
@@ -362,22 +334,39 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
 
     Raises:
         PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
-        ModelNotSupportedError: the model makes masks of its own for pictures, or the backbone gets pictures.
+        ModelNotSupportedError: the batch has pictures or sound, and the backbone gets more of them than embeddings of
+            tokens: attention masks, or floats that have no axes of rows and tokens.
     """
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    mask, positions, kind = inputs.get("attention_mask"), inputs.get("position_ids"), type(backbone).__name__
     is_other = isinstance(mask, Tensor) and mask.shape == rows.shape and not torch.equal(mask != 0, rows.kept)
     if is_other or tokens_of(inputs).shape != rows.shape:
         raise PackingError(
-            f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
-            "changed it, or the tokens; call unpatch_model"
+            f"attention_mask: expected the same mask for {kind} as for the whole model, which has changed it, or the "
+            "tokens; call unpatch_model"
         )
-    refuse_media(type(backbone).__name__, inputs, rows)
+    for path, leaf in leaves(dict(inputs)) if rows.media else ():
+        if _is_of_media(path, leaf, rows):
+            raise ModelNotSupportedError(
+                f"{kind}: padded batches with pictures or sound are not supported for this model, since it reads them "
+                f"beside the tokens: it got {path[0]} of shape {list(getattr(leaf, 'shape', ()))} for rows and tokens "
+                f"of shape {list(rows.shape)}; call unpatch_model"
+            )
     left_out = {"attention_mask", "use_cache", *CACHES}
     if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
         left_out.add("position_ids")
     inputs = {name: value for name, value in inputs.items() if name not in left_out}
     refuse_earlier_tokens(inputs)
     return inputs
+
+
+def _is_of_media(path: Path, leaf: Any, rows: PaddedRows) -> bool:
+    """Return whether an argument of a backbone has pictures or sound, in more than the embeddings of tokens."""
+    if path[0] == "attention_mask":
+        return leaf is not None and getattr(leaf, "ndim", 0) != 2
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
+        return False
+    is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
+    return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
 
 
 def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:

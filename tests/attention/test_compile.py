@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels
-from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
+from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout
 from tools.tiny_model import tiny_model
@@ -210,7 +210,9 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
         assert (window_size, enable_gqa) == ((-1, 0), True)
         tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        return attend_exactly_compiled(*tensors, cu_seq_q, scale=scale, is_causal=True)[0].transpose(0, 1)
+        return attend_exactly_compiled(*tensors, TracedRow(cu_seq_q, max_q), scale=scale, is_causal=True)[0].transpose(
+            0, 1
+        )
 
     used = VarlenKernel(kernel, lambda: varlen_attn, is_torch=True) if kernel != "FlexAttention" else FlexKernel()
     kernels.KERNELS[:] = [used]
@@ -223,7 +225,7 @@ def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
 def test_dropout_is_refused():
     tensors = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     with pytest.raises(hfp.PackingError, match="dropout: expected 0 in compiled attention on cpu, got 0.1"):
-        attend_exactly_compiled(*tensors, torch.tensor([0, 4]), scale=1.0, is_causal=True, dropout=0.1)
+        attend_exactly_compiled(*tensors, TracedRow(torch.tensor([0, 4]), 4), scale=1.0, is_causal=True, dropout=0.1)
 
 
 def stock_and_patched(architecture):

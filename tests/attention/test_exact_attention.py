@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_stand_ins import assert_equal_with_gradients
 from torch.nn import functional
 
-from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled, gather_tokens, runs_of
+from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled, gather_tokens, runs_of
 from hf_packing.attention.layout import Layout
 from hf_packing.trees.segments import TreeSegments
 
@@ -64,10 +64,10 @@ def test_by_segment_is_dense_with_a_mask(case):
     """Compiled, too."""
     tensors, lengths, how = case
     inputs = [*tensors, *([how["sinks"]] if "sinks" in how else [])]
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    row = TracedRow(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths))
     theirs = dense(*tensors, lengths, **how)
     assert_equal_with_gradients(attend_exactly(*tensors, Layout.of(lengths), **how), theirs, inputs)
-    assert_equal_with_gradients(attend_exactly_compiled(*tensors, borders, **how), theirs, inputs)
+    assert_equal_with_gradients(attend_exactly_compiled(*tensors, row, **how), theirs, inputs)
 
 
 @pytest.mark.parametrize(("lengths", "calls"), [([3, 5, 3, 9, 3], 3), ([7] * 30, 1)])

@@ -110,13 +110,13 @@ def test_dropout_and_determinism_are_passed_on():
 
 
 def test_masks_are_made_with_arguments_that_all_versions_have():
-    ours = {"seq_lengths", "BLOCK_SIZE", "mask_mod"}
-    ours |= {
-        f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")
-    }
+    blocks = ("num_blocks", "indices")
+    lists = [f"{full}{side}_{each}" for side in ("kv", "q") for full in ("", "full_") for each in blocks]
+    ours = ["self", "seq_lengths", *lists, "BLOCK_SIZE", "mask_mod"]  # by their places
     for signature in KNOWN["torch BlockMask"].values():
-        required = set(re.sub(r", \*|, \w+=[^,(]+|, \w+=\([^)]*\)", "", signature).split(", ")) - {"self"}
-        assert required <= ours <= set(re.findall(r"\w+", signature))
+        positional, _, others = re.sub(r"=(\([^)]*\)|[^,]+)", "", signature).partition(", *")
+        assert positional.split(", ") == ours
+        assert others.count(", ") == signature.partition(", *")[2].count("=")
     for signature in KNOWN["torch flex_attention"].values():
         assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "kernel_options"} <= set(
             re.findall(r"\w+", signature)

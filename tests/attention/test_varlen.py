@@ -87,6 +87,7 @@ def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind
 @pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
 def test_what_a_kernel_is_given(mask):
     class Kernel(kernels.FlexKernel):
+        name = "a kernel"
         attend = staticmethod(attend_exactly)
 
     for more in ({}, {"s_aux": torch.arange(4) / 4}, {"softcap": 2.0, "sliding_window": 3}):
@@ -94,7 +95,7 @@ def test_what_a_kernel_is_given(mask):
         with kernels.switched_off():
             loop = attend(layer, *given, **more)
         assert kernel_of(layer) == "exact attention, segment by segment"
-        kernels.KERNELS[:] = [Kernel("a kernel")]
+        kernels.KERNELS[:] = [Kernel()]
         assert torch.equal(attend(layer, *given, **more), loop)
         assert kernel_of(layer) == "a kernel"
 
