@@ -6,11 +6,12 @@ run as without the patch. A batch of PackingCollator waits for the device not on
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -159,6 +160,12 @@ class KeepLayout:
         return self.checkpoint(run_as_now, *args, **kwargs)
 
 
+_Method = Callable[..., Any]
+
+_itself_uncompiled: Callable[[_Method], _Method] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+"""Decorator: torch.compile compiles what a function calls, but not the function."""
+
+
 class PatchedForward(ReplacedForward):
     """A replacement for the forward of a patched model. A call reads where the segments are from the arguments, keeps
     this in `current_layout` while the forward runs, and runs the model's own forward with the route's inputs.
@@ -174,7 +181,9 @@ class PatchedForward(ReplacedForward):
         self.patch = patch
         self.signature = Signature(module)
         # Trainer reads this attribute to find out which columns a model takes, and drops all others
-        self.__signature__ = _with_seq_lengths(inspect.signature(module.forward))
+        own = inspect.signature(module.forward)
+        lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        self.__signature__ = own.replace(parameters=sorted([*own.parameters.values(), lengths], key=attrgetter("kind")))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -199,10 +208,9 @@ class PatchedForward(ReplacedForward):
             )
         return self.run(args, kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the forward on any inputs. torch.compile compiles what this method calls, so it calls no more than it
-        must."""
+        """Run the forward on any inputs. What this method calls is compiled, so it calls no more than it must."""
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
             rows = current_rows.get()
             if rows is None or not self.is_backbone:
@@ -221,7 +229,7 @@ class PatchedForward(ReplacedForward):
                 return self._run_padded(inputs, rows)
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
         inputs = self._prepare(inputs, layout)
@@ -235,7 +243,7 @@ class PatchedForward(ReplacedForward):
             )
         return output
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the forward on a padded batch, in which the backbone runs without padding."""
         unpadding = self.patch.facts.unpadding
@@ -246,16 +254,16 @@ class PatchedForward(ReplacedForward):
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
         with self._running(None, rows), use_attention(self.patch.attention_before):
-            return self.forward(**self._taken(with_pad_tokens(self.model, inputs, rows)))
+            return self.forward(**_without_unknown(self.signature, with_pad_tokens(self.model, inputs, rows)))
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def _run_backbone(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the backbone on the tokens of a padded batch, and return its output for the padded batch."""
         inputs, facts = inputs_of_backbone(self.module, inputs, rows), self.patch.facts
         assert facts.unpadding is not None
         if facts.unpadding.by_length:
             with self.patch.suspended(), within(current_rows, None):
-                return run_by_length(self.forward, self._taken(inputs), rows)
+                return run_by_length(self.forward, _without_unknown(self.signature, inputs), rows)
         if facts.fewest_shared is not None:
             rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
         with use_attention(self.patch.attention_during):
@@ -280,10 +288,6 @@ class PatchedForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return self.signature.by_name(args, kwargs)
-
-    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        takes = self.signature.takes
-        return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
@@ -382,8 +386,7 @@ class PatchedForward(ReplacedForward):
             inputs = without_first_labels(inputs, layout)
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
-            takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
-            inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
+            inputs = _without_unknown(self.patch.signature, inputs, (*BORDER_ARGUMENTS, "position_ids"))
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
@@ -407,6 +410,13 @@ class PatchedForward(ReplacedForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
+
+
+def _without_unknown(
+    signature: Signature, inputs: dict[str, Any], names: Sequence[str] = READ_ARGUMENTS
+) -> dict[str, Any]:
+    """Return the arguments without those of some names that a forward does not take."""
+    return {name: value for name, value in inputs.items() if name not in names or signature.takes(name)}
 
 
 skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
@@ -498,12 +508,6 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
             "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
             "labels by one token"
         )
-
-
-def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of a forward that also takes the lengths of segments."""
-    lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
-    return signature.replace(parameters=sorted([*signature.parameters.values(), lengths], key=lambda each: each.kind))
 
 
 def refuse_weights(configs: Iterable[PreTrainedConfig], asked: bool | None = None) -> None:

@@ -83,14 +83,26 @@ def packed_varlen(
         row = _uncompiled_row(module, rows * tokens)
     else:
         row = TracedRow(cu_seq_lens_q, max_length_q)
-    _check_arguments(module, query, key, attention_mask, others)
+    where = type(module).__name__
+    if isinstance(attention_mask, Tensor):
+        raise PackingError(
+            f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
+        )
+    if tokens != key.shape[2]:
+        raise PackingError(
+            f"{where} has {tokens} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
+            "cross-attention"
+        )
+    for name, other in others.items():
+        if other is not None and other is not False and name not in _HARMLESS:
+            raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask(sliding_window)
     if row.has_branches and not is_causal:
         raise PackingError(
-            f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
-            "so a shared prefix would depend on the documents that continue it"
+            f"model: expected causal attention on a row of trees, but {where} attends to later tokens, so a "
+            "shared prefix would depend on the documents that continue it"
         )
     q, k, v = _one_row(query, key, value)
     options: dict[str, Any] = {
@@ -103,30 +115,8 @@ def packed_varlen(
     kernel = choose(module, q, v, row.has_branches, options)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
-    attended = (kernel.attend if kernel else exactly)(q, k, v, row, **options)
+    attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
-
-
-def _check_arguments(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | LocalMask | None,
-    others: dict[str, Any],
-) -> None:
-    where = type(module).__name__
-    if isinstance(attention_mask, Tensor):
-        raise PackingError(
-            f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
-        )
-    if query.shape[2] != key.shape[2]:
-        raise PackingError(
-            f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
-            "cross-attention"
-        )
-    for name, value in others.items():
-        if value is not None and value is not False and name not in _HARMLESS:
-            raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
 
 
 def _current_row(module: torch.nn.Module, tokens: int) -> Layout:

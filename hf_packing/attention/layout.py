@@ -226,7 +226,7 @@ def calls_of(layout: Layout, sharing: Sharing) -> list[SharedCall]:
 MAX_PADDING = 4
 """A segment is padded to at most this many times its own length."""
 
-CALL_OVERHEAD = 8
+CALL_OVERHEAD = 16
 """The fixed cost of a module call, as a number of additional segments: a small module spends most of its time on kernel
 launches, and a scan on sequential steps. All padding of a call costs at most as much as another call would."""
 
@@ -439,14 +439,14 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
             "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
-    known = {name: _lengths_between(borders.tolist()) for name, borders in found.items()}
+    first, known = next(iter(found), ""), {name: _lengths_between(each.tolist()) for name, each in found.items()}
     for name, given in known.items():
-        if given != (first := next(iter(known.values()))):
+        if given != known[first]:
             raise PackingError(
-                f"{name}: expected segments of the same lengths as in {next(iter(known))}, {first}, got {given}; "
+                f"{name}: expected segments of the same lengths as in {first}, {known[first]}, got {given}; "
                 "position_ids, if given, must restart in every segment"
             )
-    return next(iter(found.values()), None)
+    return found.get(first)
 
 
 def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
@@ -496,17 +496,13 @@ def check_loader(layout: Layout) -> None:
         return
     rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     for dataset in stored_datasets(getattr(loader, "dataset", None)):
-        names = _visible(dataset)
+        form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)  # None of some streams
+        if isinstance(form, dict) and not form["output_all_columns"]:
+            names = form["columns"]
         if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
             refuse_lost_borders(dataset, names)
             _ask(loader.collate_fn, names)
     _checked.add(loader)
-
-
-def _visible(dataset: Any) -> list[str]:
-    """Return the columns that a dataset of `datasets` shows; none for a stream whose columns are not known."""
-    form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)
-    return list((form["columns"] if isinstance(form, dict) and not form["output_all_columns"] else names) or ())
 
 
 def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> None:

@@ -177,7 +177,7 @@ class PaddedRows:
 
     def with_padding_on(self, side: Side) -> "PaddedRows":
         """Return the places of the tokens after all padding was moved to one side."""
-        lengths, places = self.real.sum(1)[:, None], np.arange(self.shape[1])
+        lengths, places = self.real.sum(1, keepdims=True), np.arange(self.shape[1])
         real = places < lengths if side == "right" else places >= self.shape[1] - lengths
         return replace(self, real=real, side=side)
 
@@ -246,8 +246,7 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
         )
     if not real.any():
         raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
-    if (torn := begins.sum(1) > 1).any():
+    if (torn := np.diff(real, axis=1, prepend=False).sum(1) > 2).any():  # more than one begin and one end
         raise PackingError(
             f"attention_mask: expected no padding between the tokens of a row, got some in row {torn.argmax()}; move "
             "its padding to one side"
@@ -314,9 +313,9 @@ def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
 def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
-    floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
-    shapes = {name: inputs[name].shape for name in floats if name not in ("inputs_embeds", "labels")}
-    return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != tokens_of(inputs).shape)
+    others, shape = inputs.keys() - {"inputs_embeds", LABELS}, tokens_of(inputs).shape
+    floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
+    return tuple(name for name, each in floats.items() if name in others and each.ndim > 1 and each.shape != shape)
 
 
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
@@ -378,10 +377,10 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    lengths, outputs = np.array(rows.lengths), []
-    for length in np.unique(lengths[lengths > 0]).tolist():
-        group = replace(rows, real=rows.real & (lengths == length)[:, None])
-        places = on_device(np.flatnonzero(group.real).reshape(-1, length), rows.device)
+    outputs = []
+    for length in sorted({*rows.lengths} - {0}):
+        group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
+        places = group._places.view(-1, length)
 
         def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
