@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -197,8 +197,7 @@ def roots(lengths: Sequence[int]) -> TreeSegments:
     return TreeSegments(tuple(lengths), (-1,) * len(lengths))
 
 
-@dataclass(frozen=True, eq=False)
-class SharedCall:
+class SharedCall(NamedTuple):
     """A module call that processes one or more paths. Each path is a separate row in the batch of the call."""
 
     segments: list[int]

@@ -201,8 +201,8 @@ class PaddedRows:
         if not known or INPUT_IDS not in values or LABELS in values:
             return self
         tokens = {name: each.cpu().numpy()[self.real] for name, each in values.items()}
-        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, [length for length in self.lengths if length], fewest)
-        return replace(self, shared=found) if found.trees.tokens < self.real.sum() else self
+        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, self.layout.lengths, fewest)
+        return replace(self, shared=found) if found.trees.tokens < self.layout.tokens else self
 
 
 def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, ...]) -> bool:
