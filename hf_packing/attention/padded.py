@@ -321,7 +321,7 @@ def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
-    if ids is None or pad is None or ids.numel() != rows.real.size:
+    if ids is None or pad is None:
         return inputs
     return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
