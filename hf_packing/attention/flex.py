@@ -221,7 +221,7 @@ def _mask(attends: Callable[..., Tensor], tokens: int, blocks: Iterable[Tensor])
             indices, followed by other indices, int32 [blocks, blocks]; the same for those visible in full; and for each
             block of keys, the same four of the blocks of queries from which it is visible.
     """
-    arguments: Any = (tokens, tokens), *(each[None, None] for each in blocks), (BLOCK, BLOCK), attends
+    arguments: Any = (tokens, tokens), *[each[None, None] for each in blocks], (BLOCK, BLOCK), attends
     return BlockMask(*arguments)
 
 
