@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.layout import (
+    CALL_OVERHEAD,
     MAX_PADDING,
     Layout,
     borders_from_positions,
@@ -36,6 +37,8 @@ class TestSharing:
         for group in groups:
             longest = max(lengths[segment] for segment in group)
             assert all(longest <= MAX_PADDING * lengths[segment] for segment in group)
+            padding = sum(longest - lengths[segment] for segment in group)
+            assert padding <= CALL_OVERHEAD * min(lengths[segment] for segment in group)
             assert len(group) == 1 or longest * len(group) <= most
 
     def test_a_row_is_what_runs_inside(self):
