@@ -23,7 +23,7 @@ from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
 from hf_packing.attention.by_segment import into_rows
-from hf_packing.attention.layout import Layout
+from hf_packing.attention.layout import Layout, calls_of
 from hf_packing.attention.padded import PaddedRows
 from hf_packing.attention.token_axes import TokenAxes, cut_inputs
 from hf_packing.batch.segments import with_segments_cut
@@ -179,7 +179,7 @@ def test_documents_in_rows_of_their_own():
         axes = TokenAxes("Module (name)", row.tokens)
         axes.found_in(row.position_ids)
         axes.freeze()
-        calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in row.calls("ragged")]
+        calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in calls_of(row, "ragged")]
         for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
             for documents, positions in of_rows:
                 for length, of_row in zip(documents, positions, strict=True):

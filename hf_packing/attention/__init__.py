@@ -6,7 +6,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
    and its modules can look up the borders while the model's forward runs (layout). An attention mask must not hide
-   tokens, and the data loader must not take packed rows for documents (labels).
+   tokens, and the data loader must not take packed rows for documents.
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch (function, exact). A table contains the kernels; a call
    runs on the first kernel that takes it and has failed in no proof (kernels, flex).
@@ -38,7 +38,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     model, with padding on each side (batch_kinds).
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
-    to copy them (labels).
+    to copy them (forward).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
     exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
@@ -55,9 +55,8 @@ refuse_older("torch", "transformers")  # before the imports below, of names that
 from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
-from hf_packing.attention.forward import unpatched_on_error
+from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
 from hf_packing.attention.kernels import kernel_of
-from hf_packing.attention.labels import refuse_copied_labels
 from hf_packing.attention.layout import borders_required, labels_of_trees
 from hf_packing.attention.model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.patch import (

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.layout import Layout, SharedCall, Sharing, current_layout, within
+from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
 from hf_packing.attention.model import GATHERED, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
@@ -196,7 +196,7 @@ class SegmentedForward(ReplacedForward):
                     leaf = leaf.index_select(axis, row.first_places)
             return self.module.get_submodule(name)(leaf) if path == after else leaf
 
-        output, parts = self.run_calls(inputs, row.calls(sharing))
+        output, parts = self.run_calls(inputs, calls_of(row, sharing))
         return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
 
     def run_calls(

@@ -6,8 +6,7 @@ different lengths costs n calls. Compiled code calls the same function as one op
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.layout import Layout
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
 
@@ -28,14 +27,7 @@ class TracedRow(NamedTuple):
     cu_seq_lens: Tensor
     max_length: int
     """Number of tokens in the longest segment, or more."""
-
-    @property
-    def has_branches(self) -> bool:
-        return False
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        return {}
+    has_branches: bool = False
 
 
 def attend_exactly(
@@ -72,11 +64,13 @@ def attend_exactly(
     Returns:
         Attention output, [1, heads, tokens, value_dim].
     """
-    plan = _plan_for(layout, is_causal, window, chunk, query.device)
-    queries, keys, values = torch.split(query, plan.lengths, dim=2), plan.split_keys(key), plan.split_keys(value)
-    outputs: list[Tensor] = [query] * len(queries)
-    for runs, mask in plan.calls:
-        q, k, v = (_cat([parts[run] for run in runs], 0) for parts in (queries, keys, values))
+    lengths, keys, places, calls = _plan(layout, is_causal, window, chunk, query.device)
+    if places is not None:
+        key, value = gather_tokens(key, places), gather_tokens(value, places)
+    parts = torch.split(query, lengths, dim=2), torch.split(key, keys, dim=2), torch.split(value, keys, dim=2)
+    outputs: list[Tensor] = [query] * len(lengths)
+    for runs, mask in calls:
+        q, k, v = (_cat([each[run] for run in runs], 0) for each in parts)
         if softcap is None and sinks is None:
             causal, gqa = is_causal and mask is None, q.shape[1] != k.shape[1]
             attended = F.scaled_dot_product_attention(
@@ -90,8 +84,11 @@ def attend_exactly(
 
 
 def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[tuple[int, Places]]:
-    """Yield the runs of a row, which are next to each other both in the row and in a document: the segments, and their
-    parts in different chunks. The tokens of a run attend to its prefix, the tokens above it, and to each other.
+    """Yield the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
+    run attend to its prefix, the tokens above it, and to each other.
+
+    A run is a chain of segments, each the first child of the one before it, or a part of a chain in one chunk. So the
+    keys of a chain are gathered once: a chat whose documents are its turns is a single run.
 
     Args:
         trees: the segments of the row.
@@ -100,60 +97,40 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Itera
     Yields:
         The number of tokens in the run, and the places of its keys in the row, int64 [prefix + tokens].
     """
-    for segment, depth in enumerate(trees.depths.tolist()):
-        path = trees.path_of(segment) if depth else np.arange(trees.begins[segment], trees.begins[segment + 1])
-        cuts = [] if chunk is None else range((depth // chunk + 1) * chunk, len(path), chunk)
-        for first, last in pairwise([depth, *cuts, len(path)]):
-            seen = 0 if window is None else max(first - window + 1, 0)
-            seen = seen if chunk is None else max(seen, first // chunk * chunk)
-            yield last - first, path[seen:last]
+    window, chunk = window or trees.tokens, chunk or trees.tokens
+    firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
+    for segment, end in pairwise([*firsts, len(trees.parents)]):
+        depth, own = int(trees.depths[segment]), np.arange(trees.begins[segment], trees.begins[end])
+        path = np.concatenate([trees.path_of(segment)[:depth], own]) if depth else own
+        for first, last in pairwise([depth, *range((depth // chunk + 1) * chunk, len(path), chunk), len(path)]):
+            yield last - first, path[max(first - window + 1, first // chunk * chunk) : last]
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """The calls of torch's attention that compute a row."""
-
-    lengths: list[int]
-    """The number of tokens in each run."""
-    keys: list[int]
-    """The number of keys of each run."""
-    places: Tensor | None
-    """int64 [keys of all runs]: where they are in the row; None if no run has a prefix."""
-    calls: list[tuple[list[int], Tensor | None]]
-    """The runs in each call, which have equal numbers of tokens and of keys, and their mask, bool [queries, keys]. The
-    mask is None if tokens attend to all tokens of the run, or to all before them."""
-
-    def split_keys(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the keys or values of each run, [1, heads, keys, dim]."""
-        if self.places is not None:
-            tensor = gather_tokens(tensor, self.places)
-        return torch.split(tensor, self.keys, dim=2)
+_Plan = tuple[list[int], list[int], Tensor | None, list[tuple[list[int], Tensor | None]]]
+"""The calls of torch's attention that compute a row: the number of tokens of each run; the number of its keys; where
+the keys of all runs are in the row, int64 [keys], or None if no run has a prefix; and for each call, its runs, which
+have equal numbers of tokens and of keys, and the mask of `_mask`."""
 
 
-def _plan_for(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    """Return the calls for a row, which the layers of a model share."""
-    asked = ("exact attention", is_causal, window, chunk, device)
-    if asked not in layout.cache:
-        runs = list(runs_of(layout.trees, window, chunk))
-        lengths, keys = [length for length, _ in runs], [len(places) for _, places in runs]
-        calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, shape in enumerate(zip(lengths, keys, strict=True)):
-            calls[shape].append(number)
-        places = None
-        if layout.has_branches:
-            places = torch.from_numpy(np.concatenate([places for _, places in runs])).to(device)
-        masks = [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()]
-        layout.cache[asked] = _Plan(lengths, keys, places, masks)
-    plan: _Plan = layout.cache[asked]
-    return plan
+@once_for_all_layers
+def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
+    runs = list(runs_of(layout.trees, window, chunk))
+    calls: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (length, places) in enumerate(runs):
+        calls[length, len(places)].append(number)
+    lengths, keys = [length for length, _ in runs], [len(places) for _, places in runs]
+    gathered = on_device(np.concatenate([places for _, places in runs]), device) if layout.has_branches else None
+    masks = [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()]
+    return lengths, keys, gathered, masks
 
 
 def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
     """Return which of its keys each token of a run attends to, bool [length, keys]; None if the rule is that of torch's
     attention."""
-    if length == keys and (window is None or window >= keys):
+    window = window or keys
+    if length == keys <= window:
         return None
-    at, window = torch.arange(keys, device=device), window or keys
+    at = torch.arange(keys, device=device)
     back = at[keys - length :, None] - at
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
@@ -222,7 +199,7 @@ def attend_exactly_compiled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_lens: Tensor,
+    row: TracedRow,
     *,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
@@ -231,8 +208,8 @@ def attend_exactly_compiled(
     """Return the result of `attend_exactly` for a packed row, as one operator in code that torch.compile compiles.
 
     Args:
-        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the layout, which compiled code does
-            not know. The last one may be repeated. All other arguments are explained in `attend_exactly`.
+        row: the borders, in place of the layout, which compiled code does not know. The last border may be repeated.
+            All other arguments are explained in `attend_exactly`.
 
     Raises:
         PackingError: dropout is not 0. The backward pass computes attention again, and cannot repeat the dropout of
@@ -244,7 +221,7 @@ def attend_exactly_compiled(
             "dropout in the model's configuration to 0, or do not compile the model"
         )
     inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
-    output: Tensor = _attend(inputs, cu_seq_lens, *(options.get(name) for name in _OPTIONS))
+    output: Tensor = _attend(inputs, row.cu_seq_lens, *(options.get(name) for name in _OPTIONS))
     return output
 
 

@@ -7,7 +7,7 @@ rows in its graph, so these need only arithmetic: with sorted blocks, and with t
 such a model computed other logits on an H100.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hf_packing.attention.exact import TracedRow
-from hf_packing.attention.layout import Layout
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
 from hf_packing.planning.lengths import IntArray
 from hf_packing.trees.segments import TreeSegments
 
@@ -63,19 +63,14 @@ def attend_with_flex(
     On CUDA, FlexAttention is compiled at the first call, and again for the first row of another size. On a CPU, it is
     not compiled, which is slow and serves tests.
     """
-    cache, asked = row.cache, ("mask of FlexAttention", is_causal, window, chunk)
-    if asked not in cache and isinstance(row, Layout) and row.has_branches:
-        cache[asked] = tree_mask(row.trees, window, chunk, query.device)
-    elif asked not in cache:
-        borders = row.cu_seq_lens.to(query.device, torch.int32)
-        cache[asked] = row_mask(borders, query.shape[2], is_causal, window, chunk)
+    make_mask = _mask_of if isinstance(row, TracedRow) else _kept_mask_of
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
     head_dim = 1 << (head_dim - 1).bit_length()
     q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "score_mod": _scaled(scale, softcap, query),
-        "block_mask": cache[asked],
+        "block_mask": make_mask(row, query.shape[2], query.device, is_causal, window, chunk),
         "scale": 1.0,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": _NOT_FOR_FEW_TOKENS,
@@ -94,6 +89,18 @@ def attend_with_flex(
         output = (output * share[..., None]).to(output.dtype)
     attended: Tensor = output[..., :value_dim]
     return attended
+
+
+def _mask_of(
+    row: Any, tokens: int, device: torch.device, is_causal: bool, window: int | None, chunk: int | None
+) -> BlockMask:
+    """Return the mask of a Layout or TracedRow."""
+    if row.has_branches:
+        return tree_mask(row.trees, window, chunk, device)
+    return row_mask(row.cu_seq_lens.to(device, torch.int32), tokens, is_causal, window, chunk)
+
+
+_kept_mask_of = once_for_all_layers(_mask_of)
 
 
 def pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
@@ -164,7 +171,8 @@ def row_mask(
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static(first)
         torch._dynamo.mark_static(last_key)
-    return _mask(attends, tokens, _blocks_between(first, last_key, tokens), _blocks_between(first_query, last, tokens))
+    blocks = *_blocks_between(first, last_key, tokens), *_blocks_between(first_query, last, tokens)
+    return _mask(attends, tokens, blocks)
 
 
 def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device: torch.device) -> BlockMask:
@@ -179,11 +187,13 @@ def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device
         device: where the mask is needed.
     """
     tokens, depths = trees.tokens, trees.position_ids
-    first = np.zeros_like(depths) if window is None else np.maximum(depths - (window - 1), 0)
-    first = first if chunk is None else np.maximum(first, depths // chunk * chunk)
+    window, chunk = window or tokens, chunk or tokens
+    first = np.maximum(depths - window + 1, depths // chunk * chunk)
     ends = np.repeat(trees.begins[list(trees.ends_below)], trees.lengths)
+    after = 0, _places(tokens) - tokens
     depth, least, end = (
-        torch.from_numpy(_at_places(each, fill)).to(device) for each, fill in ((depths, 0), (first, 0), (ends, _NEVER))
+        on_device(np.pad(each, after, constant_values=fill).astype(np.int32), device)
+        for each, fill in ((depths, 0), (first, 0), (ends, _NEVER))
     )
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -192,13 +202,8 @@ def tree_mask(trees: TreeSegments, window: int | None, chunk: int | None, device
     for each in (depth, least, end):
         torch._dynamo.mark_static(each)
     partial, full = _visible_blocks(depths, first, ends)
-    keys, queries = (*_listed(partial), *_listed(full)), (*_listed(partial.T), *_listed(full.T))
-    return _mask(attends, tokens, *([torch.from_numpy(each).to(device) for each in side] for side in (keys, queries)))
-
-
-def _at_places(values: IntArray, fill: int) -> IntArray:
-    """Return a value for each token as int32 [places], with the value `fill` after the tokens."""
-    return np.pad(values, (0, _places(len(values)) - len(values)), constant_values=fill).astype(np.int32)
+    blocks = [each for seen in (partial, full, partial.T, full.T) for each in _listed(seen)]
+    return _mask(attends, tokens, [on_device(each, device) for each in blocks])
 
 
 def _places(tokens: int) -> int:
@@ -206,33 +211,21 @@ def _places(tokens: int) -> int:
     return max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
 
 
-def _mask(attends: Callable[..., Tensor], tokens: int, keys: Sequence[Tensor], queries: Sequence[Tensor]) -> BlockMask:
+def _mask(attends: Callable[..., Tensor], tokens: int, blocks: Iterable[Tensor]) -> BlockMask:
     """Return the BlockMask of a row.
 
     Args:
         attends: whether a query attends to a key.
         tokens: number of tokens in the row.
-        keys: for each block of queries, the number of blocks of keys that are visible in part, int32 [blocks]; their
-            indices, followed by other indices, int32 [blocks, blocks]; and the same for those visible in full.
-        queries: for each block of keys, the same of the blocks of queries from which it is visible.
+        blocks: for each block of queries, the number of blocks of keys that are visible in part, int32 [blocks]; their
+            indices, followed by other indices, int32 [blocks, blocks]; the same for those visible in full; and for each
+            block of keys, the same four of the blocks of queries from which it is visible.
     """
-    keys, queries = ([each[None, None] for each in side] for side in (keys, queries))
-    return BlockMask(
-        seq_lengths=(tokens, tokens),
-        kv_num_blocks=keys[0],
-        kv_indices=keys[1],
-        full_kv_num_blocks=keys[2],
-        full_kv_indices=keys[3],
-        q_num_blocks=queries[0],
-        q_indices=queries[1],
-        full_q_num_blocks=queries[2],
-        full_q_indices=queries[3],
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=attends,
-    )
+    arguments: Any = (tokens, tokens), *[each[None, None] for each in blocks], (BLOCK, BLOCK), attends
+    return BlockMask(*arguments)
 
 
-def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Sequence[Tensor]:
+def _blocks_between(first: Tensor, last: Tensor, tokens: int) -> Iterable[Tensor]:
     """Return the blocks that are visible from each block, if an interval of tokens is visible from each token.
 
     The intervals of a block's tokens overlap or touch, so the visible blocks form an interval too. A pair of blocks is

@@ -6,14 +6,16 @@ run as without the patch. A batch of PackingCollator waits for the device not on
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
@@ -27,10 +29,10 @@ from hf_packing.attention.by_segment import (
     switched_off,
 )
 from hf_packing.attention.function import register
-from hf_packing.attention.labels import check_loader, refuse_copied_labels
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
+    check_loader,
     current_layout,
     has_trees,
     layout_of_collator,
@@ -66,9 +68,10 @@ from hf_packing.attention.route import (
     Route,
     is_patched,
     mark_changing_sizes,
+    sees_labels,
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
-from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -149,21 +152,23 @@ class KeepLayout:
     patch: Patch
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        route = self.patch.route
-        if torch.compiler.is_compiling() and route.method.borders and not route.by_segment:
+        patch = self.patch
+        if torch.compiler.is_compiling() and patch.route.method.borders and not patch.route.by_segment:
             return self.checkpoint(function, *args, **kwargs)  # layers get the borders as arguments
-        return self.checkpoint(self._as_now(function), *args, **kwargs)
+        context, attention = copy_context(), attention_now(patch.attention_before)
+        off = [] if patch.replaced[0].installed else patch.replaced
 
-    def _as_now(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs `function` under what holds now."""
-        context, attention = copy_context(), attention_now(self.patch.attention_before)
-        off = [] if self.patch.replaced[0].installed else self.patch.replaced
-
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run_as_now(*args: Any, **kwargs: Any) -> Any:
             with switched_off(off), use_attention(attention):
                 return context.copy().run(function, *args, **kwargs)
 
-        return run
+        return self.checkpoint(run_as_now, *args, **kwargs)
+
+
+_Method = Callable[..., Any]
+
+_itself_uncompiled: Callable[[_Method], _Method] = torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call]
+"""Decorator: torch.compile compiles what a function calls, but not the function."""
 
 
 class PatchedForward(ReplacedForward):
@@ -181,7 +186,9 @@ class PatchedForward(ReplacedForward):
         self.patch = patch
         self.signature = Signature(module)
         # Trainer reads this attribute to find out which columns a model takes, and drops all others
-        self.__signature__ = _with_seq_lengths(inspect.signature(module.forward))
+        own = inspect.signature(module.forward)
+        lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
+        self.__signature__ = own.replace(parameters=sorted([*own.parameters.values(), lengths], key=attrgetter("kind")))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -206,10 +213,9 @@ class PatchedForward(ReplacedForward):
             )
         return self.run(args, kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the forward on any inputs. torch.compile compiles what this method calls, so it calls no more than it
-        must."""
+        """Run the forward on any inputs. What this method calls is compiled, so it calls no more than it must."""
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
             rows = current_rows.get()
             if rows is None or not self.is_backbone:
@@ -228,16 +234,11 @@ class PatchedForward(ReplacedForward):
                 return self._run_padded(inputs, rows)
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
-        inputs, attends_by_layout = self._prepare(inputs, layout), self.patch.route.method.attention is not None
-        with (
-            self._running(),
-            within(current_layout, layout),
-            within(current_rows, None),
-            _borders_known(attends_by_layout),
-        ):
+        inputs = self._prepare(inputs, layout)
+        with self._running(layout, None), _borders_known(self.patch.route.method.attention is not None):
             output = self._run_uncompiled(inputs) if layout.has_branches else self.forward(**inputs)
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
@@ -247,7 +248,7 @@ class PatchedForward(ReplacedForward):
             )
         return output
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the forward on a padded batch, in which the backbone runs without padding."""
         unpadding = self.patch.facts.unpadding
@@ -257,22 +258,17 @@ class PatchedForward(ReplacedForward):
             return moved.move(self._run_padded(rows.move(inputs, moved), moved), rows)
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
-        with (
-            self._running(),
-            use_attention(self.patch.attention_before),
-            within(current_layout, None),
-            within(current_rows, rows),
-        ):
-            return self.forward(**self._taken(with_pad_tokens(self.model, inputs, rows)))
+        with self._running(None, rows), use_attention(self.patch.attention_before):
+            return self.forward(**_without_unknown(self.signature, with_pad_tokens(self.model, inputs, rows)))
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @_itself_uncompiled
     def _run_backbone(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
         """Run the backbone on the tokens of a padded batch, and return its output for the padded batch."""
         inputs, facts = inputs_of_backbone(self.module, inputs, rows), self.patch.facts
         assert facts.unpadding is not None
         if facts.unpadding.by_length:
             with self.patch.suspended(), within(current_rows, None):
-                return run_by_length(self.forward, self._taken(inputs), rows)
+                return run_by_length(self.forward, _without_unknown(self.signature, inputs), rows)
         if facts.fewest_shared is not None:
             rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
         with use_attention(self.patch.attention_during):
@@ -284,11 +280,12 @@ class PatchedForward(ReplacedForward):
         return self.forward(**inputs)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Context manager: within the block, the model's forward is running."""
+    def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
+        """Context manager: within the block, the model's forward is running on a layout or on padded rows."""
         before, self.patch.is_running = self.patch.is_running, True
+        models = *running.get(), id(self.model)
         try:
-            with within(running, (*running.get(), id(self.model))):
+            with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
             self.patch.is_running = before
@@ -296,10 +293,6 @@ class PatchedForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return self.signature.by_name(args, kwargs)
-
-    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        takes = self.signature.takes
-        return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
@@ -327,10 +320,10 @@ class PatchedForward(ReplacedForward):
             layout = rows.layout
         check_loader(layout)
         if rows is not None and layout.is_unpadded:
-            _check_rows(self.model, rows, inputs, patch.facts)
-        ids, labels = inputs.get("input_ids"), inputs.get("labels")
-        if training and patch.facts.sees_labels and not patch.knows_labels and labels is not None:
-            ids, labels = (ids, labels) if rows is None else rows.lay_end_to_end((ids, labels))
+            self._check_rows(rows, inputs)
+        if training and patch.facts.sees_labels and not patch.knows_labels:
+            given = inputs.get("input_ids"), inputs.get("labels")
+            ids, labels = given if rows is None else rows.lay_end_to_end(given)
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
         return inputs, layout, rows
 
@@ -350,6 +343,45 @@ class PatchedForward(ReplacedForward):
             self.patch.trusts_collator = (known.lengths, known.padding) == (layout.lengths, layout.padding)
         return layout
 
+    def _check_rows(self, rows: PaddedRows, inputs: Mapping[str, Any]) -> None:
+        """Raise an error if it is not proven that the model takes a padded batch, or these arguments beside one.
+
+        Raises:
+            ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
+            PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding,
+                or numbers that may be places in a row whose padding is moved.
+        """
+        name, facts = type(self.model).__name__, self.patch.facts
+        unpadding = facts.unpadding
+        if unpadding is None:
+            raise PackingError(
+                f"attention_mask: expected packed rows, since it is not proven that {name} runs padded batches; call "
+                "patch_model(model, padded=True) before training, or unpatch_model"
+            )
+        if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
+            raise PackingError(
+                f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, "
+                "got inputs_embeds"
+            )
+        moves = unpadding.to not in (None, rows.side)
+        for argument, value in inputs.items():
+            if argument.startswith("decoder_") and value is not None:
+                raise PackingError(
+                    f"{argument}: expected a padded batch of one text for each row, but {name} takes two texts, an "
+                    "encoder's and a decoder's; call unpatch_model"
+                )
+            is_number = isinstance(value, Tensor) and value.ndim and not value.is_floating_point()
+            if moves and is_number and argument != "labels" and value.shape[-1:] != rows.shape[1:]:
+                raise PackingError(
+                    f"{argument}: expected padding on the {unpadding.to} beside numbers that may be places in a row, "
+                    f"since {name} gets the padding of all batches there"
+                )
+        if unpadding.by_length and not has_local_weights(self.model):
+            raise ModelNotSupportedError(
+                f"{name}: expected all weights on every process, but they are sharded; the backbone of this model runs "
+                "once for each length of document, so processes would wait for each other forever"
+            )
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
         """Return the keyword arguments for the model's own forward on a single row."""
@@ -359,8 +391,7 @@ class PatchedForward(ReplacedForward):
             inputs = without_first_labels(inputs, layout)
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
-            takes, places = self.patch.signature.takes, (*BORDER_ARGUMENTS, "position_ids")
-            inputs = {name: each for name, each in inputs.items() if name not in places or takes(name)}
+            inputs = _without_unknown(self.patch.signature, inputs, (*BORDER_ARGUMENTS, "position_ids"))
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
@@ -384,6 +415,13 @@ class PatchedForward(ReplacedForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
+
+
+def _without_unknown(
+    signature: Signature, inputs: dict[str, Any], names: Sequence[str] = READ_ARGUMENTS
+) -> dict[str, Any]:
+    """Return the arguments without those of some names that a forward does not take."""
+    return {name: value for name, value in inputs.items() if name not in names or signature.takes(name)}
 
 
 skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
@@ -417,12 +455,13 @@ def _borders_known(known: bool) -> Iterator[None]:
 def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
     """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
     one explicitly in evaluation mode, and has no borders between packed documents."""
-    if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, PARENTS)):
+    given = {name: value for name, value in inputs.items() if value is not None}
+    if not given.keys().isdisjoint((*BORDER_ARGUMENTS, PARENTS)):
         return False
-    caches = [inputs[name] for name in CACHES if inputs.get(name) is not None]
-    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None:
+    caches = [given[name] for name in CACHES if name in given]
+    if "position_ids" in given and "attention_mask" not in given:
         return any(map(_may_have_tokens, caches))
-    return bool(caches) or (bool(inputs.get("use_cache")) and not training)
+    return bool(caches or (given.get("use_cache") and not training))
 
 
 def _may_have_tokens(cache: Any) -> bool:
@@ -432,49 +471,48 @@ def _may_have_tokens(cache: Any) -> bool:
         return True
 
 
-def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], facts: Facts) -> None:
-    """Raise an error if it is not proven that the model takes a padded batch.
+_FEWEST = 3
+"""The number of trained labels that are enough to tell whether labels repeat the input. Masked language models are
+usually trained on 15 % of the tokens, and 10 % of the trained tokens are left unchanged. In only one of 300,000 correct
+batches of 3 tokens, all tokens are trained on and left unchanged."""
+
+
+def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor) -> None:
+    """Raise PackingError if a model would only learn to copy its input.
+
+    The check is made only for models that see the input token at each label's position, such as masked language models,
+    and only if input_ids and labels are tensors of the same shape. A patched model makes it in training, until a batch
+    or a sample of the data shows that labels differ from the input, or are those of chosen tokens.
+
+    Args:
+        model: a patched model.
+        input_ids: integers [rows, tokens].
+        labels: integers [rows, tokens].
+        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
     Raises:
-        ModelNotSupportedError: the weights of a model whose backbone runs by length are sharded.
-        PackingError: no padded batch was proven; the batch has two texts in each row, or embeddings beside padding, or
-            numbers that may be places in a row whose padding is moved.
+        PackingError: all labels only repeat the input tokens, and no segment has labels for only some of its tokens. A
+            missing label at the first token is ignored.
     """
-    name, unpadding = type(model).__name__, facts.unpadding
-    if unpadding is None:
+    both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
+    if not sees_labels(model) or not both or input_ids.shape != labels.shape:
+        return
+    ids, labels, borders = (each.flatten().cpu().numpy() for each in (input_ids, labels, cu_seq_lens))
+    is_first = np.isin(np.arange(len(ids)), borders)
+    trained = labels != IGNORED_LABEL
+    ends_within = (trained[1:] != trained[:-1]) & ~is_first[1:] & ~is_first[:-1]  # of trained tokens, or a gap in them
+    if (labels != ids)[trained].any() or ends_within.any():
+        getattr(model, PATCH).knows_labels = True
+    elif trained.sum() >= _FEWEST:
+        name = type(model).__name__
         raise PackingError(
-            f"attention_mask: expected packed rows, since it is not proven that {name} runs padded batches; call "
-            "patch_model(model, padded=True) before training, or unpatch_model"
+            f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
+            f"input_ids. {name} sees the input token at each label's position, and would only learn to copy this "
+            "token. For a masked language model, mask tokens before packing, with Dataset.map or "
+            "Dataset.with_transform, and set the labels of all other tokens to -100, as "
+            "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
+            "labels by one token"
         )
-    decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
-    if decoder:
-        raise PackingError(
-            f"{decoder}: expected a padded batch of one text for each row, but {name} takes two texts, an "
-            "encoder's and a decoder's; call unpatch_model"
-        )
-    if inputs.get("input_ids") is None and not facts.takes_packed_rows and rows.has_padding:
-        raise PackingError(
-            f"inputs_embeds: expected input_ids in a padded batch, since {name} may find the padding by its token, got "
-            "inputs_embeds"
-        )
-    for argument, value in inputs.items() if unpadding.to not in (None, rows.side) else ():
-        is_of_rows = isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] != rows.shape[1:]
-        if is_of_rows and value.ndim and argument != "labels":
-            raise PackingError(
-                f"{argument}: expected padding on the {unpadding.to} beside numbers that may be places in a row, since "
-                f"{name} gets the padding of all batches there"
-            )
-    if unpadding.by_length and not has_local_weights(model):
-        raise ModelNotSupportedError(
-            f"{name}: expected all weights on every process, but they are sharded; the backbone of this model runs "
-            "once for each length of document, so processes would wait for each other forever"
-        )
-
-
-def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of a forward that also takes the lengths of segments."""
-    lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
-    return signature.replace(parameters=sorted([*signature.parameters.values(), lengths], key=lambda each: each.kind))
 
 
 def refuse_weights(configs: Iterable[PreTrainedConfig], asked: bool | None = None) -> None:

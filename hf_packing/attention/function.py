@@ -21,11 +21,12 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 _HARMLESS = frozenset(
-    ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch"]
-    + ["output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "seq_idx"]
-    + ["shift_labels", "use_cache", *CACHES]
+    ["cache_position", "cu_seq_lens_k", "deterministic", "ignore_index", "labels", "margin", "max_length_k"]
+    + ["num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"]
+    + ["return_dict", "seq_idx", "shift_labels", "use_cache", *CACHES]
 )
-"""Names of arguments that some models pass to their attention function, although attention does not depend on them."""
+"""Names of arguments that some models pass to their attention function, although attention does not depend on them, or
+on no more than on those for queries."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,8 @@ def packed_varlen(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_ids: Tensor | None = None,  # noqa: ARG001
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,  # noqa: ARG001, the same as for queries
     max_length_q: int | None = None,
-    max_length_k: int | None = None,  # noqa: ARG001
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within documents, with the signature that transformers' AttentionInterface requires.
@@ -85,51 +83,40 @@ def packed_varlen(
         row = _uncompiled_row(module, rows * tokens)
     else:
         row = TracedRow(cu_seq_lens_q, max_length_q)
-    _check_arguments(module, query, key, attention_mask, others)
-    if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
-    chunk = None
-    if isinstance(attention_mask, LocalMask):
-        sliding_window, chunk = attention_mask.window, attention_mask.chunk
-    if row.has_branches and not is_causal:
-        raise PackingError(
-            f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
-            "so a shared prefix would depend on the documents that continue it"
-        )
-    q, k, v = _one_row(query, key, value)
-    options: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-    options["dropout"] = dropout
-    kernel = choose(module, q, v, row.has_branches, options)
-    options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
-    if kernel is not None:
-        attended = kernel.attend(q, k, v, row, **options)
-    elif isinstance(row, TracedRow):
-        attended = attend_exactly_compiled(q, k, v, row.cu_seq_lens, **options)
-    else:
-        attended = attend_exactly(q, k, v, row, **options)
-    return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
-
-
-def _check_arguments(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | LocalMask | None,
-    others: dict[str, Any],
-) -> None:
     where = type(module).__name__
     if isinstance(attention_mask, Tensor):
         raise PackingError(
             f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
         )
-    if query.shape[2] != key.shape[2]:
+    if tokens != key.shape[2]:
         raise PackingError(
-            f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
+            f"{where} has {tokens} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
             "cross-attention"
         )
-    for name, value in others.items():
-        if value is not None and value is not False and name not in _HARMLESS:
+    for name, other in others.items():
+        if other is not None and other is not False and name not in _HARMLESS:
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask(sliding_window)
+    if row.has_branches and not is_causal:
+        raise PackingError(
+            f"model: expected causal attention on a row of trees, but {where} attends to later tokens, so a "
+            "shared prefix would depend on the documents that continue it"
+        )
+    q, k, v = _one_row(query, key, value)
+    options: dict[str, Any] = {
+        "window": local.window,
+        "chunk": local.chunk,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout": dropout,
+    }
+    kernel = choose(module, q, v, row.has_branches, options)
+    options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
+    exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
+    attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)
+    return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
 
 def _current_row(module: torch.nn.Module, tokens: int) -> Layout:

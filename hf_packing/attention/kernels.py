@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact import TracedRow, gather_tokens
+from hf_packing.attention.exact import TracedRow, gather_tokens, runs_of
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
-from hf_packing.attention.layout import Layout, within
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
 
 DEVICES = {"cuda"}
 """The types of devices that have kernels."""
@@ -93,17 +93,16 @@ class VarlenKernel:
     """
 
     name: str
-    load: Callable[[], Callable[..., Any] | None]
+    load: Callable[[], Any]
     is_torch: bool = False
 
     @cached_property
-    def function(self) -> Callable[..., Any] | None:
+    def function(self) -> Any:
         return self.load()
 
     @cached_property
     def arguments(self) -> dict[str, str]:
         """The function's own names of arguments that it takes, with their meanings in `_NAMES`."""
-        assert self.function is not None
         own = inspect.signature(self.function).parameters
         return {name: meaning for meaning, names in _NAMES.items() for name in names if name in own}
 
@@ -140,15 +139,22 @@ class VarlenKernel:
         In trees, keys and values are gathered along paths. If these are many, they are gathered again in the backward
         pass, so that those of only one layer are in memory.
         """
-        of_row: Borders = (row.cu_seq_lens.to(query.device, torch.int32), row.max_length)
-        call = partial(self._call, scale=scale, is_causal=is_causal, window=window, softcap=softcap, dropout=dropout)
+        back = -1 if window is None else window - 1
+        options = {
+            "scale": scale,
+            "is_causal": is_causal,
+            "window": (back, 0 if is_causal else back),
+            "softcap": softcap,
+            "dropout": dropout or None,
+            "deterministic": torch.are_deterministic_algorithms_enabled() or None,
+        }
         if not row.has_branches:
-            return call(query, key, value, of_row, of_row)
-        assert isinstance(row, Layout)
+            of_row = row.cu_seq_lens.to(query.device, torch.int32), row.max_length
+            return self._call(query, key, value, of_row, of_row, options)
         places, queries, keys = keys_along_paths(row, window, query.device)
 
         def attend() -> Tensor:
-            return call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys)
+            return self._call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys, options)
 
         if len(places) <= MOST_KEYS or not torch.is_grad_enabled():
             return attend()
@@ -156,85 +162,43 @@ class VarlenKernel:
         return gathered_again
 
     def _call(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        queries: Borders,
-        keys: Borders,
-        *,
-        scale: float,
-        is_causal: bool,
-        window: int | None,
-        softcap: float | None,
-        dropout: float,
+        self, query: Tensor, key: Tensor, value: Tensor, queries: Borders, keys: Borders, options: dict[str, Any]
     ) -> Tensor:
         """Call the kernel's function. The queries of each segment belong to its last keys."""
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
-        if q.shape[1] != k.shape[1] and self.is_torch and not self.takes("grouped"):
+        is_grouped = q.shape[1] != k.shape[1]
+        if is_grouped and self.is_torch and not self.takes("grouped"):
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        back = -1 if window is None else window - 1
-        given: dict[str, Any] = {
-            "query": q,
-            "key": k,
-            "value": v,
-            "cu_seq_lens_q": queries[0],
-            "cu_seq_lens_k": keys[0],
-            "max_length_q": queries[1],
-            "max_length_k": keys[1],
-            "scale": scale,
-            "is_causal": is_causal,
-            "window": (back, 0 if is_causal else back),
-            "grouped": q.shape[1] != k.shape[1],
-            "softcap": softcap,
-            "dropout": dropout or None,
-            "deterministic": torch.are_deterministic_algorithms_enabled() or None,
-        }
-        own = {name: given[meaning] for name, meaning in self.arguments.items() if given[meaning] is not None}
-        assert self.function is not None
-        attended = self.function(**own)
+        given = options | {"query": q, "key": k, "value": v, "grouped": is_grouped}
+        for side, borders in (("q", queries), ("k", keys)):
+            given[f"cu_seq_lens_{side}"], given[f"max_length_{side}"] = borders
+        attended = self.function(
+            **{name: given[meaning] for name, meaning in self.arguments.items() if given[meaning] is not None}
+        )
         attended = attended[0] if isinstance(attended, tuple) else attended  # some also return log-sum-exps
         output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
         return output
 
 
+@once_for_all_layers
 def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Borders, Borders]:
-    """Return the keys of a row of trees, which the layers of a model share.
-
-    A run is a chain of segments, each the first child of the one before it. Its tokens attend to the tokens above it
-    and to the run itself, so its keys are gathered once: a chat whose documents are its turns is a single run.
-
-    Returns:
-        For each key, the index of its token in the row, int64 [keys]; the borders of the runs' queries; and those of
-        their keys.
-    """
-    asked = ("keys along paths", window, device)
-    if asked not in row.cache:
-        trees = row.trees
-        firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
-        runs = []
-        for first, end in pairwise([*firsts, len(trees.parents)]):
-            depth = int(trees.depths[first])
-            seen = 0 if window is None else max(depth - window + 1, 0)
-            own = np.arange(trees.begins[first], trees.begins[end])
-            runs.append((len(own), np.concatenate([trees.path_of(first)[seen:depth], own])))
-        places = torch.from_numpy(np.concatenate([keys for _, keys in runs])).to(device)
-        lengths = [length for length, _ in runs], [len(keys) for _, keys in runs]
-        queries, keys = (
-            (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device), max(each)) for each in lengths
-        )
-        row.cache[asked] = places, queries, keys
-    found: tuple[Tensor, Borders, Borders] = row.cache[asked]
-    return found
+    """Return the keys of the runs of a row of trees: for each key, the index of its token in the row, int64 [keys]; the
+    borders of the runs' queries; and those of their keys."""
+    runs = list(runs_of(row.trees, window, None))
+    places = on_device(np.concatenate([keys for _, keys in runs]), device)
+    lengths = [length for length, _ in runs], [len(keys) for _, keys in runs]
+    queries, keys = (
+        (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device), max(each)) for each in lengths
+    )
+    return places, queries, keys
 
 
-@dataclass(frozen=True, eq=False)
 class FlexKernel:
     """torch's FlexAttention, with a mask that is made from the borders of the segments."""
 
-    name: str = "FlexAttention"
+    name = "FlexAttention"
 
     def refusal(self, call: Call) -> str:
         """Return why FlexAttention does not take a call; an empty string if it does."""
@@ -248,10 +212,10 @@ class FlexKernel:
 Kernel = VarlenKernel | FlexKernel
 
 
-def _find(module: str, name: str = "flash_attn_varlen_func") -> Callable[..., Any] | None:
+def _find(module: str, name: str = "flash_attn_varlen_func") -> Any:
     """Return a kernel's function, or None if it is not installed."""
     try:
-        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError):
         return None
 
@@ -278,12 +242,11 @@ def hub_kernel(name: str) -> VarlenKernel:
         name: the repository, as in `attn_implementation="kernels-community/flash-attn2"`.
     """
 
-    def load() -> Callable[..., Any] | None:
+    def load() -> Any:
         try:
-            (_, function, *_), _ = lazy_import_flash_attention(name)
+            return lazy_import_flash_attention(name)[0][1]
         except (ImportError, OSError, ValueError):  # in a process in which transformers has not loaded it, and cannot
             return None
-        return function  # type: ignore[no-any-return]
 
     return VarlenKernel(name, load)
 
@@ -316,7 +279,11 @@ def kernel_of(model: nn.Module) -> str:
         segment by segment", or "path by path" in a row of trees. An empty string if no layer has called `packed_varlen`
         yet.
     """
-    return " and ".join(sorted({_latest[module] for module in model.modules() if module in _latest}))
+    return " and ".join(sorted(_ran_on(model)))
+
+
+def _ran_on(model: nn.Module) -> set[str]:
+    return {_latest[module] for module in model.modules() if module in _latest}
 
 
 def switched_off() -> AbstractContextManager[None]:
@@ -376,11 +343,10 @@ def fallbacks(model: nn.Module) -> Iterator[Callable[[str], bool]]:
     was exact, no kernel is to blame: the function returns False, and the kernels are used again. So they are if an
     error leaves the block. Otherwise, a warning names the kernels that have failed.
     """
-    before = dict(_struck)
+    before = _struck
 
     def fall_back(reason: str) -> bool:
-        ran = {_latest[module] for module in model.modules() if module in _latest}
-        failed = ran - {*EXACT.values(), *_struck}
+        failed = _ran_on(model) - {*EXACT.values(), *_struck}
         _strike(_struck | dict.fromkeys(failed, reason.strip().partition("\n")[0]) if failed else before)
         return bool(failed)
 

@@ -5,13 +5,15 @@ have parents, and a document is a path from a root down to a segment. Modules th
 paths; in a packed row, each path is one segment. A batch costs one read of its borders, which waits for the device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeVar
+from math import inf
+from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.token_axes import Place, length_of
+from hf_packing.batch.collate import active_loader
 from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -35,11 +38,14 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
 )
 from hf_packing.errors import PackingError
+from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 from hf_packing.trees.segments import TreeSegments
 
 CACHES = ("cache", "past_key_values", "cache_params", "mems", "state", "past_buckets_states")
 """Names of the arguments in which models of transformers take caches. Models have them under these names in their
 outputs too. transformers 5.24 renamed past_key_values and cache_params to cache, and still takes the old names."""
+
+T = TypeVar("T")
 
 Sharing = Literal["ragged", "equal", "none"]
 """The rule for running several segments in one call of a module. "ragged": a call may contain segments of similar
@@ -157,27 +163,28 @@ class Layout:
         return [on_device(self.trees.path_of(leaf), self.cu_seq_lens.device) for leaf in self.trees.leaves]
 
     @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """What `once_for_all_layers` keeps."""
+        return {}
+
+    @cached_property
     def first_places(self) -> Tensor:
         """The index of each token among the tokens of all paths, laid end to end, on the first path that has it, int64
         [tokens]."""
         _, first = np.unique(np.concatenate([*map(self.trees.path_of, self.trees.leaves)]), return_index=True)
         return on_device(first, self.cu_seq_lens.device)
 
-    @cached_property
-    def cache(self) -> dict[Any, Any]:
-        """Calls, masks and indices that were made of this layout. The layers of a model ask for the same."""
-        return {}
 
-    def calls(self, sharing: Sharing) -> list["SharedCall"]:
-        """Divide all paths among module calls, and return the calls. Each path is in exactly one call."""
-        if sharing not in self.cache:
-            most = MOST_TOKENS_OF_CALL if self.has_branches else None
-            groups, device = group_lengths(self.path_lengths, sharing, most), self.cu_seq_lens.device
-            self.cache[sharing] = [
-                SharedCall.of(paths, [self.places[path] for path in paths], device) for paths in groups
-            ]
-        calls: list[SharedCall] = self.cache[sharing]
-        return calls
+def once_for_all_layers(make: Callable[..., T]) -> Callable[..., T]:
+    """Decorator for a function of a Layout, which keeps the results: the layers of a model ask for the same."""
+
+    @wraps(make)
+    def kept(layout: Layout, *asked: Any) -> T:
+        if (make, asked) not in layout.cache:
+            layout.cache[make, asked] = make(layout, *asked)
+        return layout.cache[make, asked]  # type: ignore[no-any-return]
+
+    return kept
 
 
 def on_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -190,8 +197,7 @@ def roots(lengths: Sequence[int]) -> TreeSegments:
     return TreeSegments(tuple(lengths), (-1,) * len(lengths))
 
 
-@dataclass(frozen=True, eq=False)
-class SharedCall:
+class SharedCall(NamedTuple):
     """A module call that processes one or more paths. Each path is a separate row in the batch of the call."""
 
     segments: list[int]
@@ -208,27 +214,37 @@ class SharedCall:
         return cls(segments, places, lengths, Layout.of([max(lengths)] * len(lengths), device, rows=len(lengths)))
 
 
-MAX_PADDING = 2.5
-"""A segment is padded to at most this many times its own length. A small module spends most of its time on kernel
-launches, and a scan on sequential steps, so few calls with much padding are faster than many calls."""
+@once_for_all_layers
+def calls_of(layout: Layout, sharing: Sharing) -> list[SharedCall]:
+    """Return module calls that together run each path of a layout once."""
+    most = MOST_TOKENS_OF_CALL if layout.has_branches else inf
+    groups, device = group_lengths(layout.path_lengths, sharing, most), layout.cu_seq_lens.device
+    return [SharedCall.of(paths, [layout.places[path] for path in paths], device) for paths in groups]
 
 
-def group_lengths(lengths: Sequence[int], sharing: Sharing, most_tokens: int | None = None) -> list[list[int]]:
+MAX_PADDING = 4
+"""A segment is padded to at most this many times its own length."""
+
+CALL_OVERHEAD = 16
+"""The fixed cost of a module call, as a number of additional segments: a small module spends most of its time on kernel
+launches, and a scan on sequential steps. All padding of a call costs at most as much as another call would."""
+
+
+def group_lengths(lengths: Sequence[int], sharing: Sharing, most_tokens: float = inf) -> list[list[int]]:
     """Group segments by length, from the longest to the shortest, and return the segment indices of each group, which
     is run in one module call of at most `most_tokens` tokens."""
     groups: list[list[int]] = []
-    padding = {"ragged": MAX_PADDING, "equal": 1, "none": 0}[sharing]
-    for segment in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        longest = lengths[groups[-1][0]] if groups else 0
-        has_room = groups and (most_tokens is None or longest * (len(groups[-1]) + 1) <= most_tokens)
-        if has_room and longest <= padding * lengths[segment]:
+    most_padding = {"ragged": MAX_PADDING, "equal": 1, "none": 0}[sharing]
+    longest = padding = 0
+    for segment in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length, padding = lengths[segment], padding + longest - lengths[segment]
+        is_similar = longest <= most_padding * length and padding <= CALL_OVERHEAD * length
+        if groups and is_similar and longest * (len(groups[-1]) + 1) <= most_tokens:
             groups[-1].append(segment)
         else:
             groups.append([segment])
+            longest, padding = length, 0
     return groups
-
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -319,9 +335,19 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
                 "batch, such as a teacher. If every row is one document, pass an attention_mask of ones"
             )
         return Layout.of([length] * rows, tokens.device)
-    layout, bound = layout_of(borders.to(tokens.device), rows, length), inputs.get(MAX_LENGTHS[0])
-    padding = layout.lengths[-1] if _ends_in_padding(inputs) else 0
-    return replace(layout, bound=bound if isinstance(bound, int) else 0, padding=padding)
+    known, ends, bound = borders.tolist(), range(length, rows * length + 1, length), inputs.get(MAX_LENGTHS[0])
+    lengths = _lengths_between(known)
+    if known[:1] != [0] or known[-1] != rows * length or min(lengths) < 1 or not set(ends) <= set(known):
+        raise PackingError(
+            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * length} tokens, with a border at "
+            f"the end of every row of {length} tokens, got {known}"
+        )
+    return Layout(
+        borders.to(tokens.device, torch.int32),
+        roots(lengths),
+        bound=bound if isinstance(bound, int) else 0,
+        padding=lengths[-1] if _ends_in_padding(inputs) else 0,
+    )
 
 
 def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
@@ -355,35 +381,12 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
 def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
     """Return the layout of a batch of PackingCollator without reading its tensors; None for other batches."""
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
-    if not isinstance(longest, LongestSegment) or not isinstance(borders, Tensor):
+    if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
         return None
-    if tokens.shape != (1, sum(longest.lengths)) or len(borders) <= len(longest.lengths):
+    if tokens.shape != (1, sum(longest.lengths)):
         return None
-    if borders.device != tokens.device:
-        return None
+    borders = borders.to(tokens.device)
     return Layout(borders, roots(longest.lengths), bound=int(longest), padding=longest.padding)
-
-
-def layout_of(borders: Tensor, rows: int, tokens: int) -> Layout:
-    """Check the segment borders of a batch, and return its layout, in which several rows are one long row.
-
-    Args:
-        borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row. The last
-            border may be repeated, as PackingCollator does for fixed shapes.
-        rows: number of rows in the batch.
-        tokens: number of tokens in each row.
-
-    Raises:
-        PackingError: the borders do not rise from 0 to `rows * tokens`, or the end of a row is not a border.
-    """
-    known, ends = borders.tolist(), range(tokens, rows * tokens + 1, tokens)
-    lengths = _lengths_between(known)
-    if known[:1] != [0] or known[-1] != rows * tokens or min(lengths) < 1 or not set(ends) <= set(known):
-        raise PackingError(
-            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, with a border at "
-            f"the end of every row of {tokens} tokens, got {known}"
-        )
-    return Layout(borders.to(torch.int32), roots(lengths))
 
 
 def _lengths_between(borders: Sequence[int]) -> list[int]:
@@ -435,14 +438,14 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
             "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
-    known = {name: _lengths_between(borders.tolist()) for name, borders in found.items()}
+    first, known = next(iter(found), ""), {name: _lengths_between(each.tolist()) for name, each in found.items()}
     for name, given in known.items():
-        if given != (first := next(iter(known.values()))):
+        if given != known[first]:
             raise PackingError(
-                f"{name}: expected segments of the same lengths as in {next(iter(known))}, {first}, got {given}; "
+                f"{name}: expected segments of the same lengths as in {first}, {known[first]}, got {given}; "
                 "position_ids, if given, must restart in every segment"
             )
-    return next(iter(found.values()), None)
+    return found.get(first)
 
 
 def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
@@ -460,3 +463,60 @@ def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, An
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}
+
+
+_TWO_DOCUMENTS = {
+    INPUT_IDS: [1, 1, 1, 1],
+    LABELS: [-100, 1, -100, 1],
+    POSITION_IDS: [0, 1, 0, 1],
+    SEQ_IDX: [0, 0, 1, 1],
+    **{name: [0, 2, 4] for name in CU_SEQ_LENS},
+    SEQ_LENGTHS: [2, 2],
+}
+"""A packed row, with all columns that collators read."""
+
+_checked: "WeakSet[Any]" = WeakSet()
+"""The data loaders that were checked."""
+
+
+def check_loader(layout: Layout) -> None:
+    """Check the data loader that is being read, if the rows of its dataset are packed.
+
+    Args:
+        layout: where the documents of the batch are. If there are more documents than rows were read, the borders of
+            packed rows are known, however the caller has found them, and the collator is not asked.
+
+    Raises:
+        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; or the
+            collator makes one document of a row.
+    """
+    loader = active_loader()
+    if loader is None or loader in _checked:
+        return
+    rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    for dataset in stored_datasets(getattr(loader, "dataset", None)):
+        form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)  # None of some streams
+        if isinstance(form, dict) and not form["output_all_columns"]:
+            names = form["columns"]
+        if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
+            refuse_lost_borders(dataset, names)
+            _ask(loader.collate_fn, names)
+    _checked.add(loader)
+
+
+def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> None:
+    """Raise PackingError if a collator makes one document of a row of two documents with these columns."""
+    row = {name: values for name, values in _TWO_DOCUMENTS.items() if name in names}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            batch = collate([row])
+        borders = read_borders(len(batch[INPUT_IDS]), batch)
+    except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
+        return
+    if borders is None or borders.tolist()[:3] != [0, 2, 4]:
+        raise PackingError(
+            "data_collator: expected a collator that reads where documents begin in packed rows, got "
+            f"{type(getattr(collate, 'data_collator', collate)).__name__}, which makes one document of each row. Pass "
+            "data_collator=PackingCollator() to Trainer, padding_free=True and max_length=None to SFTConfig, or call "
+            "attach(trainer, TokenBudget(max_tokens))"
+        )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ Side = Literal["right", "left", "both"]
 """Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
 before the tokens of one row and after the tokens of another row."""
 
-SIDES: tuple[Side, ...] = ("right", "left", "both")
+SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,9 @@ class PaddedRows:
         return tuple(self.real.sum(1).tolist())
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """The numbers of rows and of tokens in each row, with padding."""
-        rows, tokens = self.real.shape
-        return rows, tokens
+        return self.real.shape
 
     @property
     def has_padding(self) -> bool:
@@ -178,7 +177,7 @@ class PaddedRows:
 
     def with_padding_on(self, side: Side) -> "PaddedRows":
         """Return the places of the tokens after all padding was moved to one side."""
-        lengths, places = self.real.sum(1)[:, None], np.arange(self.shape[1])
+        lengths, places = self.real.sum(1, keepdims=True), np.arange(self.shape[1])
         real = places < lengths if side == "right" else places >= self.shape[1] - lengths
         return replace(self, real=real, side=side)
 
@@ -202,11 +201,11 @@ class PaddedRows:
         if not known or INPUT_IDS not in values or LABELS in values:
             return self
         tokens = {name: each.cpu().numpy()[self.real] for name, each in values.items()}
-        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, [length for length in self.lengths if length], fewest)
-        return replace(self, shared=found) if found.trees.tokens < self.real.sum() else self
+        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, self.layout.lengths, fewest)
+        return replace(self, shared=found) if found.trees.tokens < self.layout.tokens else self
 
 
-def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, int]) -> bool:
+def has_axes_first(path: Path, leaf: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether an argument has position_ids of shape [axes, rows, tokens], as models that see images have."""
     return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
 
@@ -247,8 +246,7 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
         )
     if not real.any():
         raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
-    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
-    if (torn := begins.sum(1) > 1).any():
+    if (torn := np.diff(real, axis=1, prepend=False).sum(1) > 2).any():  # more than one begin and one end
         raise PackingError(
             f"attention_mask: expected no padding between the tokens of a row, got some in row {torn.argmax()}; move "
             "its padding to one side"
@@ -315,42 +313,15 @@ def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
 def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
-    floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
-    shapes = {name: inputs[name].shape for name in floats if name not in ("inputs_embeds", "labels")}
-    return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != tokens_of(inputs).shape)
-
-
-def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> None:
-    """Raise ModelNotSupportedError if a batch has pictures or sound, and a backbone gets more of them than embeddings
-    of tokens: attention masks, or floats that have no axes of rows and tokens.
-
-    Args:
-        backbone: name of the backbone's class.
-        inputs: keyword arguments of the backbone's forward, for the padded batch.
-        rows: the places of the tokens in the batch.
-    """
-
-    def is_of_media(path: Path, leaf: Any) -> bool:
-        if path[0] == "attention_mask":
-            return not isinstance(leaf, Tensor) or leaf.ndim != 2
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
-            return False
-        is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
-        return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
-
-    for path, leaf in leaves(dict(inputs)) if rows.media else ():
-        if leaf is not None and is_of_media(path, leaf):
-            raise ModelNotSupportedError(
-                f"{backbone}: padded batches with pictures or sound are not supported for this model, since it reads "
-                f"them beside the tokens: it got {path[0]} of shape {list(getattr(leaf, 'shape', ()))} for rows and "
-                f"tokens of shape {list(rows.shape)}; call unpatch_model"
-            )
+    others, shape = inputs.keys() - {"inputs_embeds", LABELS}, tokens_of(inputs).shape
+    floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
+    return tuple(name for name, each in floats.items() if name in others and each.ndim > 1 and each.shape != shape)
 
 
 def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
-    if ids is None or pad is None or ids.numel() != rows.real.size:
+    if ids is None or pad is None:
         return inputs
     return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
@@ -362,22 +333,39 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
 
     Raises:
         PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
-        ModelNotSupportedError: the model makes masks of its own for pictures, or the backbone gets pictures.
+        ModelNotSupportedError: the batch has pictures or sound, and the backbone gets more of them than embeddings of
+            tokens: attention masks, or floats that have no axes of rows and tokens.
     """
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    mask, positions, kind = inputs.get("attention_mask"), inputs.get("position_ids"), type(backbone).__name__
     is_other = isinstance(mask, Tensor) and mask.shape == rows.shape and not torch.equal(mask != 0, rows.kept)
     if is_other or tokens_of(inputs).shape != rows.shape:
         raise PackingError(
-            f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
-            "changed it, or the tokens; call unpatch_model"
+            f"attention_mask: expected the same mask for {kind} as for the whole model, which has changed it, or the "
+            "tokens; call unpatch_model"
         )
-    refuse_media(type(backbone).__name__, inputs, rows)
+    for path, leaf in leaves(dict(inputs)) if rows.media else ():
+        if _is_of_media(path, leaf, rows):
+            raise ModelNotSupportedError(
+                f"{kind}: padded batches with pictures or sound are not supported for this model, since it reads them "
+                f"beside the tokens: it got {path[0]} of shape {list(getattr(leaf, 'shape', ()))} for rows and tokens "
+                f"of shape {list(rows.shape)}; call unpatch_model"
+            )
     left_out = {"attention_mask", "use_cache", *CACHES}
     if isinstance(positions, Tensor) and positions.ndim == 2 and not rows.has_positions:
         left_out.add("position_ids")
     inputs = {name: value for name, value in inputs.items() if name not in left_out}
     refuse_earlier_tokens(inputs)
     return inputs
+
+
+def _is_of_media(path: Path, leaf: Any, rows: PaddedRows) -> bool:
+    """Return whether an argument of a backbone has pictures or sound, in more than the embeddings of tokens."""
+    if path[0] == "attention_mask":
+        return leaf is not None and getattr(leaf, "ndim", 0) != 2
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.shape):
+        return False
+    is_of_tokens = leaf.shape[:2] == rows.shape and "cross_attention" not in str(path[0])
+    return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
 
 
 def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
@@ -389,10 +377,10 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    lengths, outputs = np.array(rows.lengths), []
-    for length in np.unique(lengths[lengths > 0]).tolist():
-        group = replace(rows, real=rows.real & (lengths == length)[:, None])
-        places = on_device(np.flatnonzero(group.real).reshape(-1, length), rows.device)
+    outputs = []
+    for length in sorted({*rows.lengths} - {0}):
+        group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
+        places = group._places.view(-1, length)
 
         def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():

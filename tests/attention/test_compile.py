@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels
-from hf_packing.attention.exact import attend_exactly, attend_exactly_compiled
+from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.layout import Layout
 from tools.tiny_model import tiny_model
@@ -191,7 +191,8 @@ def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, w
     """A kernel that runs anywhere."""
     assert (window_size, enable_gqa) == ((-1, 0), True)
     tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-    return attend_exactly_compiled(*tensors, cu_seq_q, scale=scale, is_causal=True)[0].transpose(0, 1)
+    row = TracedRow(cu_seq_q, max_q)
+    return attend_exactly_compiled(*tensors, row, scale=scale, is_causal=True)[0].transpose(0, 1)
 
 
 KERNELS = {
@@ -222,7 +223,7 @@ def test_no_graph_break_in_a_layer(monkeypatch, architecture, kernel):
 def test_dropout_is_refused():
     tensors = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     with pytest.raises(hfp.PackingError, match="dropout: expected 0 in compiled attention on cpu, got 0.1"):
-        attend_exactly_compiled(*tensors, torch.tensor([0, 4]), scale=1.0, is_causal=True, dropout=0.1)
+        attend_exactly_compiled(*tensors, TracedRow(torch.tensor([0, 4]), 4), scale=1.0, is_causal=True, dropout=0.1)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, while it exports

@@ -111,10 +111,11 @@ def test_dropout_and_determinism_are_passed_on():
 
 
 def test_masks_are_made_with_arguments_that_all_versions_have():
-    ours = {"seq_lengths", "BLOCK_SIZE", "mask_mod", *LISTS}
+    ours = ["self", "seq_lengths", *LISTS, "BLOCK_SIZE", "mask_mod"]  # by their places
     for signature in KNOWN["torch BlockMask"].values():
-        required = set(re.sub(r", \*|, \w+=[^,(]+|, \w+=\([^)]*\)", "", signature).split(", ")) - {"self"}
-        assert required <= ours <= set(re.findall(r"\w+", signature))
+        positional, _, others = re.sub(r"=(\([^)]*\)|[^,]+)", "", signature).partition(", *")
+        assert positional.split(", ") == ours
+        assert others.count(", ") == signature.partition(", *")[2].count("=")
     for signature in KNOWN["torch flex_attention"].values():
         passed = {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "kernel_options"}
         assert passed <= set(re.findall(r"\w+", signature))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packing.attention.layout import (
+    CALL_OVERHEAD,
     MAX_PADDING,
     borders_from_positions,
     group_lengths,
@@ -26,6 +27,8 @@ def test_segments_that_share_a_call_get_little_padding(lengths, most):
     for group in groups:
         longest = max(lengths[segment] for segment in group)
         assert all(longest <= MAX_PADDING * lengths[segment] for segment in group)
+        padding = sum(longest - lengths[segment] for segment in group)
+        assert padding <= CALL_OVERHEAD * min(lengths[segment] for segment in group)
         assert len(group) == 1 or longest * len(group) <= most
 
 

@@ -73,6 +73,7 @@ GIVEN = [
 @pytest.mark.parametrize(("mask", "more", "options"), GIVEN)
 def test_what_exact_attention_and_kernels_are_given(mask, more, options):
     class Kernel(kernels.FlexKernel):
+        name = "a kernel"
         attend = staticmethod(attend_exactly)
 
     layer, given = Attention(), tensors()
@@ -80,7 +81,7 @@ def test_what_exact_attention_and_kernels_are_given(mask, more, options):
     with kernels.switched_off():
         assert torch.equal(attend(layer, *given, mask, **more), expected)
     assert kernel_of(layer) == "exact attention, segment by segment"
-    kernels.KERNELS[:] = [Kernel("a kernel")]
+    kernels.KERNELS[:] = [Kernel()]
     assert torch.equal(attend(layer, *given, mask, **more), expected)
     assert kernel_of(layer) == "a kernel"
 

@@ -30,7 +30,7 @@ TORCH = KNOWN["torch varlen_attn"]
 
 NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
 
-LISTS = [f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")]
+LISTS = [f"{full}{side}_{each}" for side in ("kv", "q") for full in ("", "full_") for each in ("num_blocks", "indices")]
 """The arguments of a BlockMask that list blocks."""
 
 
