@@ -197,14 +197,14 @@ def test_packs_have_the_seed(train, strategy, tmp_path):
     assert rows(1, "same") == one != rows(2, "other")
 
 
-def test_evaluation_and_other_flags(train, data):
+def test_evaluation_and_other_flags(train, data, tmp_path):
     trainer = train("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--bf16_full_eval", "True")
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(found) == 3
     flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
     flags += ("--dataloader_num_workers", 1, "--dataloader_prefetch_factor", 3, "--torch_empty_cache_steps", 1)
     flags += ("--dataloader_persistent_workers", "True", "--debug", "underflow_overflow")
-    trainer = train(*flags, "--logging_steps", 2)
+    trainer = train(*flags, "--logging_steps", 2, output=tmp_path / "other")
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
     loader = trainer.callback_handler.train_dataloader

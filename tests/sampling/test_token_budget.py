@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from any_strategy import few_examples
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiers import fast_only
 
@@ -28,12 +28,10 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
     seed=st.integers(0, 9),
     balance=st.sampled_from(["attention", "tokens"]),
     max_documents=st.one_of(st.none(), st.integers(1, 6)),
-    max_patches=st.one_of(st.none(), st.integers(30, 60)),
 )
-def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_patches, **limits):
+def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, **limits):
     lengths = np.array(lengths)
-    sizes = replace(sizes_of_documents(lengths), patches=lengths * 7 % 31)
-    budget = hfp.TokenBudget(**limits, max_patches=max_patches)
+    sizes, budget = sizes_of_documents(lengths), hfp.TokenBudget(**limits)
     wanted = dict.fromkeys(np.flatnonzero(lengths).tolist(), 1)
     if len(wanted) < world_size:
         with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
@@ -51,8 +49,8 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         assert not plan.num_copies or np.diff(plan.offsets).max() == 1  # no micro-batch could be divided
         assert plan.is_copy.dtype == bool
         assert plan.per_micro_batch(sizes.tokens).max() <= budget.max_tokens
-        for of_row, most in ((sizes.segments, budget.max_documents), (sizes.patches, max_patches)):
-            assert most is None or plan.per_micro_batch(of_row).max() <= most
+        most = budget.max_documents
+        assert most is None or plan.per_micro_batch(sizes.segments).max() <= most
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
         work = [[sum(lengths[row] for row, _ in of_rank[n]) for of_rank in batches] for n in range(len(batches[0]))]
         assert plan.per_micro_batch(sizes.tokens).tolist() == work
@@ -163,6 +161,26 @@ def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, docum
         said = [range(int(low), int(high) + 1) for low, high in re.findall(r"expected from (\d+) to (\d+)", message)]
         possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
         assert list(chain.from_iterable(said)) == possible
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=60),
+    world_size=st.integers(1, 8),
+    accumulation=st.integers(1, 3),
+    max_patches=st.one_of(st.none(), st.integers(30, 60)),
+    max_documents=st.one_of(st.none(), st.integers(4, 12)),
+)
+def test_patches_are_limited_beside_tokens_and_documents(rows, world_size, accumulation, max_patches, max_documents):
+    tokens, patches, documents = np.array(rows).T
+    sizes = replace(sizes_of_documents(tokens), segments=documents, patches=patches)
+    assume(len(tokens) >= world_size)
+    for epoch in range(2):
+        budget = hfp.TokenBudget(50, max_patches=max_patches, max_documents=max_documents)
+        plan = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
+        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(tokens)))
+        assert max_patches is None or plan.per_micro_batch(patches).max() <= max_patches
+        assert plan.per_micro_batch(tokens).max() <= 50
+        assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
 
 
 def test_patches_fill_micro_batches_and_are_limited_and_in_the_fingerprint():
