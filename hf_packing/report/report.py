@@ -102,7 +102,7 @@ def packing_report(
     Example:
         >>> import hf_packing as hfp
         >>> report = hfp.packing_report([700, 300, 500, 1500, 900, 600], 2048)
-        >>> report.reportation.strategy
+        >>> report.recommendation.strategy
         'BestFit(2048)'
     """
     if documents is None and hasattr(lengths, "column_names"):

@@ -1,4 +1,4 @@
-"""packing_report: figures beside slow literal ones, the recommendation, tables, JSON, pictures, the page."""
+"""packing_report: figures beside slow literal ones, the recommendation, tables, JSON, pictures."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def test_which_documents_count():
 def test_any_lengths_make_a_report(lengths, row_lengths):
     report = hfp.packing_report(lengths, row_lengths)
     assert report.lengths.documents + report.lengths.empty == len(lengths)
-    assert report.reportation.strategy in [row.name for row in report.rows]
+    assert report.recommendation.strategy in [row.name for row in report.rows]
     json.dumps(report.to_dict(), allow_nan=False)
     assert str(report).count("\n") >= len(report.rows)
 
@@ -145,7 +145,7 @@ def test_tables_and_steps_beside_their_documents(chat):
     assert text.startswith(f"a <b>: 4,000 documents, {chat.sum():,} tokens, and 1 empty documents")
     table = text.split("\n\n")[1].splitlines()
     assert len({len(line) for line in table}) == 1
-    assert f"take {report.reportation}" in text
+    assert f"take {report.recommendation}" in text
     html = report._repr_html_()
     assert html.count("<tr") == 1 + len(report.padded) + len(report.rows)
     assert "class=taken" in html
@@ -162,7 +162,7 @@ def test_tables_and_steps_beside_their_documents(chat):
 
 def test_the_recommendation_names_its_gain_and_rows_as_long_as_documents_need(chat):
     report = hfp.packing_report(chat, [2048, 4096])
-    speed_up, reason = report.taken.speed_up, report.reportation.reason
+    speed_up, reason = report.taken.speed_up, report.recommendation.reason
     assert speed_up > 1.5
     assert reason.startswith(f"it is about {speed_up:.1f} times as fast as padding to at most 4,096 tokens (counted")
     assert report.to_dict()["recommendation"]["speed_up"] == speed_up
@@ -224,46 +224,3 @@ def test_without_matplotlib(chat, tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
         hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(6.9, 0.55, 4000), 1, 9000).astype(int)
-    report = hfp.packing_report(lengths, [2048, 4096, 8192], source="a-rather-long-name-of-a-data-set/" * 3)
-    file = tmp_path_factory.mktemp("page") / "report.html"
-    assert report.save(file) == [file, *(file.parent / "report-pictures" / f"{name}.png" for name in PICTURES)]
-    return file
-
-
-def test_names_of_elements_are_unique_and_pictures_have_titles(page):
-    text = page.read_text()
-    names = re.findall(r'\sid="([^"]+)"', text)
-    assert len(names) == len(set(names)) > 20
-    referred = re.findall(r'(?:url\(#|href="#)([^)"]+)', text)
-    assert referred
-    assert set(referred) <= set(names)
-    titles = re.findall("<h3>(.*?)</h3>", text)
-    assert re.findall(r'<svg role="img" aria-label="([^"]+)"', text) == titles
-    assert len(titles) == len(PICTURES)
-    assert all(f'id="{name}-mark-' in text for name in PICTURES), "a picture shows nothing"
-    assert not re.search(r'(src|href)="(?!data:|#|https://)', text), "fetched when the page is opened"
-    assert "@media (prefers-color-scheme: dark)" in text
-
-
-def test_what_pictures_leave_out_is_said(page):
-    said = re.search(r"with the same row length as BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
-    other = {"2048", "4096", "8192"} - {said[1]}
-    assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
-    assert f"FirstCome({said[1]})" not in said[2]
-
-
-@pytest.mark.parametrize(
-    ("source", "title"), [("chat & <b>.jsonl.gz", "chat &amp; &lt;b&gt;.jsonl.gz"), ("", "3 documents, 18 t")]
-)
-def test_the_title_is_the_source_of_the_data_and_escaped(tmp_path, monkeypatch, source, title):
-    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
-    hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert f"<title>{title}" in page
-    assert f"<h1>{title}" in page

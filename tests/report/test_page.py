@@ -1,0 +1,123 @@
+"""The page of a report in a real browser: pictures with marks, nothing wider than a phone, light and dark."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+
+import numpy as np
+import pytest
+
+import hf_packing as hfp
+from hf_packing.report.plots import PICTURES
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+MEASURE = """
+<script>
+const shown = (element) => { const box = element.getBoundingClientRect(); return box.width > 0 || box.height > 0; };
+const beyond = [...document.querySelectorAll("body *")].filter((element) =>
+  !element.closest(".wide") && !element.closest("svg") && element.getBoundingClientRect().right > innerWidth + 0.5);
+const marks = {};
+for (const figure of document.querySelectorAll("figure"))
+  marks[figure.id] = [...figure.querySelectorAll('[id*="-mark-"]')].filter(shown).map((mark) => mark.id);
+const found = { width: innerWidth, scroll: document.documentElement.scrollWidth, marks,
+  beyond: beyond.map((element) => element.outerHTML.slice(0, 80)),
+  paper: getComputedStyle(document.body).backgroundColor,
+  ink: getComputedStyle(document.querySelector("figure svg text")).fill,
+  fetched: performance.getEntriesByType("resource").length };
+parent.document.body.innerHTML = "<pre id=found>" + JSON.stringify(found).replaceAll("<", "&lt;") + "</pre>";
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.9, 0.55, 4000), 1, 9000).astype(int)
+    report = hfp.packing_report(lengths, [2048, 4096, 8192], source="a-rather-long-name-of-a-data-set/" * 3)
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    assert report.save(file) == [file, *(file.parent / "report-pictures" / f"{name}.png" for name in PICTURES)]
+    return file
+
+
+def seen_in_browser(page, width, *options):
+    """What the browser measures in a window so wide."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}")
+    copy = page.with_name(f"measured-{width}.html")  # browsers have no window as narrow as a phone, but frames
+    measured = escape(page.read_text().replace("</body>", f"{MEASURE}</body>"))
+    frame = f'<iframe style="width:{width}px;height:2000px;border:0" srcdoc="{measured}"></iframe>'
+    copy.write_text(f'<!doctype html><meta name="color-scheme" content="light dark"><body>{frame}</body>')
+    profile = page.parent / "profile"
+    command = [browser, *QUIET, *options, f"--user-data-dir={profile}", "--window-size=1600,2000", "--dump-dom"]
+    dumped = subprocess.run([*command, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dumped, re.DOTALL)[1]))
+
+
+LIGHT = ("rgb(255, 255, 255)", "rgb(31, 36, 48)")
+DARK = ("rgb(22, 26, 34)", "rgb(228, 231, 236)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("width", "options", "colors"),
+    [
+        (390, [], LIGHT),
+        (1200, [], LIGHT),
+        (390, ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"], DARK),
+    ],
+)
+def test_pictures_have_marks_and_nothing_overflows(page, width, options, colors):
+    found = seen_in_browser(page, width, *options)
+    assert found["width"] == width >= found["scroll"]
+    assert found["beyond"] == []
+    assert set(found["marks"]) == set(PICTURES)
+    assert all(found["marks"].values()), "a picture shows nothing"
+    assert found["fetched"] == 0
+    assert (found["paper"], found["ink"]) == colors
+
+
+@pytest.mark.slow
+def test_that_overflow_would_be_seen(page, tmp_path):
+    wide = tmp_path / "report.html"
+    wide.write_text(page.read_text().replace("</body>", '<div style="width:900px">wide</div></body>'))
+    found = seen_in_browser(wide, 390)
+    assert found["scroll"] > 390
+    assert found["beyond"]
+
+
+def test_names_of_elements_are_unique_and_pictures_have_titles(page):
+    text = page.read_text()
+    names = re.findall(r'\sid="([^"]+)"', text)
+    assert len(names) == len(set(names)) > 20
+    referred = re.findall(r'(?:url\(#|href="#)([^)"]+)', text)
+    assert referred
+    assert set(referred) <= set(names)
+    titles = re.findall("<h3>(.*?)</h3>", text)
+    assert re.findall(r'<svg role="img" aria-label="([^"]+)"', text) == titles
+    assert len(titles) == len(PICTURES)
+    assert not re.search(r'(src|href)="(?!data:|#|https://)', text), "fetched when the page is opened"
+
+
+def test_what_pictures_leave_out_is_said(page):
+    said = re.search(r"with the same row length as BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
+    other = {"2048", "4096", "8192"} - {said[1]}
+    assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
+    assert f"FirstCome({said[1]})" not in said[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "title"), [("chat & <b>.jsonl.gz", "chat &amp; &lt;b&gt;.jsonl.gz"), ("", "3 documents, 18 t")]
+)
+def test_the_title_is_the_source_of_the_data_and_escaped(tmp_path, monkeypatch, source, title):
+    monkeypatch.setattr("hf_packing.report.render.picture", lambda *_: ("<svg></svg>", b""))
+    hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{title}" in page
+    assert f"<h1>{title}" in page
