@@ -66,7 +66,7 @@ class RankLayout:
         return indices_in_ranges(offsets_of(self.lengths)[own.document] + own.start, own.length)
 
     def _sum_on_ranks(self, of_piece: IntArray) -> IntArray:
-        return sum_by(self.rank, of_piece, self.num_ranks)
+        return _sum_by(self.rank, of_piece, self.num_ranks)
 
 
 def lay_out(
@@ -128,11 +128,11 @@ def _place(
         if length >= 2 * ranks:  # else chunks would be empty
             by_cost = math.ceil(cost[document] / largest_whole) if largest_whole else ranks
             parts = range(min(max(by_cost, -(-length // max_tokens)), ranks), ranks + 1)
-        largest_rooms = sorted(room, reverse=True)
-        number = next((number for number in parts if largest_rooms[number - 1] * number >= length), 0)
-        if number:
+        for number in parts:
             with_room = [rank for rank in range(ranks) if room[rank] * number >= length]
-            slices = _zigzag(sorted(sorted(with_room, key=work.__getitem__)[:number]), length)
+            if len(with_room) >= number:
+                slices = _zigzag(sorted(sorted(with_room, key=work.__getitem__)[:number]), length)
+                break
         else:
             slices = _in_free_space(room, length)
         for rank, start, end in slices:
@@ -175,19 +175,38 @@ def join_layouts(layouts: Sequence[RankLayout]) -> RankLayout:
     ranks = offsets_of([layout.num_ranks for layout in layouts])
     pieces = [len(layout.rank) for layout in layouts]
 
-    def joined(values: Sequence[IntArray]) -> IntArray:
-        return np.concatenate(values)
-
     return RankLayout(
-        lengths=joined([layout.lengths for layout in layouts]),
+        lengths=np.concatenate([layout.lengths for layout in layouts]),
         pieces=Pieces(
-            joined([layout.pieces.document for layout in layouts]) + np.repeat(documents[:-1], pieces),
-            joined([layout.pieces.start for layout in layouts]),
-            joined([layout.pieces.length for layout in layouts]),
+            np.concatenate([layout.pieces.document for layout in layouts]) + np.repeat(documents[:-1], pieces),
+            np.concatenate([layout.pieces.start for layout in layouts]),
+            np.concatenate([layout.pieces.length for layout in layouts]),
         ),
-        rank=joined([layout.rank for layout in layouts]) + np.repeat(ranks[:-1], pieces),
+        rank=np.concatenate([layout.rank for layout in layouts]) + np.repeat(ranks[:-1], pieces),
         num_ranks=int(ranks[-1]),
     )
+
+
+@dataclass(frozen=True)
+class LayoutCounts:
+    """Counts of one epoch whose rows are laid out on several ranks."""
+
+    ranks: int
+    """Number of ranks in a block."""
+    split: int
+    """Number of documents that are on several ranks."""
+    utilization: float
+    """Mean work over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits. Work is the time of
+    all layers, or the number of tokens with balance="tokens"."""
+    received_per_token: float
+    """Mean number of tokens that ranks get from each other for each token that is trained on, in an attention layer
+    without a window."""
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.ranks} ranks: {self.split:,} documents are on several of them; utilization of the ranks "
+            f"{self.utilization:.1%} by work; {self.received_per_token:.2f} tokens received for each token"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,17 +227,18 @@ class Exchange:
     @property
     def received(self) -> IntArray:
         """int64 [ranks]: the number of tokens that each rank gets from others."""
-        return sum_by(self.receiver, self._sent, self.num_ranks)
+        return _sum_by(self.receiver, self._sent, self.num_ranks)
 
     @property
     def sent(self) -> IntArray:
         """int64 [ranks, ranks]: the number of tokens that each rank (row) sends each other one (column)."""
         pair = self.sender * self.num_ranks + self.receiver
-        return sum_by(pair, self._sent, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
+        return _sum_by(pair, self._sent, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
 
     @property
     def _sent(self) -> IntArray:
-        return self.spans.length * (self.sender != self.receiver)
+        sent: IntArray = self.spans.length * (self.sender != self.receiver)
+        return sent
 
 
 def plan_exchange(
@@ -281,7 +301,7 @@ def _seen_by(pieces: Pieces, lengths: IntArray, is_causal: bool, window: int | N
     return Pieces(pieces.document, first, last - first)
 
 
-def sum_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
+def _sum_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
     """Return the sum of the integers of each group, int64 [groups]."""
     total = np.zeros(groups, dtype=np.int64)
     np.add.at(total, group, values)
