@@ -37,6 +37,7 @@ TOY = {
         "0 of",
     ),
     "samplers.py": (["--documents", "3000", "--ranks", "2"], "TokenBudget(16384)"),
+    "long_documents.py": (["--documents", "2000", "--planned", "2000", "--ranks", "8"], "TokenBudget.lay_out"),
     "by_segment.py": (
         ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200", "--threads", "1"],
         "Jamba: route: varlen",
