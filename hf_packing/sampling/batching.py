@@ -107,7 +107,7 @@ class EpochPlan:
         return sums_of(of_row[self.rows] * counted, self.offsets).reshape(-1, self.num_blocks)
 
     def utilization(self, of_row: IntArray) -> float:
-        """Return the mean utilization of the ranks, from 0 to 1. The value 1 means that ranks never wait.
+        """Return the mean utilization of the ranks or blocks, from 0 to 1. The value 1 means that they never wait.
 
         For micro-batches that run at the same time, utilization is the mean work over ranks, divided by the maximum
         work over ranks. The result is the average over the epoch. Copies of rows count in the maximum, since copies

@@ -76,7 +76,8 @@ def lay_out(
 
     Documents are placed in turn, costliest first, on the ranks with the least work so far that have room. A document
     takes as few ranks as its tokens and its work allow. On each of several ranks it has two chunks, one from either
-    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks.
+    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks. At last, ranks with
+    much work give others the heads of documents.
 
     Args:
         lengths: integers [documents], tokens: the length of each document of the row, at least 1. All together have at
@@ -89,6 +90,9 @@ def lay_out(
     Returns:
         RankLayout. The same arguments give the same layout. A rank is empty only if the row has fewer documents than
         there are ranks, and none of them has 2 * ranks tokens.
+
+    Source:
+        Two chunks for each rank, one from either end, are those of Llama 3, arXiv 2407.21783, Section 3.3.2.
 
     Example:
         >>> layout = lay_out([16, 4, 4], ranks=2, max_tokens=12)
@@ -140,7 +144,38 @@ def _place(
             room[rank] -= end - start
             work[rank] += linear_cost * (end - start) + end * end - start * start
     assert min(room) >= 0
+    _level(pieces, room, work, lengths, linear_cost)
     return pieces, work
+
+
+def _level(
+    pieces: list[tuple[int, int, int, int]], room: list[int], work: list[float], lengths: list[int], linear_cost: float
+) -> None:
+    """Level the work of ranks: the one with the most gives the head of a whole document to the one with the least.
+
+    Only the tokens of the head are exchanged for this. But ranks without room get nothing, so in rows that are almost
+    full, more documents have to be split. `pieces`, `room` and `work` are changed.
+    """
+    mean, ranks = math.fsum(work) / len(work), range(len(work))
+    for _ in ranks:
+        most = max(ranks, key=work.__getitem__)
+        least = min((rank for rank in ranks if room[rank]), key=work.__getitem__, default=most)
+        moved = min(work[most] - mean, mean - work[least])
+        if mean >= _EVEN * work[most] or moved <= 0:
+            return
+        half = linear_cost / 2  # and linear_cost * head + head * head = moved
+        head = min(math.ceil(moved / (half + math.sqrt(half * half + moved))), room[least])
+        for index, (rank, document, start, end) in enumerate(pieces):
+            if rank == most and end - start == lengths[document] > max(head, 2 * len(work)):
+                pieces[index] = most, document, head, end
+                pieces.append((least, document, 0, head))
+                break
+        else:
+            return
+        given = linear_cost * head + head * head
+        for rank, sign in ((most, 1), (least, -1)):
+            room[rank] += sign * head
+            work[rank] -= sign * given
 
 
 def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
@@ -174,7 +209,6 @@ def join_layouts(layouts: Sequence[RankLayout]) -> RankLayout:
     documents = offsets_of([len(layout.lengths) for layout in layouts])
     ranks = offsets_of([layout.num_ranks for layout in layouts])
     pieces = [len(layout.rank) for layout in layouts]
-
     return RankLayout(
         lengths=np.concatenate([layout.lengths for layout in layouts]),
         pieces=Pieces(

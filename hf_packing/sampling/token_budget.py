@@ -197,6 +197,11 @@ class TokenBudget(Batching):
 
         Args:
             lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
+
+        Example:
+            >>> budget = TokenBudget(12, max_ranks_per_document=2)
+            >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
+            [12, 12]
         """
         linear_cost = _MOST_LINEAR if self.balance == "tokens" else self._linear_cost
         return lay_out(lengths, self.max_ranks_per_document, self.max_tokens, linear_cost)
