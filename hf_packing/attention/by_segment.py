@@ -353,7 +353,8 @@ def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable
 
     with ExitStack() as hooks:
         for module in backbone.children():
-            hooks.enter_context(module.register_forward_hook(record))
+            for each in module if isinstance(module, nn.ModuleList) else [module]:  # a list is not called itself
+                hooks.enter_context(each.register_forward_hook(record))
         output = tensors_in(forward())
     pools = any(each.ndim > 1 and row.tokens not in each.shape and len(each) != len(row.lengths) for each in output)
     return next((name for name, module in model.named_modules() if pools and module in last), None)

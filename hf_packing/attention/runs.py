@@ -212,14 +212,16 @@ class Runner:
         """
         found: Embedded = []
 
-        def cut(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            if tokens not in (None, output.shape[:-1].numel()):
+        def cut(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            embedded, *scales = output if isinstance(output, tuple) else [output]
+            if tokens not in (None, embedded.shape[:-1].numel()):
                 return output
-            self._dtypes.add(output.dtype)
-            leaf = self._with_rounding_errors(output.detach()) if noisy else output.detach()
+            self._dtypes.add(embedded.dtype)
+            leaf = self._with_rounding_errors(embedded.detach()) if noisy else embedded.detach()
             leaf.requires_grad_(torch.is_grad_enabled())
             found.append(((*args, *kwargs.values())[0], leaf))
-            return leaf.clone()  # a module may change its input in place
+            given = leaf.clone()  # a module may change its input in place
+            return (given, *scales) if scales else given
 
         embedding = embedding_of(self.model)
         same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]

@@ -114,7 +114,8 @@ def spread(values: Tensor) -> float:
 
 def apart(left: Tensor, right: Tensor, unit: float | None = None) -> Tensor:
     """Return the differences between two tensors in standard deviations of `right`, or in `unit`."""
-    return differences(left, right) / (spread(right) if unit is None else unit)
+    found = differences(left, right)
+    return found.where(found == 0, found / (spread(right) if unit is None else unit))  # gradients may all be 0
 
 
 def effect_of_rounding(noisy: Tensor, exact: Tensor, unit: float) -> float:

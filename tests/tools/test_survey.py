@@ -127,7 +127,7 @@ SAMPLES = {
     "causal": "bart bloom falcon_h1 gemma3_text glm_moe_dsa gpt_oss jamba llama mamba2 musicgen prophetnet qwen3_next "
     "xlnet",
     "masked": "bert deberta-v2 fnet modernbert mobilebert mra roberta",
-    HEADS[0]: "albert distilbert fnet llama xlnet canine",
+    HEADS[0]: "albert distilbert fnet llama xlnet canine gte ibert mobilebert",
     HEADS[1]: "gpt2 funnel qwen3_moe",
     HEADS[2]: "bert splinter modernbert",
     HEADS[3]: "roformer convbert big_bird",
