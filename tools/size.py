@@ -3,8 +3,9 @@
     python -m tools.size                # this tree
     python -m tools.size v0.1.0         # and how much it was at v0.1.0
 
-Nodes are those of the syntax trees without docstrings, so that dense lines gain nothing. A function has a single use if
-its name is read once in the package, imports aside; dunder methods, which Python calls, are left out.
+Nodes are those of the syntax trees without docstrings, also those of fields, so that dense lines gain nothing. A
+function has a single use if its name is read once in the package, imports aside; dunder methods, which Python calls,
+are left out.
 """
 
 import argparse
@@ -28,8 +29,6 @@ FOLDERS = (PACKAGE, "recipes", "tests", "tools", "benchmarks")
 Sources = dict[str, str]
 """The text of each Python file, by its path."""
 
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 @dataclass
 class Size:
@@ -46,10 +45,11 @@ class Size:
 
 
 def count_nodes(tree: ast.AST) -> int:
-    """Return the number of nodes of a syntax tree, without those of docstrings."""
-    documented = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
-    docstrings = sum(ast.get_docstring(node, clean=False) is not None for node in documented)
-    return sum(1 for _ in ast.walk(tree)) - 2 * docstrings  # an expression, and the constant in it
+    """Return the number of nodes of a syntax tree, without those of docstrings, also of fields and constants."""
+    nodes = [*ast.walk(tree)]
+    statements = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    docstrings = sum(isinstance(each, ast.Constant) and isinstance(each.value, str) for each in statements)
+    return len(nodes) - 2 * docstrings  # an expression, and the constant in it
 
 
 def names_read(tree: ast.AST) -> Counter[str]:

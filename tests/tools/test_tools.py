@@ -47,7 +47,9 @@ def test_docstrings_and_line_breaks_are_not_counted():
     plain = "def f(a):\n    return g(a, 1)\n"
     documented = '"""A module."""\ndef f(a):\n    """Say."""\n    return g(\n        a,\n        1,\n    )\n'
     assert count_nodes(ast.parse(plain)) == count_nodes(ast.parse(documented))
-    assert count_nodes(ast.parse(plain + 'x = "text"\n')) == count_nodes(ast.parse(plain)) + 4
+    with_text = count_nodes(ast.parse(plain + 'x = "text"\n'))
+    assert with_text == count_nodes(ast.parse(plain)) + 4
+    assert with_text == count_nodes(ast.parse(documented + 'x = "text"\n"""A field."""\n'))
 
 
 def test_folders_and_functions_with_a_single_use():
