@@ -6,7 +6,7 @@ without padding. In a row of trees, a shared prefix is computed once, as if ever
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import find_last_of_tokens
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
-from hf_packing.attention.forward import Patch, install_unpadding
+from hf_packing.attention.forward import Patch, backbones_of, install_unpadding
 from hf_packing.attention.layout import CACHES
-from hf_packing.attention.model import embedding_of, has_local_weights, pad_token_of
+from hf_packing.attention.model import Arguments, Inputs, embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.padded import SIDES, Side, Unpadding
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH
@@ -63,7 +63,7 @@ class PaddedCase(RowCase):
         self.lay_out(partial(_padded, pad_token=pad_token_of(self.model) or 0, side=side))
         self.replacements = [[each] for each in range(len(self.paths))] if side == "right" else []
 
-    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         taken, shape = self.runner.signature.names, inputs["input_ids"].shape
         # some models pass their own use_cache
         given = {name: each for name, each in inputs.items() if name != "use_cache" or name in taken}
@@ -153,9 +153,8 @@ def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
 def _candidates(model: PreTrainedModel, by_length: bool, case: PaddedCase) -> Iterator[Unpadding]:
     """Yield ways in which a model may run padded batches, the fastest first: its backbones, the innermost first, on a
     packed row or, with `by_length` only, on the rows of equal length together."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    modules = [*([decoder] if isinstance(decoder, PreTrainedModel) else []), model.base_model]
-    names = dict.fromkeys(name for module in modules for name, each in model.named_modules() if each is module)
+    backbones = [each for each in backbones_of(model) if isinstance(each, PreTrainedModel)]
+    names = dict.fromkeys(name for module in backbones for name, each in model.named_modules() if each is module)
     for together in (True,) if by_length else (False, True):
         for name in names:
             unpadding = Unpadding(name, by_length=together)
@@ -193,7 +192,7 @@ class TreeCase(RowCase):
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
 
 
-def _row_of_trees(segments: DocumentTokens) -> dict[str, Any]:
+def _row_of_trees(segments: DocumentTokens) -> Arguments:
     tokens = torch.tensor([[*chain(*segments)]])
     return {"input_ids": tokens, SEGMENT_LENGTHS: torch.tensor(TREES.lengths), PARENTS: torch.tensor(TREES.parents)}
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
-from hf_packing.attention.model import GATHERED, is_fsdp
+from hf_packing.attention.model import GATHERED, Arguments, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
@@ -168,7 +167,7 @@ class SegmentedForward(ReplacedForward):
         return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
-    def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_by_segment(self, args: Any, kwargs: Arguments) -> Any:
         row, plan, inputs = current_layout.get(), self.plan, (args, kwargs)
         if row is None and current_rows.get() is None:
             raise PackingError(
@@ -268,11 +267,11 @@ def _do_nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_borders(row: Layout, kwargs: Arguments) -> Arguments:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
     given = {name: value for name, value in kwargs.items() if value is not None}
-    borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
+    borders: Arguments = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
     return kwargs | borders | {name: row.longest for name in MAX_LENGTHS if name in given}
 
 
@@ -326,11 +325,11 @@ class RowsInBackbone(ReplacedForward):
 def into_rows(value: Any, layout: Layout) -> Any:
     """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
     each segment in a row of its own, padded on the right with zeros."""
-    real = np.arange(layout.longest) < np.array(layout.lengths)[:, None]
+    rows = PaddedRows.of(layout)
 
     def cut(_: Path, leaf: Any) -> Any:
         is_of_tokens = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.tokens)
-        return PaddedRows(real, leaf.device).spread(leaf[0]) if is_of_tokens else leaf
+        return rows.spread(leaf[0]) if is_of_tokens else leaf
 
     return map_leaves(value, cut)
 

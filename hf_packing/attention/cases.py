@@ -6,7 +6,7 @@ here, and what they show of a model's own loss; padded rows and trees (batch_kin
 are beside their proofs.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.layout import Layout, roots
-from hf_packing.attention.model import distinctive_lengths, embedding_of
+from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
@@ -102,7 +102,7 @@ class Case:
     """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
     Otherwise, they are compared at each token id, in any number of calls of any shape."""
 
-    inputs: Mapping[str, Any]
+    inputs: Inputs
     """The model's inputs for the batch, with input_ids [rows, tokens]."""
     places: Tensor
     """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
@@ -147,10 +147,6 @@ class Case:
         """Return which tokens belong to some segments, bool [tokens]."""
         return _is_any(self.segment, segments)
 
-    def by_segment(self, values: Tensor) -> list[Tensor]:
-        """Return values [tokens, ...] of the batch, segment by segment."""
-        return [*torch.split(values, [*self.trees.lengths])]
-
     def may_notice(self, replaced: Sequence[int]) -> list[int]:
         """Return replaced segments and those below them."""
         return [below for each in replaced for below in range(each, self.trees.ends_below[each])]
@@ -182,7 +178,7 @@ class Case:
             0
         ]
 
-    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
         logits = logits_of(self.runner.called, self.runner(inputs))
         return [*torch.split(logits.flatten(0, 1)[places], [*lengths])]
@@ -316,7 +312,7 @@ def random_documents(
     return documents, others
 
 
-def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
+def pack_in_one_row(documents: DocumentTokens) -> Arguments:
     """Return model inputs for documents packed in one row, whose borders a patched model reads, as of any collator."""
     batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
     return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
@@ -336,7 +332,7 @@ def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
     return torch.cat(places)
 
 
-MakeBatch = Callable[[DocumentTokens], Mapping[str, Any]]
+MakeBatch = Callable[[DocumentTokens], Inputs]
 """A function that turns documents, or segments of trees, into a model's inputs."""
 
 RANDOM = "the model draws random numbers in training mode even with dropout switched off"
@@ -377,7 +373,7 @@ class RowCase(Case):
 
     def lay_out(self, make_batch: MakeBatch) -> None:
         """Make the model's inputs."""
-        segments = self.by_segment(self.tokens)
+        segments = torch.split(self.tokens, [*self.trees.lengths])
         batch = make_batch([each.tolist() for each in segments])
         self.inputs = send_to_device(
             {name: each for name, each in batch.items() if name != "labels"}, self.runner.device

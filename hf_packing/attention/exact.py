@@ -6,7 +6,6 @@ different lengths costs n calls. Compiled code calls the same function as one op
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -83,8 +82,8 @@ def attend_exactly(
     return _cat(outputs, 2)
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[tuple[int, Places]]:
-    """Yield the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[int], list[int], Places]:
+    """Return the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
     run attend to its prefix, the tokens above it, and to each other.
 
     A run is a chain of segments, each the first child of the one before it, or a part of a chain in one chunk. So the
@@ -94,16 +93,21 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Itera
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
 
-    Yields:
-        The number of tokens in the run, and the places of its keys in the row, int64 [prefix + tokens].
+    Returns:
+        The number of tokens in each run; the number of its keys, which are those of its prefix and its own; and the
+        places of the keys of all runs in the row, int64 [keys].
     """
     window, chunk = window or trees.tokens, chunk or trees.tokens
+    lengths: list[int] = []
+    keys: list[Places] = []
     firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
     for segment, end in pairwise([*firsts, len(trees.parents)]):
         depth, own = int(trees.depths[segment]), np.arange(trees.begins[segment], trees.begins[end])
         path = np.concatenate([trees.path_of(segment)[:depth], own]) if depth else own
         for first, last in pairwise([depth, *range((depth // chunk + 1) * chunk, len(path), chunk), len(path)]):
-            yield last - first, path[max(first - window + 1, first // chunk * chunk) : last]
+            lengths.append(last - first)
+            keys.append(path[max(first - window + 1, first // chunk * chunk) : last])
+    return lengths, [*map(len, keys)], np.concatenate(keys)
 
 
 _Plan = tuple[list[int], list[int], Tensor | None, list[tuple[list[int], Tensor | None]]]
@@ -114,14 +118,12 @@ have equal numbers of tokens and of keys, and the mask of `_mask`."""
 
 @once_for_all_layers
 def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    runs = list(runs_of(layout.trees, window, chunk))
+    lengths, keys, places = runs_of(layout.trees, window, chunk)
     calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, (length, places) in enumerate(runs):
-        calls[length, len(places)].append(number)
-    lengths, keys = [length for length, _ in runs], [len(places) for _, places in runs]
-    gathered = on_device(np.concatenate([places for _, places in runs]), device) if layout.has_branches else None
-    masks = [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()]
-    return lengths, keys, gathered, masks
+    for run, shape in enumerate(zip(lengths, keys, strict=True)):
+        calls[shape].append(run)
+    masks = [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
+    return lengths, keys, on_device(places, device) if layout.has_branches else None, masks
 
 
 def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:

@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,10 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from hf_packing.attention.exact import TracedRow
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.trees.segments import TreeSegments
-
-BoolArray = npt.NDArray[np.bool_]
 
 BLOCK = 128
 """Number of tokens in a block, as in `create_block_mask`. It must be a multiple of FlexAttention's own tiles."""

@@ -5,6 +5,7 @@ embedding, the place where the weights are stored, and modules that are built al
 """
 
 import inspect
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
+
+Inputs = Mapping[str, Any]
+"""The arguments of a model's forward by name, or a batch."""
+
+Arguments = dict[str, Any]
+"""The arguments of a call by name."""
 
 GATHERED = "ds_id"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
@@ -113,7 +120,8 @@ class Signature:
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
 
-    def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def by_name(self, args: Any, kwargs: Arguments) -> Arguments:
         """Return all arguments of a call, positional arguments included, as a dictionary of keyword arguments."""
         if len(args) > len(self.names):
             raise PackingError(

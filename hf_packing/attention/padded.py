@@ -4,14 +4,13 @@ Rows may share prefixes, such as the prompt of a pair of answers, which then run
 rows runs on the rows of equal length together. Reading a batch waits for the device once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,10 +24,11 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     tokens_of,
 )
-from hf_packing.attention.model import pad_token_of
+from hf_packing.attention.model import Arguments, Inputs, pad_token_of
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.planning.lengths import BoolArray
 from hf_packing.trees.find import BatchTrees, find_in_batch
 
 Side = Literal["right", "left", "both"]
@@ -74,12 +74,17 @@ class PaddedRows:
         shared: the trees of the rows, if they share prefixes.
     """
 
-    real: npt.NDArray[np.bool_]
+    real: BoolArray
     device: torch.device
     side: Side = "right"
     has_positions: bool = False
     media: tuple[str, ...] = ()
     shared: BatchTrees | None = None
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PaddedRows":
+        """Return rows that have the tokens of one segment each, with padding on the right."""
+        return cls(np.arange(layout.longest) < np.array(layout.lengths)[:, None], layout.cu_seq_lens.device)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -156,10 +161,7 @@ class PaddedRows:
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self.spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
-                if (documents, longest, self.side) == (*self.shape, "right"):
-                    return leaf
-                real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
-                return self.spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
+                return self.spread(leaf.flatten(0, 1)[PaddedRows.of(self.layout)._places])
             if len(leaf) == documents and path[:1] != ("router_logits",):
                 places = on_device(np.flatnonzero(self.lengths), leaf.device)
                 return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
@@ -188,7 +190,7 @@ class PaddedRows:
         columns = (np.arange(tokens) + steps[:, None]) % tokens
         return self.take(value, on_device(np.arange(rows)[:, None] * tokens + columns, self.device))
 
-    def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
+    def sharing_prefixes(self, inputs: Inputs, fewest: int) -> "PaddedRows":
         """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
         each token but integers, such as embeddings.
 
@@ -215,7 +217,7 @@ current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default
 running."""
 
 
-def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> PaddedRows | None:
+def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows | None:
     """Read the places of the tokens from the attention_mask in a model's inputs.
 
     Args:
@@ -258,7 +260,7 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
     return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
 
 
-def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+def packed_rows(inputs: Inputs) -> PaddedRows | None:
     """Return the places of the tokens in several packed rows, which run as a single one; None for a single row.
 
     Raises:
@@ -278,7 +280,7 @@ def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
 
 
-def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
+def _real(mask: Any, tokens: Tensor) -> BoolArray:
     """Return which tokens an attention_mask does not hide, bool [rows, tokens]. This waits for the device."""
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.is_floating_point():
         shown = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -287,7 +289,7 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
             f"for padding, got {shown}; call unpatch_model to use other masks"
         )
     given = mask.flatten(0, -2).cpu().numpy()
-    real: npt.NDArray[np.bool_] = given != 0
+    real: BoolArray = given != 0
     if (given != real).any():
         raise PackingError(
             "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
@@ -296,7 +298,7 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
     return real
 
 
-def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
+def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
     # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
     axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
@@ -310,7 +312,7 @@ def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
         )
 
 
-def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+def media_of(inputs: Inputs) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
     others, shape = inputs.keys() - {"inputs_embeds", LABELS}, tokens_of(inputs).shape
@@ -318,7 +320,7 @@ def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, each in floats.items() if name in others and each.ndim > 1 and each.shape != shape)
 
 
-def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
+def with_pad_tokens(model: PreTrainedModel, inputs: Arguments, rows: PaddedRows) -> Arguments:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
     if ids is None or pad is None:
@@ -326,7 +328,7 @@ def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: Padded
     return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
 
-def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: PaddedRows) -> dict[str, Any]:
+def inputs_of_backbone(backbone: nn.Module, inputs: Inputs, rows: PaddedRows) -> Arguments:
     """Return the arguments of a backbone's forward for a padded batch, without caches and without attention_mask.
 
     Position ids that only the model itself has made are left out, since they may count padding.
@@ -368,7 +370,7 @@ def _is_of_media(path: Path, leaf: Any, rows: PaddedRows) -> bool:
     return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
 
 
-def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
+def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows) -> Any:
     """Call a forward once for all rows with the same number of tokens, without padding, and return its output for the
     padded batch, with zeros in padding.
 

@@ -232,9 +232,8 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
     check_choice("prove", prove, ProveInTraining)
     inner = inner_model(model)
     with unpatched_on_error(model):
-        if prove == "first batch" and not is_patched(inner):
+        if not is_patched(inner):
             _patch(model, prove)
-        patch_model(model, prove="small" if prove == "small" else "model")
         if prove != "model" or accelerator.mixed_precision == "no":
             return
         with accelerator.autocast():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.model import Signature
+from hf_packing.attention.model import Arguments, Signature
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -62,7 +62,7 @@ class Method:
     borders: bool = True
     mask_of_ones: bool = False
 
-    def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
+    def build(self, signature: Signature, inputs: Arguments, row: Layout) -> Arguments:
         """Return the keyword arguments for a patched model's own forward.
 
         Args:
@@ -95,7 +95,7 @@ class Method:
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
-def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
+def mark_changing_sizes(inputs: Arguments, tokens: int) -> None:
     """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
     the model for the first batch alone, and once more for the second one."""
     for name, value in inputs.items():
@@ -143,15 +143,6 @@ class Facts:
     """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
     fewest_shared: int | None = None
     """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
-
-    def check_tokens(self, input_ids: Tensor | None) -> None:
-        """Raise PackingError if the tokens contain `refused_token`."""
-        refused = self.refused_token
-        if refused is not None and input_ids is not None and bool((input_ids == refused).any()):
-            raise PackingError(
-                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
-                "even inside a document; remove the pad tokens from the documents before packing"
-            )
 
 
 @dataclass(frozen=True, repr=False)

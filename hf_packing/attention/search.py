@@ -419,8 +419,9 @@ class _Call:
         equal = [(start, start + min(row.lengths)) for start, _ in row.slices]
         trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices), ("equal", equal)]
         for sharing, slices in trials if may_be_ragged else trials[1:]:
-            together = [SharedCall.of([*range(len(slices))], slices, row.cu_seq_lens.device)]
-            one_by_one = [SharedCall.of([at], [place], row.cu_seq_lens.device) for at, place in enumerate(slices)]
+            each, device = range(len(slices)), row.cu_seq_lens.device
+            one_by_one = [SharedCall.of([at], slices, device) for at in each]
+            together = [SharedCall.of([*each], slices, device)]
             runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
                 alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run)[1] for run in runs)

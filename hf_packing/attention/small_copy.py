@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.runs import STOCK_ATTENTIONS
+from hf_packing.attention.snapshot import WeightSnapshot
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
@@ -211,12 +212,12 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
     every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
     are restored.
     """
-    generator = torch.Generator().manual_seed(0)
-    before: list[tuple[nn.Parameter, torch.Tensor]] = []
+    generator, weights = torch.Generator().manual_seed(0), WeightSnapshot(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), weights:
             for parameter in model.parameters():
-                if not (parameter.ndim and parameter.numel() and parameter.is_floating_point()) or parameter.is_meta:
+                is_kept = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+                if not (is_kept and parameter.ndim and parameter.numel()):  # subclasses are not restored
                     continue
                 if not parameter.any():
                     scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL
@@ -224,10 +225,7 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
                     scale = _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())
                 else:
                     continue
-                before.append((parameter, parameter.detach().clone()))
                 parameter.add_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter))
         yield
     finally:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
+        weights.restore()

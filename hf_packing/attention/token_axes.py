@@ -262,10 +262,10 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
         each = [part[path] for part in parts]
         last = each[-1]
         along = axes.of(path, last)
-        if not isinstance(last, Tensor):
-            return sum(each) if along else last
         if not along:
             return last
+        if not isinstance(last, Tensor):
+            return sum(each)
         return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
 
     return map_leaves(value, join_leaf)
