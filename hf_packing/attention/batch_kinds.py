@@ -64,16 +64,17 @@ class PaddedCase(RowCase):
         self.replacements = [[each] for each in range(len(self.paths))] if side == "right" else []
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        taken, shape = self.runner.signature.names, inputs["input_ids"].shape
         # some models pass their own use_cache
-        given = {name: each for name, each in inputs.items() if name != "use_cache" or name in taken}
+        given = {
+            name: each for name, each in inputs.items() if name != "use_cache" or name in self.runner.signature.names
+        }
         if self.has_choices:
             given |= {name: each[:, None] for name, each in given.items() if isinstance(each, Tensor)}
         parts = []
         for name, value in self.runner(given).items():
             if name not in _NOT_COMPARED and isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(torch.promote_types(value.dtype, torch.float32))
-                is_of_tokens = value.shape[:2] == shape
+                is_of_tokens = value.shape[:2] == inputs["input_ids"].shape
                 parts.append(torch.split(value.flatten(0, 1)[places], [*lengths]) if is_of_tokens else value)
         return [torch.cat([each.flatten() for each in row])[:, None] for row in zip(*parts, strict=True)]
 
@@ -193,8 +194,8 @@ class TreeCase(RowCase):
 
 
 def _row_of_trees(segments: DocumentTokens) -> Arguments:
-    tokens = torch.tensor([[*chain(*segments)]])
-    return {"input_ids": tokens, SEGMENT_LENGTHS: torch.tensor(TREES.lengths), PARENTS: torch.tensor(TREES.parents)}
+    columns = {"input_ids": [[*chain(*segments)]], SEGMENT_LENGTHS: TREES.lengths, PARENTS: TREES.parents}
+    return {name: torch.tensor(values) for name, values in columns.items()}
 
 
 @torch.inference_mode(False)  # gradients are compared

@@ -28,7 +28,7 @@ from hf_packing.attention.token_axes import (
     cut_inputs,
     join_outputs,
     leaves,
-    map_leaves,
+    map_tensors,
     split_outputs,
     tensors_in,
 )
@@ -189,14 +189,13 @@ class SegmentedForward(ReplacedForward):
         the output that it has on the first path."""
         name, after = self.plan.after or ("", None)
 
-        def finish(path: Path, leaf: Any) -> Any:
-            if row.has_branches and isinstance(leaf, Tensor):
-                for axis in self.plan.outputs.of(path, leaf):
-                    leaf = leaf.index_select(axis, row.first_places)
+        def finish(path: Path, leaf: Tensor) -> Any:
+            for axis in self.plan.outputs.of(path, leaf) if row.has_branches else ():
+                leaf = leaf.index_select(axis, row.first_places)
             return self.module.get_submodule(name)(leaf) if path == after else leaf
 
         output, parts = self.run_calls(inputs, calls_of(row, sharing))
-        return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
+        return map_tensors(join_outputs(output, self.plan.outputs, parts), finish)
 
     def run_calls(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros
@@ -271,8 +270,8 @@ def _with_borders(row: Layout, kwargs: Arguments) -> Arguments:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
     given = {name: value for name, value in kwargs.items() if value is not None}
-    borders: Arguments = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
-    return kwargs | borders | {name: row.longest for name in MAX_LENGTHS if name in given}
+    borders = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
+    return {**kwargs, **borders, **{name: row.longest for name in MAX_LENGTHS if name in given}}
 
 
 def is_inside(name: str, outer: str) -> bool:
@@ -327,11 +326,10 @@ def into_rows(value: Any, layout: Layout) -> Any:
     each segment in a row of its own, padded on the right with zeros."""
     rows = PaddedRows.of(layout)
 
-    def cut(_: Path, leaf: Any) -> Any:
-        is_of_tokens = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.tokens)
-        return rows.spread(leaf[0]) if is_of_tokens else leaf
+    def cut(_: Path, leaf: Tensor) -> Tensor:
+        return rows.spread(leaf[0]) if leaf.shape[:2] == (1, layout.tokens) else leaf
 
-    return map_leaves(value, cut)
+    return map_tensors(value, cut)
 
 
 def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:

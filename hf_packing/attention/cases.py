@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import isfinite
 from typing import Any, Self
 
 import numpy as np
@@ -36,7 +37,6 @@ from hf_packing.attention.tolerance import (
     Tolerance,
     apart,
     comparable,
-    effect_of_rounding,
     has_experts,
     spread,
 )
@@ -180,8 +180,8 @@ class Case:
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
-        logits = logits_of(self.runner.called, self.runner(inputs))
-        return [*torch.split(logits.flatten(0, 1)[places], [*lengths])]
+        logits = logits_of(self.runner.called, self.runner(inputs)).flatten(0, 1)
+        return [*torch.split(logits[places], [*lengths])]
 
     @cached_property
     def owners(self) -> Tensor:
@@ -250,8 +250,9 @@ class Case:
             longest = max(runs, key=lambda each: 0 if each is None else self.lengths[each])
             noisy = self.run_alone(longest, noisy=True)
         unit = spread(torch.cat([run.outputs[0] for run in runs.values()]))
-        noise = effect_of_rounding(noisy.outputs[0], runs[longest].outputs[0], unit)
-        return Alone({document: run for document, run in runs.items() if document is not None}, noise)
+        noise = float(apart(noisy.outputs[0], runs[longest].outputs[0], unit).max())
+        found = {document: run for document, run in runs.items() if document is not None}
+        return Alone(found, noise if isfinite(noise) else 0.0)  # 0 if it cannot be measured
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
@@ -261,9 +262,10 @@ class Case:
             tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
         with self._leaves(tokens, noisy) as embedded:
             outputs = self.outputs_alone(tokens)
-            wanted = self.wants_gradients and not noisy
-            own, _ = self.gradients([outputs], embedded, [document or 0], tokens) if wanted else ({}, 0)
-        return Run([outputs.detach()], own)
+            run = Run([outputs.detach()])
+            if self.wants_gradients and not noisy:
+                run.gradients, run.reach = self.gradients([outputs], embedded, [document or 0], tokens)
+        return run
 
 
 def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:

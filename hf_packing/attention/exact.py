@@ -71,9 +71,9 @@ def attend_exactly(
     for runs, mask in calls:
         q, k, v = (_cat([each[run] for run in runs], 0) for each in parts)
         if softcap is None and sinks is None:
-            causal, gqa = is_causal and mask is None, q.shape[1] != k.shape[1]
+            causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         else:
             attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
@@ -184,8 +184,7 @@ def gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
     In the backward pass, a shared token gets the sum of the gradients of all runs that attend to it. This sum is
     computed in float32.
     """
-    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return exact.index_select(2, places).to(tensor.dtype)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).index_select(2, places).to(tensor.dtype)
 
 
 _OPTIONS = ("scale", "is_causal", "window", "chunk", "softcap")

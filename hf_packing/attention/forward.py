@@ -128,8 +128,7 @@ class Patch:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
-        is_tracing = torch.compiler.is_dynamo_compiling()  # which changes nothing
-        lock = nullcontext() if is_tracing else _lock
+        lock = nullcontext() if torch.compiler.is_dynamo_compiling() else _lock  # tracing changes nothing
         with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
 
@@ -282,9 +281,12 @@ class PatchedForward(ReplacedForward):
     def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
         """Context manager: within the block, the model's forward is running on a layout or on padded rows."""
         before, self.patch.is_running = self.patch.is_running, True
-        models = *running.get(), id(self.model)
         try:
-            with within(running, models), within(current_layout, layout), within(current_rows, rows):
+            with (
+                within(running, (*running.get(), id(self.model))),
+                within(current_layout, layout),
+                within(current_rows, rows),
+            ):
                 yield
         finally:
             self.patch.is_running = before
@@ -305,11 +307,11 @@ class PatchedForward(ReplacedForward):
             return inputs, None, None
         self._check_patch(inputs)
         takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
-        has_media = patch.sees_media and bool(media_of(inputs))
-        rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
+        are_documents = not takes_packed_rows or (patch.sees_media and bool(media_of(inputs)))
+        rows = read_padded_rows(inputs, are_documents)
         if rows is None:
             layout, rows = self._read_layout(inputs), packed_rows(inputs)
-        elif takes_packed_rows and not has_media and not rows.has_padding and patch.facts.unpadding is None:
+        elif not are_documents and not rows.has_padding and patch.facts.unpadding is None:
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
@@ -501,11 +503,10 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     if (labels != ids)[trained].any() or ends_within.any():
         getattr(model, PATCH).knows_labels = True
     elif trained.sum() >= _FEWEST:
-        name = type(model).__name__
         raise PackingError(
             f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
-            f"input_ids. {name} sees the input token at each label's position, and would only learn to copy this "
-            "token. For a masked language model, mask tokens before packing, with Dataset.map or "
+            f"input_ids. {type(model).__name__} sees the input token at each label's position, and would only learn to "
+            "copy this token. For a masked language model, mask tokens before packing, with Dataset.map or "
             "Dataset.with_transform, and set the labels of all other tokens to -100, as "
             "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
             "labels by one token"
@@ -526,7 +527,7 @@ def install(model: PreTrainedModel, route: Route) -> None:
     """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
     inner models, and of the modules that run by segment. After an error, the model is left unpatched."""
     before = attention_of(model)
-    of_towers = {id(config) for config in tower_configurations(model)}
+    of_towers = tower_configurations(model)
     attention = [each for each in before if id(each[0]) not in of_towers]
     patch = Patch(model, route, attention, Signature(model), sees_media(model))
     setattr(model, PATCH, patch)

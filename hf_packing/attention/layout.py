@@ -28,12 +28,9 @@ from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
-    INPUT_IDS,
-    LABELS,
     MAX_LENGTHS,
     PADDING_SEGMENT,
     PARENTS,
-    POSITION_IDS,
     SEGMENT_LENGTHS,
     SEQ_IDX,
     SEQ_LENGTHS,
@@ -216,8 +213,8 @@ class SharedCall(NamedTuple):
 def calls_of(layout: Layout, sharing: Sharing) -> list[SharedCall]:
     """Return module calls that together run each path of a layout once."""
     most = MOST_TOKENS_OF_CALL if layout.has_branches else inf
-    groups = group_lengths(layout.path_lengths, sharing, most)
-    return [SharedCall.of(paths, layout.places, layout.cu_seq_lens.device) for paths in groups]
+    device = layout.cu_seq_lens.device
+    return [SharedCall.of(each, layout.places, device) for each in group_lengths(layout.path_lengths, sharing, most)]
 
 
 MAX_PADDING = 4
@@ -295,7 +292,7 @@ def refuse_earlier_tokens(inputs: Inputs) -> None:
 
 def tokens_of(inputs: Inputs) -> Tensor:
     """Return input_ids, or a value of inputs_embeds for each token."""
-    ids, embeddings = inputs.get(INPUT_IDS), inputs.get("inputs_embeds")
+    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if isinstance(ids, Tensor):
         return ids
     if isinstance(embeddings, Tensor):
@@ -351,7 +348,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
 def _read_trees(inputs: Inputs, tokens: Tensor) -> Layout:
     if inputs.get(SEGMENT_LENGTHS) is None or inputs.get(PARENTS) is None:
         raise PackingError("segment_lengths: expected both segment_lengths and parents beside a row of trees")
-    if inputs.get(LABELS) is not None and not _takes_labels.get():
+    if inputs.get("labels") is not None and not _takes_labels.get():
         raise PackingError(
             "labels: expected None with a row of trees, since no model computes the loss of trees by itself; call "
             "hfp.compute_loss(model, batch)"
@@ -366,7 +363,7 @@ def _read_trees(inputs: Inputs, tokens: Tensor) -> Layout:
             f"segment_lengths: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
             f"{trees.tokens}"
         )
-    layout, positions = Layout.of(trees, tokens.device), inputs.get(POSITION_IDS)
+    layout, positions = Layout.of(trees, tokens.device), inputs.get("position_ids")
     if positions is not None and not torch.equal(positions.to(tokens.device), layout.position_ids):
         raise PackingError(
             "position_ids: expected the depth of each token in its tree, or None, got positions that begin with "
@@ -422,14 +419,14 @@ def read_borders(rows: int, inputs: Inputs) -> Tensor | None:
     Raises:
         PackingError: an argument has a wrong shape, or two arguments have different borders.
     """
-    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
+    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, "position_ids"))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
     if seq_idx is not None:
         found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
     if positions is not None and positions.ndim == 2 and not _ends_in_padding(inputs):  # where positions begin again
-        found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
+        found["position_ids"] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
@@ -454,18 +451,18 @@ def _ends_in_padding(inputs: Inputs) -> bool:
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
     predict from the document before. PackingCollator makes no such labels."""
-    labels = inputs.get(LABELS)
+    labels = inputs.get("labels")
     is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
     if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
-    return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}
+    return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}
 
 
 _TWO_DOCUMENTS = {
-    INPUT_IDS: [1, 1, 1, 1],
-    LABELS: [-100, 1, -100, 1],
-    POSITION_IDS: [0, 1, 0, 1],
+    "input_ids": [1, 1, 1, 1],
+    "labels": [-100, 1, -100, 1],
+    "position_ids": [0, 1, 0, 1],
     SEQ_IDX: [0, 0, 1, 1],
     **{name: [0, 2, 4] for name in CU_SEQ_LENS},
     SEQ_LENGTHS: [2, 2],
@@ -501,13 +498,12 @@ def check_loader(layout: Layout) -> None:
     _checked.add(loader)
 
 
-def _ask(collate: Callable[[list[Arguments]], Any], names: list[str]) -> None:
+def _ask(collate: Callable[..., Any], names: list[str]) -> None:
     """Raise PackingError if a collator makes one document of a row of two documents with these columns."""
-    row = {name: values for name, values in _TWO_DOCUMENTS.items() if name in names}
     try:
         with torch.random.fork_rng(devices=[]):
-            batch = collate([row])
-        borders = read_borders(len(batch[INPUT_IDS]), batch)
+            batch = collate([{name: values for name, values in _TWO_DOCUMENTS.items() if name in names}])
+        borders = read_borders(len(batch["input_ids"]), batch)
     except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
         return
     if borders is None or borders.tolist()[:3] != [0, 2, 4]:

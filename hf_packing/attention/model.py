@@ -88,17 +88,17 @@ def sees_media(model: nn.Module) -> bool:
     return any({*([kind] if isinstance(kind, str) else kind)} != {"text"} for kind in kinds)
 
 
-def tower_configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations of a model's towers, which are the inner models without the embedding of tokens in a
-    model that takes pictures or sound. Configurations that other modules share are left out."""
+def tower_configurations(model: PreTrainedModel) -> set[int]:
+    """Return the `id()` of each configuration of a model's towers, which are the inner models without the embedding of
+    tokens in a model that takes pictures or sound. Configurations that other modules share are left out."""
     if not sees_media(model):
-        return []
+        return set()
     embedding = embedding_of(model).weight
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     towers = [each for each in inner if embedding not in {*each.parameters()}]
     inside = {module for tower in towers for module in tower.modules()}
     shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
-    return [config for tower in towers for config in configurations(tower) if id(config) not in shared]
+    return {id(config) for tower in towers for config in configurations(tower)} - shared
 
 
 class Signature:
@@ -112,8 +112,8 @@ class Signature:
         parameters = next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
-        self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
+        buffers = [name for name, _ in module.named_buffers() if name.endswith("token_type_ids")]
+        self.takes_types_from_buffer = bool(buffers) and self.takes("token_type_ids")
         """True if the module, like BERT, reads token_type_ids from a buffer when no token_type_ids are passed. Such a
         buffer may be too short for a packed row, since it is only as long as the model's longest document."""
 
@@ -217,8 +217,8 @@ def is_fsdp(module: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
-    wrapped = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+    kinds = ((type(module).__name__, module._compiled_call_impl) for module in model.modules())
+    return any(name == "OptimizedModule" or compiled is not None for name, compiled in kinds)
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

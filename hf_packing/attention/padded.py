@@ -25,8 +25,8 @@ from hf_packing.attention.layout import (
     tokens_of,
 )
 from hf_packing.attention.model import Arguments, Inputs, pad_token_of
-from hf_packing.attention.token_axes import Path, leaves, map_leaves
-from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.attention.token_axes import Path, leaves, map_tensors
+from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.planning.lengths import BoolArray
 from hf_packing.trees.find import BatchTrees, find_in_batch
@@ -117,19 +117,12 @@ class PaddedRows:
         """The index of each token in the flattened batch, int64 [tokens]."""
         return on_device(np.flatnonzero(self.real), self.device)
 
-    @cached_property
-    def _taken(self) -> Tensor:
-        """The index in the flattened batch of each token that `lay_end_to_end` takes, int64 [tokens]."""
-        return self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
-
     def take(self, value: Any, places: Tensor) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
         of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens],
         and to all places of rows of several choices, [rows, choices, tokens, ...]."""
 
-        def take(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def take(path: Path, leaf: Tensor) -> Tensor:
             if has_axes_first(path, leaf, self.shape):
                 return leaf.flatten(1)[:, places]
             if leaf.shape == (1, self.shape[1]):  # the same for all rows
@@ -140,12 +133,13 @@ class PaddedRows:
                 return leaf.flatten(0, 2)[places].view_as(leaf)  # several choices in each row
             return leaf
 
-        return map_leaves(value, take)
+        return map_tensors(value, take)
 
     def lay_end_to_end(self, value: Any) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
         [1, tokens without padding, ...]."""
-        return self.take(value, self._taken[None])
+        places = self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
+        return self.take(value, places[None])
 
     def put_back(self, value: Any) -> Any:
         """Return the outputs of the row in the shapes that they have for the padded batch, with zeros in padding.
@@ -155,8 +149,8 @@ class PaddedRows:
         """
         tokens, documents, longest = self.layout.tokens, len(self.layout.lengths), self.layout.longest
 
-        def put(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+        def put(path: Path, leaf: Tensor) -> Tensor:
+            if leaf.ndim < 2:
                 return leaf
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self.spread(leaf[0])
@@ -167,7 +161,7 @@ class PaddedRows:
                 return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
             return self.spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
-        return map_leaves(value, put)
+        return map_tensors(value, put)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
@@ -200,10 +194,10 @@ class PaddedRows:
         """
         values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim}
         known = all(each.shape == self.shape and not each.is_floating_point() for each in values.values())
-        if not known or INPUT_IDS not in values or LABELS in values:
+        if not known or "input_ids" not in values or "labels" in values:
             return self
         tokens = {name: each.cpu().numpy()[self.real] for name, each in values.items()}
-        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, self.layout.lengths, fewest)
+        found = find_in_batch(tokens.pop("input_ids"), tokens, self.layout.lengths, fewest)
         return replace(self, shared=found) if found.trees.tokens < self.layout.tokens else self
 
 
@@ -301,9 +295,9 @@ def _real(mask: Any, tokens: Tensor) -> BoolArray:
 def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
     # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
-    axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
-    step = np.diff(positions.expand(real.shape).cpu().numpy())
-    rises = step >= 0 if position_ids.ndim == 3 and axes < 4 else step == 1
+    has_axes = position_ids.ndim == 3
+    step = np.diff((position_ids[0] if has_axes else position_ids).expand(real.shape).cpu().numpy())
+    rises = step >= 0 if has_axes and len(position_ids) < 4 else step == 1
     if not rises[real[:, 1:] & real[:, :-1]].all():
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
@@ -315,9 +309,10 @@ def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
 def media_of(inputs: Inputs) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
-    others, shape = inputs.keys() - {"inputs_embeds", LABELS}, tokens_of(inputs).shape
+    shape = tokens_of(inputs).shape
     floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
-    return tuple(name for name, each in floats.items() if name in others and each.ndim > 1 and each.shape != shape)
+    has_places = [name for name, each in floats.items() if each.ndim > 1 and each.shape != shape]
+    return tuple(name for name in has_places if name not in ("inputs_embeds", "labels"))
 
 
 def with_pad_tokens(model: PreTrainedModel, inputs: Arguments, rows: PaddedRows) -> Arguments:
@@ -384,8 +379,8 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
         places = group._places.view(-1, length)
 
-        def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        def widen(_: Path, leaf: Tensor, shape: tuple[int, ...] = places.shape) -> Tensor:
+            if not leaf.is_floating_point():
                 return leaf
             if leaf.ndim < 2 or len(leaf) != shape[0]:
                 raise ModelNotSupportedError(
@@ -397,13 +392,13 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
             return leaf
 
         output = _without_caches(forward(**rows.take(dict(inputs), places)))
-        outputs.append(dict(leaves(group.put_back(map_leaves(output, widen)))))
+        outputs.append(dict(leaves(group.put_back(map_tensors(output, widen)))))
 
-    def join(path: Path, leaf: Any) -> Any:
-        parts = [each[path] for each in outputs]  # each of which has zeros in the rows of the others
-        return sum(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def join(path: Path, leaf: Tensor) -> Any:
+        # each of which has zeros in the rows of the others
+        return sum(each[path] for each in outputs) if leaf.is_floating_point() else leaf
 
-    return map_leaves(output, join)
+    return map_tensors(output, join)
 
 
 def _without_caches(output: Any) -> Any:

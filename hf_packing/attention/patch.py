@@ -356,8 +356,8 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             _prove_on_packed_rows(model, model.base_model, only)
             return
     with unpatched_on_error(model):
-        facts = Facts(takes_packed_rows=False)
-        install(model, Route(Method(None, positions=False, borders=False), (), 0.0, facts=facts))
+        method = Method(None, positions=False, borders=False)
+        install(model, Route(method, (), 0.0, facts=Facts(takes_packed_rows=False)))
         prove_unpadding(model, by_length=True)
 
 
@@ -460,8 +460,8 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             failure = error
     reasons = [str(failure)]
     if plans:
-        by_segment = ", ".join(f"{number} {kind}" for kind, number in route.modules.items())
-        reasons.append(f"modules that ran by segment: {by_segment}")
+        kinds = (f"{number} {kind}" for kind, number in route.modules.items())
+        reasons.append("modules that ran by segment: " + ", ".join(kinds))
     for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")

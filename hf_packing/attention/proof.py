@@ -99,8 +99,8 @@ def prove(case: Case) -> Proof:
                 if not fall_back(str(error)):
                     raise
             else:
-                reason = proof.problem or "isolation is not proven on another rank"
-                if not (on_any_rank(case.model, bool(proof.problem)) and fall_back(reason)):
+                is_wrong = on_any_rank(case.model, bool(proof.problem))
+                if not (is_wrong and fall_back(proof.problem or "isolation is not proven on another rank")):
                     return proof
 
 

@@ -162,8 +162,9 @@ class Route:
     @property
     def name(self) -> str:
         """The name of the route: `varlen`, `segments` or `varlen + segments`."""
-        parts = ["varlen"] if self.method.attention else []
-        return " + ".join(parts + (["segments"] if self.by_segment or not parts else []))
+        if not self.method.attention:
+            return "segments"
+        return "varlen + segments" if self.by_segment else "varlen"
 
     @property
     def modules(self) -> dict[str, int]:
@@ -241,6 +242,5 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
-    classes = tuple((name, type(module)) for name, module in model.named_modules())
-    attention = model.config._attn_implementation
-    return classes, model.config.to_json_string(), attention, model.dtype, model.device.type
+    config, classes = model.config, tuple((name, type(module)) for name, module in model.named_modules())
+    return classes, config.to_json_string(), config._attn_implementation, model.dtype, model.device.type

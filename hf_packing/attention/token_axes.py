@@ -50,6 +50,11 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
     return change(path, value)
 
 
+def map_tensors(value: Any, change: Callable[[Path, Tensor], Any]) -> Any:
+    """Return what `map_leaves` returns if only tensors are replaced."""
+    return map_leaves(value, lambda path, leaf: change(path, leaf) if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for every leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
     type."""
@@ -65,7 +70,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def detached_copy(value: Any) -> Any:
-    return map_leaves(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+    return map_tensors(value, lambda _, leaf: leaf.detach().clone())
 
 
 @dataclass
@@ -135,8 +140,8 @@ class TokenAxes:
                     f"{self.where}: expected {tokens} tokens along axis {wrong[0]} of the tensor {_dotted(path)}, got "
                     f"shape {list(leaf.shape)}"
                 )
-            is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
-            if path in self.counting and not is_float and not counts_along(leaf, axes):
+            # in half precision, large values rise in uneven steps
+            if path in self.counting and not leaf.is_floating_point() and not counts_along(leaf, axes):
                 raise PackingError(
                     f"{self.where}: expected the values of {_dotted(path)} to rise by 1 from token to token, got other "
                     "steps; a padding token in a document may be the cause, since some models do not count padding"

@@ -117,11 +117,5 @@ def apart(left: Tensor, right: Tensor, unit: float | None = None) -> Tensor:
     return differences(left, right) / (spread(right) if unit is None else unit)
 
 
-def effect_of_rounding(noisy: Tensor, exact: Tensor, unit: float) -> float:
-    """Return the largest difference that rounding errors cause, in `unit`; 0 if it cannot be measured."""
-    largest = float(apart(noisy, exact, unit).max())
-    return largest if math.isfinite(largest) else 0.0
-
-
 def has_experts(model: nn.Module) -> bool:
     return any(kind in type(module).__name__ for module in model.modules() for kind in ("Expert", "Router"))
