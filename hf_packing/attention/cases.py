@@ -158,7 +158,7 @@ class Case:
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
         [values, width]."""
-        ids: Tensor = self.inputs["input_ids"]
+        ids = self.inputs["input_ids"]
         inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
         if embedded:
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
@@ -167,16 +167,13 @@ class Case:
     def outputs_alone(self, tokens: Tensor) -> Tensor:
         """Run the model on a document that has these tokens of the batch, int64 [tokens of the document], and return
         its outputs, [values, width]."""
-        ids: Tensor = self.inputs["input_ids"]
+        shape = self.inputs["input_ids"].shape
         inputs = {
             name: value.flatten(0, 1)[self.places[tokens]][None]
             for name, value in self.inputs.items()
-            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in self.only_of_batch
-        }
-        inputs["input_ids"] = self.tokens[tokens][None]
-        return self.ask({**inputs, "use_cache": False}, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[
-            0
-        ]
+            if isinstance(value, Tensor) and value.shape[:2] == shape and name not in self.only_of_batch
+        } | {"input_ids": self.tokens[tokens][None], "use_cache": False}
+        return self.ask(inputs, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[0]
 
     def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""

@@ -122,8 +122,8 @@ def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None
     calls: dict[tuple[int, int], list[int]] = defaultdict(list)
     for run, shape in enumerate(zip(lengths, keys, strict=True)):
         calls[shape].append(run)
-    masks = [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
-    return lengths, keys, on_device(places, device) if layout.has_branches else None, masks
+    gathered = on_device(places, device) if layout.has_branches else None
+    return lengths, keys, gathered, [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
 
 
 def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:

@@ -123,8 +123,7 @@ def _compiled(kind: tuple[Any, ...]) -> Callable[..., Any]:  # noqa: ARG001
     torch counts how often it compiles a code object, and after 8 times it runs the slow version, or with `fullgraph`
     raises an error. So each kind of call has a code object of its own.
     """
-    own = FunctionType(_attend.__code__.replace(), globals())
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(FunctionType(_attend.__code__.replace(), globals()), fullgraph=True)
 
 
 def _scaled(scale: float, softcap: float | None, query: Tensor) -> Callable[..., Tensor]:

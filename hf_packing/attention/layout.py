@@ -83,8 +83,7 @@ class Layout:
     ) -> "Layout":
         """Return the Layout of segments of these lengths, which share no prefixes, or of trees."""
         trees = segments if isinstance(segments, TreeSegments) else roots(segments)
-        borders = torch.tensor([0, *accumulate(trees.lengths)], dtype=torch.int32, device=device)
-        return cls(borders, trees, rows, **more)
+        return cls(torch.tensor([0, *accumulate(trees.lengths)], dtype=torch.int32, device=device), trees, rows, **more)
 
     @property
     def lengths(self) -> tuple[int, ...]:

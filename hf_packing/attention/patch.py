@@ -347,8 +347,7 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             _prove_on_packed_rows(model, model, only)
         return
     except ModelNotSupportedError as error:
-        takes_labels = "labels" in Signature(model).names
-        is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
+        is_backbone = model.base_model is model and model.base_model_prefix and "labels" not in Signature(model).names
         if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
             raise
     if model.base_model is not model:
@@ -529,8 +528,9 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
                 f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
                 f"{found.__name__}"
             )
-    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
-    facts = replace(route.facts, refused_token=refused)
+    facts = replace(route.facts)
+    if facts.refused_token is not None:
+        facts.refused_token = pad_token_of(model)  # the copy has smaller token ids
     return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
 
 

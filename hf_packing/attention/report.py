@@ -204,7 +204,7 @@ def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: 
     return IsolationReport(
         isolated=not last.problem,
         max_leak=max(each.max_leak for each in proofs),
-        reason=("in training mode, " if last.training else "") + last.problem if last.problem else reason,
+        reason=("in training mode, " if last.mode == "training" else "") + last.problem if last.problem else reason,
         max_gradient_leak=float(np.fmax.reduce([each.max_gradient_leak for each in proofs])),
         route=route_of(model),
         modes=(last.mode,) if last.problem else tuple(each.mode for each in proofs),
@@ -221,11 +221,13 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
         proofs, unproven = prove_trees(model)
     except ModelNotSupportedError as error:
         return IsolationReport(False, float("nan"), str(error), route=route_of(model))
-    reason = (
+    return _report(
+        model,
+        proofs,
         "changing a segment of a tree changed no logits but its own and those below it, and all documents equal the "
-        "same documents alone"
+        "same documents alone",
+        unproven,
     )
-    return _report(model, proofs, reason, unproven)
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:

@@ -33,6 +33,7 @@ from hf_packing.attention.token_axes import (
     leaves,
     map_leaves,
     map_tensors,
+    tensors_in,
 )
 from hf_packing.attention.tolerance import comparable, differences
 from hf_packing.errors import PackingError
@@ -129,8 +130,8 @@ class Search:
         has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
         if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        outputs = plan.outputs.found_in(call.output)
-        if not plan.inputs.found_in(call.inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
+        outputs = [leaf for _, leaf, _ in plan.outputs.found_in(call.output)]
+        if not plan.inputs.found_in(call.inputs) or not tensors_in(outputs):
             return
         try:
             depends_on_others = plan.is_stateful = call.depends_on_far_positions()
