@@ -228,16 +228,16 @@ def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any],
             if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
         ]
 
-    def record(name: str) -> Callable[..., None]:
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if found := sums(output):
-                records.setdefault(name, (sums((args, kwargs)), found))
+    names = {module: name for name, module in model.named_modules()}
 
-        return after
+    def record(module: nn.Module, *given: Any) -> None:
+        *inputs, output = given
+        if found := sums(output):
+            records.setdefault(names[module], (sums(inputs), found))
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
+        for module in names:
+            stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
         run(*options)
     return records
 

@@ -6,7 +6,7 @@ run as without the patch. A batch of PackingCollator waits for the device not on
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
@@ -262,7 +262,8 @@ class PatchedForward(ReplacedForward):
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
         with self._running(None, rows), use_attention(self.patch.attention_before):
-            return self.forward(**_without_unknown(self.signature, with_pad_tokens(self.model, inputs, rows)))
+            inputs = with_pad_tokens(self.model, inputs, rows)
+            return self.forward(**self.signature.without_unknown(inputs, READ_ARGUMENTS))
 
     @_itself_uncompiled
     def _run_backbone(self, inputs: Arguments, rows: PaddedRows) -> Any:
@@ -271,7 +272,7 @@ class PatchedForward(ReplacedForward):
         assert facts.unpadding is not None
         if facts.unpadding.by_length:
             with self.patch.suspended(), within(current_rows, None):
-                return run_by_length(self.forward, _without_unknown(self.signature, inputs), rows)
+                return run_by_length(self.forward, self.signature.without_unknown(inputs, READ_ARGUMENTS), rows)
         if facts.fewest_shared is not None:
             rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
         with use_attention(self.patch.attention_during):
@@ -392,7 +393,7 @@ class PatchedForward(ReplacedForward):
             inputs = without_first_labels(inputs, layout)
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
-            inputs = _without_unknown(self.patch.signature, inputs, (*BORDER_ARGUMENTS, "position_ids"))
+            inputs = self.patch.signature.without_unknown(inputs, (*BORDER_ARGUMENTS, "position_ids"))
         if not layout.has_fixed_shape:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
@@ -416,11 +417,6 @@ class PatchedForward(ReplacedForward):
     def __setstate__(self, state: Arguments) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
-
-
-def _without_unknown(signature: Signature, inputs: Arguments, names: Sequence[str] = READ_ARGUMENTS) -> Arguments:
-    """Return the arguments without those of some names that a forward does not take."""
-    return {name: value for name, value in inputs.items() if name not in names or signature.takes(name)}
 
 
 skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code

@@ -5,7 +5,7 @@ embedding, the place where the weights are stored, and modules that are built al
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -119,6 +119,10 @@ class Signature:
 
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
+
+    def without_unknown(self, inputs: Arguments, names: Sequence[str]) -> Arguments:
+        """Return the arguments without those of some names that the forward does not take."""
+        return {name: value for name, value in inputs.items() if name not in names or self.takes(name)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def by_name(self, args: Any, kwargs: Arguments) -> Arguments:

@@ -92,7 +92,7 @@ class Method:
         if self.borders and not row.has_branches:
             inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
             inputs[SEQ_IDX] = row.seq_idx
-        return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
+        return signature.without_unknown(inputs, READ_ARGUMENTS)
 
 
 def mark_changing_sizes(inputs: Arguments, tokens: int) -> None:
