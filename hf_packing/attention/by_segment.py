@@ -131,13 +131,13 @@ class ModulePlan:
     """The inner modules, such as input projections, that run once on the whole packed row, before the module runs
     segment by segment and uses their outputs. Their names, relative to the module, are mapped to where the input comes
     from: the path of an argument of the module, or the name of an earlier inner module, whose output is the input."""
-    after: tuple[str, Path] | None = None
+    after: dict[Path, str] = field(default_factory=dict)
     """The last inner module, such as an output projection, if the module runs segment by segment without it, and it
-    then runs once on the whole packed row. Its name, and the path of its output in the nested output of the module."""
+    then runs once on the whole packed row: the path of its output in the nested output of the module, and its name."""
 
     def packed_modules(self) -> list[str]:
         """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
-        return [*self.ahead, *([self.after[0]] if self.after else [])]
+        return [*self.ahead, *self.after.values()]
 
 
 class SegmentedForward(ReplacedForward):
@@ -187,12 +187,11 @@ class SegmentedForward(ReplacedForward):
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
         the output that it has on the first path."""
-        name, after = self.plan.after or ("", None)
 
         def finish(path: Path, leaf: Tensor) -> Any:
             for axis in self.plan.outputs.of(path, leaf) if row.has_branches else ():
                 leaf = leaf.index_select(axis, row.first_places)
-            return self.module.get_submodule(name)(leaf) if path == after else leaf
+            return self.module.get_submodule(self.plan.after[path])(leaf) if path in self.plan.after else leaf
 
         output, parts = self.run_calls(inputs, calls_of(row, sharing))
         return map_tensors(join_outputs(output, self.plan.outputs, parts), finish)
@@ -242,9 +241,8 @@ class SegmentedForward(ReplacedForward):
 
         `run_paths` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
-        after = {self.plan.after[0]: None} if self.plan.after else {}
         with ExitStack() as stack:
-            for name, result in {**ahead, **after}.items():
+            for name, result in {**ahead, **dict.fromkeys(self.plan.after.values())}.items():
                 known = _KnownResult(self.module.get_submodule(name), result)
                 known.install()
                 stack.callback(known.remove)

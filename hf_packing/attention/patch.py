@@ -175,8 +175,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
         find_and_prove(inner)
-        route = route_of(inner)
-        if not is_known and route is not None and route.by_segment and has_thresholds(inner.config):
+        if not is_known and getattr(inner, PATCH).route.by_segment and has_thresholds(inner.config):
             find_for_long_documents(inner)
 
 

@@ -167,7 +167,7 @@ class Search:
         with suppress(Exception):  # the module cannot use segments of the projections' outputs
             agrees = not call.differ(output, call.one_by_one())
         if not agrees:
-            plan.ahead, plan.after = {}, None
+            plan.ahead, plan.after = {}, {}
         plan.sharing = call.find_sharing()
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
             self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
@@ -187,7 +187,7 @@ class Search:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
-                plan.after = name, returned[id(inner.output)]
+                plan.after[returned[id(inner.output)]] = name
 
     def _is_projection(self, call: "_Call", outer: str) -> bool:
         """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
