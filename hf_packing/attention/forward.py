@@ -241,7 +241,7 @@ class PatchedForward(ReplacedForward):
         inputs = self._prepare(inputs, layout)
         with self._running(layout, None), _borders_known(self.patch.route.method.attention is not None):
             # the paths of trees have too many lengths to compile each
-            forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward
+            forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
