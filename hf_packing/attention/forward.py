@@ -239,7 +239,7 @@ class PatchedForward(ReplacedForward):
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
         inputs = self._prepare(inputs, layout)
-        with self._running(layout, None), _borders_known(self.patch.route.method.attention is not None):
+        with self._running(layout, None), _borders_known():
             # the paths of trees have too many lengths to compile each
             forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
@@ -422,27 +422,25 @@ class PatchedForward(ReplacedForward):
 skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
 
 
-_knows_borders: ContextVar[bool] = ContextVar("_knows_borders", default=False)
-
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
 def _find_unknown_borders(position_ids: Tensor) -> Tensor | None:
-    if not torch.compiler.is_compiling() and _knows_borders.get():
+    if not torch.compiler.is_compiling() and running.get():
         return None
     found: Tensor | None = _find_packed_sequence_indices(position_ids)
     return found
 
 
 @contextmanager
-def _borders_known(known: bool) -> Iterator[None]:
-    """Context manager: within the block, if the borders are `known`, transformers does not look for packed documents in
-    position_ids, which would wait for the device. Layers attend by the current layout, so a mask need not do this."""
+def _borders_known() -> Iterator[None]:
+    """Context manager: within the block, transformers does not look for packed documents in the position_ids of a
+    patched model, which would wait for the device. Layers attend by the current layout, or their mask is one of ones,
+    so a mask need not do this."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _find_unknown_borders
     try:
-        with within(_knows_borders, known):
-            yield
+        yield
     finally:
         masking_utils.find_packed_sequence_indices = before
 
