@@ -138,10 +138,9 @@ def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
         for unpadding in _candidates(model, by_length, evaluation):
             install_unpadding(model, unpadding)
             try:
-                for side in SIDES:
-                    for case in (evaluation, training):
-                        case.pad_on(side)
-                        require(case)
+                for side, case in product(SIDES, (evaluation, training)):
+                    case.pad_on(side)
+                    require(case)
                 return
             except ModelNotSupportedError as error:
                 failures.append(error)
@@ -170,13 +169,10 @@ def _with_poolers(model: PreTrainedModel, unpadding: Unpadding, case: PaddedCase
     install_unpadding(model, unpadding)
     module = model.get_submodule(unpadding.backbone)
     forward: Any = module.forward
-
-    def run() -> Any:
-        with case.undisturbed():
-            return forward.run_packed({"input_ids": case.tokens[None]}, replace(case.row, is_unpadded=True))
-
-    with suppress(Exception):  # the backbone may take no packed rows by itself
-        return replace(unpadding, rows_after=find_last_of_tokens(model, module, run, case.row))
+    row = replace(case.row, is_unpadded=True)
+    with suppress(Exception), case.undisturbed():  # the backbone may take no packed rows by itself
+        run = partial(forward.run_packed, {"input_ids": case.tokens[None]}, row)
+        return replace(unpadding, rows_after=find_last_of_tokens(model, module, run, row))
     return unpadding
 
 

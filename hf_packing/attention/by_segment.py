@@ -23,6 +23,7 @@ from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
+    Leaves,
     Path,
     TokenAxes,
     cut_inputs,
@@ -198,7 +199,7 @@ class SegmentedForward(ReplacedForward):
 
     def run_calls(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros
-    ) -> tuple[Any, list[dict[Path, Any]]]:
+    ) -> tuple[Any, list[Leaves]]:
         """Call the module on the segments of a packed row, and return the outputs without joining them.
 
         Args:
@@ -210,7 +211,7 @@ class SegmentedForward(ReplacedForward):
             The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
             segment. The dictionary maps a path in the nested output to the segment's value at that path.
         """
-        parts: dict[int, dict[Path, Any]] = {}
+        parts: dict[int, Leaves] = {}
         plan, output = self.plan, None
         ahead = self._run_ahead(inputs)
         for call in calls:

@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.layout import Layout, roots
+from hf_packing.attention.layout import Layout
 from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
@@ -361,8 +361,7 @@ class RowCase(Case):
         seed: int = 0,
         ends: Sequence[int] | None = None,
     ) -> None:
-        lengths = lengths or distinctive_lengths(runner.model)
-        trees = lengths if isinstance(lengths, TreeSegments) else roots(lengths)
+        trees = Layout.of(lengths or distinctive_lengths(runner.model)).trees
         documents = random_documents(runner.model, trees.lengths, seed)
         tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)

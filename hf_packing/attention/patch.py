@@ -25,7 +25,6 @@ from hf_packing.attention.kernels import HUB_KERNEL, kernel_of, switched_off
 from hf_packing.attention.model import (
     Signature,
     configurations,
-    has_local_weights,
     has_vocabulary,
     inner_model,
     pad_token_of,
@@ -161,13 +160,13 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
             stacklevel=3,
         )
         return
-    is_local = has_local_weights(inner)
+    is_local = (location := weights_location(model)) == "in memory"
     is_small = is_local and sum(each.numel() for each in inner.parameters()) <= _FEW_PARAMETERS
     if prove == "first batch" and not is_small:
         with suppress(ModelNotSupportedError) if is_local else nullcontext():
             install(inner, find_on_small_copy(inner))
             return
-    if (location := weights_location(model)) != "in memory":
+    if not is_local:
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"

@@ -18,6 +18,9 @@ Path = tuple[str | int, ...]
 """The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
 type."""
 
+Leaves = dict[Path, Any]
+"""The leaves of a nested value, by path."""
+
 Place = tuple[int, int] | Tensor
 """The tokens of a part of a row: the indices (start, end) of a slice, with end excluded, or the index of every token,
 int64 [tokens], in a row of trees, where the tokens of a path are not next to each other."""
@@ -226,14 +229,14 @@ def _take(leaf: Tensor, axis: int, place: Place) -> Tensor:
     return leaf.narrow(axis, place[0], place[1] - place[0])
 
 
-def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
+def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[Leaves]:
     """Split the output of a module that was called with the batch from `cut_inputs` into one output for each slice.
 
     Returns:
         For each slice, a dictionary that maps the path of each leaf to the slice's part of the leaf, without padding. A
         leaf without token axes is not split: every slice gets the whole leaf.
     """
-    parts: list[dict[Path, Any]] = [{} for _ in lengths]
+    parts: list[Leaves] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
         pieces: Sequence[Any] = [leaf] * len(lengths)
@@ -251,7 +254,7 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
     return parts
 
 
-def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
+def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[Leaves]) -> Any:
     """Join a module's outputs for the segments of a row, and return the output for the whole row.
 
     In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
