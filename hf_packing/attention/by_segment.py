@@ -23,14 +23,12 @@ from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
-    Leaves,
     Path,
     TokenAxes,
     cut_inputs,
     join_outputs,
     leaves,
     map_tensors,
-    split_outputs,
     tensors_in,
 )
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
@@ -194,32 +192,23 @@ class SegmentedForward(ReplacedForward):
                 leaf = leaf.index_select(axis, row.first_places)
             return self.module.get_submodule(self.plan.after[path])(leaf) if path in self.plan.after else leaf
 
-        output, parts = self.run_calls(inputs, calls_of(row, sharing))
-        return map_tensors(join_outputs(output, self.plan.outputs, parts), finish)
+        return map_tensors(self.run_calls(inputs, calls_of(row, sharing)), finish)
 
-    def run_calls(
-        self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros
-    ) -> tuple[Any, list[Leaves]]:
-        """Call the module on the segments of a packed row, and return the outputs without joining them.
+    def run_calls(self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
+        """Call the module on parts of a row, and return the joined outputs.
 
         Args:
             inputs: positional and keyword arguments of the module for the whole row.
-            calls: the calls to make, each of which covers one or more segments.
-            fill: function that makes the padding of shorter segments in a call.
-
-        Returns:
-            The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
-            segment. The dictionary maps a path in the nested output to the segment's value at that path.
+            calls: the calls to make, each of which covers one or more parts.
+            fill: function that makes the padding of shorter parts in a call.
         """
-        parts: dict[int, Leaves] = {}
-        plan, output = self.plan, None
-        ahead = self._run_ahead(inputs)
+        ahead, outputs = self._run_ahead(inputs), []
         for call in calls:
-            args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
+            args, kwargs, results = cut_inputs((*inputs, ahead), self.plan.inputs, call.places, fill)
             with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
-            parts |= zip(call.segments, split_outputs(output, plan.outputs, call.lengths), strict=True)
-        return output, [parts[segment] for segment in sorted(parts)]
+            outputs.append((call.segments, call.lengths, output))
+        return join_outputs(outputs, self.plan.outputs)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
         """Call the module's original forward, and return the output. If the module is stateful, restore its state after

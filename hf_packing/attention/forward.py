@@ -570,17 +570,17 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 @contextmanager
-def unpatched_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: after an error or an interruption in the block, a model that was not patched before it is left
-    unpatched."""
+def unpatched_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
+    """Context manager: after an error or an interruption in the block or, if `always`, at its end, a model that was not
+    patched before it is left unpatched."""
     inner = inner_model(model)
-    was_patched = is_patched(inner)
+    was_patched, is_kept = is_patched(inner), False
     try:
         yield
-    except BaseException:
-        if is_patched(inner) and not was_patched:
+        is_kept = not always
+    finally:
+        if is_patched(inner) and not (was_patched or is_kept):
             remove(inner)
-        raise
 
 
 def backbones_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -304,13 +304,8 @@ def patched(model: Model) -> Iterator[Model]:
         ...     hfp.check_isolation(model).isolated
         True
     """
-    inner = inner_model(model)
-    was_patched = is_patched(inner)
-    try:
+    with unpatched_on_error(model, always=True):
         yield patch_model(model)
-    finally:
-        if is_patched(inner) and not was_patched:
-            remove(inner)
 
 
 _LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]

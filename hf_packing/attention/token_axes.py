@@ -18,9 +18,6 @@ Path = tuple[str | int, ...]
 """The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
 type."""
 
-Leaves = dict[Path, Any]
-"""The leaves of a nested value, by path."""
-
 Place = tuple[int, int] | Tensor
 """The tokens of a part of a row: the indices (start, end) of a slice, with end excluded, or the index of every token,
 int64 [tokens], in a row of trees, where the tokens of a path are not next to each other."""
@@ -229,54 +226,43 @@ def _take(leaf: Tensor, axis: int, place: Place) -> Tensor:
     return leaf.narrow(axis, place[0], place[1] - place[0])
 
 
-def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[Leaves]:
-    """Split the output of a module that was called with the batch from `cut_inputs` into one output for each slice.
+def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes: TokenAxes) -> Any:
+    """Join what calls of a module have returned for the parts of a row, and return the output for the whole row.
 
-    Returns:
-        For each slice, a dictionary that maps the path of each leaf to the slice's part of the leaf, without padding. A
-        leaf without token axes is not split: every slice gets the whole leaf.
-    """
-    parts: list[Leaves] = [{} for _ in lengths]
-    for path, leaf in leaves(value):
-        along = axes.of(path, leaf)
-        pieces: Sequence[Any] = [leaf] * len(lengths)
-        if along and isinstance(leaf, Tensor) and len(lengths) > 1:
-            if along[0] == 0 or leaf.shape[0] % len(lengths):
-                raise PackingError(
-                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
-                    f"size that {len(lengths)} divides, got shape {list(leaf.shape)}"
-                )
-            pieces = leaf.chunk(len(lengths))
-        for part, piece, length in zip(parts, pieces, lengths, strict=True):
-            part[path] = piece
-            for axis in along:  # of an integer, the number of tokens
-                part[path] = part[path].narrow(axis, 0, length) if isinstance(leaf, Tensor) else length
-    return parts
-
-
-def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[Leaves]) -> Any:
-    """Join a module's outputs for the segments of a row, and return the output for the whole row.
-
-    In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without token axes, such as a final state, is taken from the last segment.
+    In a tensor with two token axes, such as attention weights, the entries for two tokens in different parts are 0. A
+    leaf without token axes, such as a final state, is taken from the call with the last part.
 
     Args:
-        value: output of one call of the module. The result is nested in the same way.
+        calls: for each call with a batch from `cut_inputs`: the numbers of its parts in the row, the numbers of tokens
+            in these parts, and the output of the module.
         axes: token axes of the module's outputs.
-        parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
-    """
 
-    def join_leaf(path: Path, _: Any) -> Any:
-        each = [part[path] for part in parts]
-        last = each[-1]
+    Raises:
+        PackingError: a tensor for several parts has no axis of rows.
+    """
+    outputs = [dict(leaves(output)) for *_, output in calls]
+
+    def join_leaf(path: Path, last: Any) -> Any:
         along = axes.of(path, last)
         if not along:
             return last
         if not isinstance(last, Tensor):
-            return sum(each)
-        return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
+            return sum(sum(lengths) for _, lengths, _ in calls)
+        pieces: dict[int, Tensor] = {}
+        for (numbers, lengths, _), output in zip(calls, outputs, strict=True):
+            if len(lengths) > 1 and (along[0] == 0 or len(output[path]) % len(lengths)):
+                raise PackingError(
+                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
+                    f"size that {len(lengths)} divides, got shape {list(output[path].shape)}"
+                )
+            for number, rows, length in zip(numbers, output[path].chunk(len(lengths)), lengths, strict=True):
+                pieces[number] = rows
+                for axis in along:
+                    pieces[number] = pieces[number].narrow(axis, 0, length)
+        parts = [pieces[number] for number in sorted(pieces)]
+        return torch.cat(parts, dim=along[0]) if len(along) == 1 else _block_diagonal(parts, *along)
 
-    return map_leaves(value, join_leaf)
+    return map_leaves(max(calls, key=lambda call: max(call[0]))[2], join_leaf)
 
 
 def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:
