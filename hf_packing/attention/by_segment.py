@@ -150,7 +150,6 @@ class SegmentedForward(ReplacedForward):
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
         super().__init__(module, plan.name)
         self.plan = plan
-        self.hook: Any = None
 
     def install(self) -> None:
         super().install()
@@ -159,8 +158,7 @@ class SegmentedForward(ReplacedForward):
 
     def remove(self) -> None:
         super().remove()
-        if self.hook is not None:
-            self.hook.remove()
+        self.hook.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)

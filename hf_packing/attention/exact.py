@@ -132,9 +132,9 @@ def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: t
     window = window or keys
     if length == keys <= window:
         return None
-    at = torch.arange(keys, device=device)
-    back = at[keys - length :, None] - at
-    return (back < window) & (back >= 0 if is_causal else back > -window)
+    own = keys - length  # the place of the first token among the keys
+    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(own - window + 1)
+    return near.tril(own if is_causal else own + window - 1)
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:

@@ -394,7 +394,8 @@ class PatchedForward(ReplacedForward):
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
             inputs = self.patch.signature.without_unknown(inputs, (*BORDER_ARGUMENTS, "position_ids"))
-        if not layout.has_fixed_shape:
+        # a batch of fixed shapes has a constant max_length or empty segments at the end
+        if layout.bound <= layout.longest and len(layout.lengths) == len(layout.cu_seq_lens) - 1:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
 

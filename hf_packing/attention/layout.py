@@ -117,11 +117,6 @@ class Layout:
         return max(self.longest, self.bound)
 
     @property
-    def has_fixed_shape(self) -> bool:
-        """True for a batch of fixed shapes, which has a constant max_length or empty segments at the end."""
-        return self.bound > self.longest or len(self.lengths) < len(self.cu_seq_lens) - 1
-
-    @property
     def is_one_path_per_row(self) -> bool:
         """True if every module may run on the rows as they are."""
         return len(self.trees.leaves) == self.rows
@@ -400,8 +395,7 @@ def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
     Returns:
         Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
     """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + step
+    starts = F.pad(position_ids.diff(dim=1) != step, (1, 0), value=True)
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 

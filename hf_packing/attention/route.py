@@ -211,7 +211,7 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
         module = model.get_submodule(plan.name)
         packed = [module.get_submodule(inner).parameters() for inner in plan.packed_modules()]
         by_segment |= set(module.parameters()).difference(*packed)
-    return 1 - sum(p.numel() for p in by_segment) / max(sum(p.numel() for p in model.parameters()), 1)
+    return 1 - sum(p.numel() for p in by_segment) / sum(p.numel() for p in model.parameters())
 
 
 def is_patched(model: PreTrainedModel) -> bool:

@@ -96,8 +96,7 @@ class Search:
                 found.remove()
         plans = [self.found[name].plan for name in self._names if name in self.found]
         for plan in plans:
-            plan.inputs.freeze()
-            plan.outputs.freeze()
+            plan.inputs.row_length = plan.outputs.row_length = None
         return plans
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
         copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
     randomize(copy)
     own = model.config._attn_implementation
-    if own not in STOCK_ATTENTIONS and "flash" not in own and own is not None:
+    if own not in STOCK_ATTENTIONS and "flash" not in own:
         copy.set_attn_implementation(own)
     return copy
 

@@ -78,12 +78,12 @@ class TokenAxes:
     """A record of the axes that run along the tokens of a row, in the arguments or in the outputs of a module.
 
     The record is made on a row whose number of tokens differs from every other size in the model. Every axis of this
-    size is therefore a token axis. After `freeze`, rows may have any number of tokens, and the token axes of a tensor
-    are looked up by the tensor's path and number of dimensions.
+    size is therefore a token axis. Once the recording has ended, rows may have any number of tokens, and the token axes
+    of a tensor are looked up by the tensor's path and number of dimensions.
 
     Args:
         where: the module's class, for error messages.
-        row_length: number of tokens in the row on which token axes are recorded; None after `freeze`.
+        row_length: number of tokens in the row on which token axes are recorded; None once the recording has ended.
     """
 
     where: str
@@ -95,15 +95,11 @@ class TokenAxes:
     """Paths of tensors that count the tokens of the row, such as positions. The count restarts in every segment: a
     segment gets the first values of such a tensor, wherever the segment is in the row."""
 
-    def freeze(self) -> None:
-        """End the recording of token axes."""
-        self.row_length = None
-
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
         """Return the token axes of a leaf: (0,) if it is an integer that is the number of tokens, () if it has none.
 
         Raises:
-            PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
+            PackingError: no tensor with the leaf's path and number of dimensions was recorded.
         """
         if isinstance(leaf, Tensor):
             key, sizes = (path, leaf.ndim), list(leaf.shape)

@@ -26,7 +26,7 @@ def recorded(value, tokens=TOKENS):
     """The axes of what a row of so many tokens was given as, or has returned."""
     axes = TokenAxes("Module (name)", tokens)
     axes.found_in(value)
-    axes.freeze()
+    axes.row_length = None
     return axes
 
 
