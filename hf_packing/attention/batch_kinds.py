@@ -231,7 +231,7 @@ def _refuse_unstable_prefixes(case: TreeCase) -> None:
     for one, other in pairwise(alone):
         shared = sum(case.trees.lengths[each] for each in case.paths[one] if each in case.paths[other])
         before, after = (alone[each].outputs[0][:shared] for each in (one, other))
-        if not replace(case.tolerance(), noise=math.inf).explains(apart(after, before)):
+        if not case.tolerance()._replace(noise=math.inf).explains(apart(after, before)):
             raise ModelNotSupportedError(
                 f"{type(case.model).__name__}: the outputs for a prefix are not stable: without any packing, the "
                 f"logits of a prefix differ by {float((after - before).abs().max()):.2g} between two documents that "

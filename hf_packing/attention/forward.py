@@ -239,7 +239,7 @@ class PatchedForward(ReplacedForward):
     def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
         inputs = self._prepare(inputs, layout)
-        with self._running(layout, None), _borders_known():
+        with self._running(layout, None):
             # the paths of trees have too many lengths to compile each
             forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
@@ -280,17 +280,17 @@ class PatchedForward(ReplacedForward):
 
     @contextmanager
     def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
-        """Context manager: within the block, the model's forward is running on a layout or on padded rows."""
-        before, self.patch.is_running = self.patch.is_running, True
+        """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
+        transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
+        by the current layout, so a mask need not do this."""
+        before = self.patch.is_running, masking_utils.find_packed_sequence_indices
+        self.patch.is_running, masking_utils.find_packed_sequence_indices = True, _find_unknown_borders
+        models = *running.get(), id(self.model)
         try:
-            with (
-                within(running, (*running.get(), id(self.model))),
-                within(current_layout, layout),
-                within(current_rows, rows),
-            ):
+            with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            self.patch.is_running = before
+            self.patch.is_running, masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:
@@ -431,19 +431,6 @@ def _find_unknown_borders(position_ids: Tensor) -> Tensor | None:
         return None
     found: Tensor | None = _find_packed_sequence_indices(position_ids)
     return found
-
-
-@contextmanager
-def _borders_known() -> Iterator[None]:
-    """Context manager: within the block, transformers does not look for packed documents in the position_ids of a
-    patched model, which would wait for the device. Layers attend by the current layout, or their mask is one of ones,
-    so a mask need not do this."""
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _find_unknown_borders
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
 
 
 def needs_cache(inputs: Inputs, training: bool) -> bool:

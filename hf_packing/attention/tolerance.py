@@ -1,7 +1,6 @@
 """Decide whether rounding explains the differences between two outputs of a model."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,8 +60,7 @@ _REROUTED_IN_HALF = 0.5
 values have to be within `HALF_RMS`."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """The limits up to which rounding explains differences, in standard deviations of the outputs."""
 
     dtype: torch.dtype
