@@ -10,7 +10,6 @@ returns a value for every token makes these rows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -61,9 +60,8 @@ class ReplacedForward:
     __name__ = "forward"  # torch.export reads this and __code__
 
     @property
-    def __code__(self) -> CodeType:
-        code: CodeType = (self.before or type(self.module).forward).__code__
-        return code
+    def __code__(self) -> Any:
+        return (self.before or type(self.module).forward).__code__
 
     def install(self) -> None:
         setattr(self.module, self.attribute, self)

@@ -426,11 +426,9 @@ skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is cal
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
-def _find_unknown_borders(position_ids: Tensor) -> Tensor | None:
-    if not torch.compiler.is_compiling() and running.get():
-        return None
-    found: Tensor | None = _find_packed_sequence_indices(position_ids)
-    return found
+def _find_unknown_borders(position_ids: Tensor) -> Any:
+    is_known = not torch.compiler.is_compiling() and running.get()
+    return None if is_known else _find_packed_sequence_indices(position_ids)
 
 
 def needs_cache(inputs: Inputs, training: bool) -> bool:

@@ -114,7 +114,8 @@ class Runner:
         precision whose weights are float32, and quantized layers do the same."""
         kind = self.device.type
         own = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
-        return max({own, *self._dtypes}, key=lambda dtype: torch.finfo(dtype).eps)
+        least: torch.dtype = max({own, *self._dtypes}, key=lambda dtype: torch.finfo(dtype).eps)
+        return least
 
     @contextmanager
     def undisturbed(self, training: bool, in_series: bool = False, keeps_modes: bool = False) -> Iterator[None]:
