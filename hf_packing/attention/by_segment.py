@@ -38,6 +38,10 @@ _GATHERED_AT_ONCE = "_z3_leaf"
 including the parameters of inner modules, at once."""
 
 
+Given = tuple[Any, Any]
+"""The positional and the keyword arguments of a call."""
+
+
 class ReplacedForward:
     """Base class of callable objects that replace a module's forward. Objects are used instead of functions, so that a
     patched model can be copied and pickled."""
@@ -178,7 +182,7 @@ class SegmentedForward(ReplacedForward):
         plan.inputs.check_row(inputs, row.tokens)
         return self.run_paths(inputs, row, plan.sharing)
 
-    def run_paths(self, inputs: tuple[Any, Any], row: Layout, sharing: Sharing) -> Any:
+    def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
         the output that it has on the first path."""
@@ -190,7 +194,7 @@ class SegmentedForward(ReplacedForward):
 
         return map_tensors(self.run_calls(inputs, calls_of(row, sharing)), finish)
 
-    def run_calls(self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
+    def run_calls(self, inputs: Given, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
         """Call the module on parts of a row, and return the joined outputs.
 
         Args:
@@ -212,7 +216,7 @@ class SegmentedForward(ReplacedForward):
         with restored(*self.module.modules()) if self.plan.is_stateful else nullcontext():
             return self.forward(*args, **kwargs)
 
-    def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
+    def _run_ahead(self, inputs: Given) -> dict[str, Tensor]:
         """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
         known: dict[Path | str, Any] = dict(leaves(inputs)) if self.plan.ahead else {}
         for name, source in self.plan.ahead.items():

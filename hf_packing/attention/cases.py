@@ -335,8 +335,6 @@ MakeBatch = Callable[[DocumentTokens], Inputs]
 """A function that turns documents, or segments of trees, into a model's inputs."""
 
 RANDOM = "the model draws random numbers in training mode even with dropout switched off"
-_NO_GRADIENTS = "the model's gradients cannot be computed in training mode, so only logits were compared"
-_NOT_CALLABLE = "the model cannot be called in training mode with input_ids alone"
 
 
 class RowCase(Case):
@@ -385,6 +383,11 @@ class RowCase(Case):
         return case
 
     @property
+    def width(self) -> int:
+        """The number of outputs for each token, such as the size of the vocabulary, once documents have run alone."""
+        return self.known[0].runs[0].outputs[0].shape[-1]
+
+    @property
     def row(self) -> Layout:
         return Layout.of(self.trees.lengths, self.runner.device)
 
@@ -422,7 +425,10 @@ class RowCase(Case):
                 self.unproven = RANDOM
                 return Alone({}, found.noise)
             if not found.runs[0].gradients:
-                self.unproven, self.wants_gradients = _NO_GRADIENTS, False
+                self.unproven = (
+                    "the model's gradients cannot be computed in training mode, so only logits were compared"
+                )
+                self.wants_gradients = False
         return found
 
 
@@ -432,7 +438,8 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     try:
         training.examine()
     except NotCallableError as error:
-        training.known, training.unproven = [], f"{_NOT_CALLABLE}: {error.__cause__ or error}"
+        training.known, reason = [], error.__cause__ or error
+        training.unproven = f"the model cannot be called in training mode with input_ids alone: {reason}"
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()
@@ -464,8 +471,8 @@ def sees_labels(case: RowCase, in_training: RowCase) -> bool:
     """
     ids, runner, own = case.inputs["input_ids"], case.runner, case.owned_by(1)
     begin, end = case.trees.begins[1:3]
-    labels, width = ids.new_full((2, *ids.shape), IGNORED_LABEL), case.known[0].runs[0].outputs[0].shape[-1]
-    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % width
+    labels = ids.new_full((2, *ids.shape), IGNORED_LABEL)
+    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % case.width
     found = torch.zeros(len(case.owners), device=ids.device)
     training = bool(in_training.known)
     with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
 
@@ -69,7 +70,7 @@ def attend_exactly(
     parts = torch.split(query, lengths, dim=2), torch.split(key, keys, dim=2), torch.split(value, keys, dim=2)
     outputs: list[Tensor] = [query] * len(lengths)
     for runs, mask in calls:
-        q, k, v = (_cat([each[run] for run in runs], 0) for each in parts)
+        q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
@@ -79,7 +80,7 @@ def attend_exactly(
             attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
         for run, output in zip(runs, torch.split(attended, 1), strict=True):
             outputs[run] = output
-    return _cat(outputs, 2)
+    return cat(outputs, 2)
 
 
 def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[int], list[int], Places]:
@@ -135,11 +136,6 @@ def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: t
     own = keys - length  # the place of the first token among the keys
     near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(own - window + 1)
     return near.tril(own if is_causal else own + window - 1)
-
-
-def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def attend_with_scores(

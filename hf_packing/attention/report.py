@@ -248,6 +248,5 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
     case = RowCase(Runner(model))
     with suppress(ModelNotSupportedError):
         case.examine()
-        width = case.known[0].runs[0].outputs[0].shape[-1]
-        return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+        return case.width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
     return False

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
+from hf_packing.attention.by_segment import Given, ModulePlan, SegmentedForward, is_inside
 from hf_packing.attention.layout import Layout, SharedCall, Sharing
 from hf_packing.attention.model import configurations
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
 from hf_packing.attention.token_axes import (
     Path,
+    Place,
     TokenAxes,
     detached_copy,
     leaves,
@@ -325,9 +326,9 @@ class _Call:
 
     forward: SegmentedForward
     """The forward that would run the module segment by segment."""
-    given: tuple[Any, Any]
+    given: Given
     """args and kwargs of the call."""
-    inputs: tuple[Any, Any]
+    inputs: Given
     """A copy of `given`, made before the call, since a module may change its arguments in place."""
     row: Layout
     """The packed row on which the model runs."""
@@ -417,7 +418,7 @@ class _Call:
             and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(self.inputs))
         )
 
-        def may_share(slices: Sequence[tuple[int, int]]) -> bool:
+        def may_share(slices: Sequence[Place]) -> bool:
             each, device = range(len(slices)), row.cu_seq_lens.device
             one_by_one = [SharedCall.of([at], slices, device) for at in each]
             together = [SharedCall.of([*each], slices, device)]

@@ -33,6 +33,11 @@ _STEP_TOLERANCE = 0.01
 """Differences of attention biases count as equal up to this share. Biases in half precision are not exact."""
 
 
+def cat(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def length_of(place: Place) -> int:
     """Return the number of tokens of a part of a row."""
     return len(place) if isinstance(place, Tensor) else place[1] - place[0]
@@ -211,7 +216,7 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
                 if shape[axis]:
                     part = torch.cat([part, fill(part, shape)], dim=axis)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return cat(parts, 0)
 
     return map_leaves(value, cut_leaf)
 
@@ -256,7 +261,7 @@ def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes
                 for axis in along:
                     pieces[number] = pieces[number].narrow(axis, 0, length)
         parts = [pieces[number] for number in sorted(pieces)]
-        return torch.cat(parts, dim=along[0]) if len(along) == 1 else _block_diagonal(parts, *along)
+        return cat(parts, along[0]) if len(along) == 1 else _block_diagonal(parts, *along)
 
     return map_leaves(max(calls, key=lambda call: max(call[0]))[2], join_leaf)
 
