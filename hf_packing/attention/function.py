@@ -21,9 +21,25 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 _HARMLESS = frozenset(
-    ["cache_position", "cu_seq_lens_k", "deterministic", "ignore_index", "labels", "margin", "max_length_k"]
-    + ["num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"]
-    + ["return_dict", "seq_idx", "shift_labels", "use_cache", *CACHES]
+    [
+        "cache_position",
+        "cu_seq_lens_k",
+        "deterministic",
+        "ignore_index",
+        "labels",
+        "margin",
+        "max_length_k",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "use_cache",
+        *CACHES,
+    ]
 )
 """Names of arguments that some models pass to their attention function, although attention does not depend on them, or
 on no more than on those for queries."""

@@ -112,8 +112,9 @@ class Signature:
         parameters = next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        buffers = [name for name, _ in module.named_buffers() if name.endswith("token_type_ids")]
-        self.takes_types_from_buffer = bool(buffers) and self.takes("token_type_ids")
+        self.takes_types_from_buffer = self.takes("token_type_ids") and any(
+            name.endswith("token_type_ids") for name, _ in module.named_buffers()
+        )
         """True if the module, like BERT, reads token_type_ids from a buffer when no token_type_ids are passed. Such a
         buffer may be too short for a packed row, since it is only as long as the model's longest document."""
 

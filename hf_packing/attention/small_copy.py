@@ -87,8 +87,11 @@ SIZES = {
 are not among them, so that a copy's modules have the same names as the model's modules."""
 
 _KEPT_EQUAL = (
-    *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
-    *(("num_kv_heads", heads) for heads in ("num_attention_heads", "n_head")),
+    ("num_key_value_heads", "num_attention_heads"),
+    ("num_key_value_heads", "num_heads"),
+    ("num_key_value_heads", "n_heads"),
+    ("num_kv_heads", "num_attention_heads"),
+    ("num_kv_heads", "n_head"),
     ("head_dim", "qk_rope_head_dim"),
 )
 """Pairs of settings. If the two settings are equal in the model, they also have to be equal in the copy."""
