@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -152,7 +151,8 @@ def check_isolation(
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
-        return collate(pack(pa.table({"input_ids": documents})).to_pylist())
+        packed = pack({"input_ids": documents})
+        return collate([dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)])
 
     case = RowCase(Runner(model), lengths=lengths, make_batch=make_batch, seed=seed)
     route = route_of(model)
