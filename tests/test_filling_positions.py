@@ -178,7 +178,7 @@ def test_documents_in_rows_of_their_own():
         row = Layout.of(lengths)
         axes = TokenAxes("Module (name)", row.tokens)
         axes.found_in(row.position_ids)
-        axes.freeze()
+        axes.row_length = None
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in calls_of(row, "ragged")]
         for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
             for documents, positions in of_rows:
