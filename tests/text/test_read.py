@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.text.read import Documents, find_files
 from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
@@ -134,7 +133,7 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
     (tmp_path / "rows").mkdir()
     write_lines(tmp_path / "rows" / "b.jsonl", ROWS)
     (tmp_path / "rows" / "README.md").write_text("about the rows")
-    with pytest.raises(PackingError, match="data: expected files of one kind, got JSON and text"):
+    with pytest.raises(hfp.PackingError, match="data: expected files of one kind, got JSON and text"):
         Documents(str(tmp_path / "rows"))
     assert len(read(tmp_path / "rows", glob="*.jsonl")[0]) == len(ROWS)
 
@@ -155,7 +154,7 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
 )
 def test_lines_and_rows_that_cannot_be_used_are_named_or_left_out(tmp_path, read, name, content, kept, reason):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PackingError, match=f"{reason}.*skip_bad=True leaves out"):
+    with pytest.raises(hfp.PackingError, match=f"{reason}.*skip_bad=True leaves out"):
         read(tmp_path / name)
     found, documents = read(tmp_path / name, skip_bad=True)
     assert found == kept
@@ -171,7 +170,7 @@ def test_a_damaged_file_is_named(tmp_path, read, name):
     middle = len(damaged) // 2
     damaged[middle : middle + 999] = bytes(999)
     (tmp_path / name).write_bytes(damaged)
-    with pytest.raises(PackingError, match=f"{name}.*: "):
+    with pytest.raises(hfp.PackingError, match=f"{name}.*: "):
         read(tmp_path / name)
 
 
@@ -206,7 +205,7 @@ def test_refused(tmp_path, words, options, argument):
     write_saved(tmp_path / "saved", ROWS)
     options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
     tokenizer = options.pop("tokenizer", words)
-    with pytest.raises(PackingError, match=f"^{argument}: expected "):
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
         Documents(options.pop("data"), **options).tokens(tokenizer and text_tokenizer(tokenizer), tmp_path / "t.arrow")
 
 

@@ -16,13 +16,10 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 from tools.tiny_model import tiny_model
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 
 def attached(trainer):
@@ -120,7 +117,7 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert vars(trainer) == before
-    with pytest.raises(PackingError, match="is not"):
+    with pytest.raises(hfp.PackingError, match="is not"):
         hfp.unpatch_model(trainer.model)
 
 

@@ -19,7 +19,6 @@ import hf_packing as hfp
 from hf_packing.attention import is_patched
 
 pytestmark = [
-    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
     pytest.mark.filterwarnings("ignore:pack applies:UserWarning"),
     pytest.mark.filterwarnings("ignore:pack shares fewer:UserWarning"),
 ]

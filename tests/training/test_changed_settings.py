@@ -15,9 +15,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.errors import PackingError
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 FEW, MORE = documents(20).to_list(), documents(40).to_list()
 
@@ -103,7 +100,7 @@ def test_changes_that_need_another_attach(tmp_path, name):
     def change(trainer):
         AFTER_ANOTHER_ATTACH[name](trainer)
         for call in (trainer.train, trainer.evaluate):
-            with pytest.raises(PackingError, match=re.escape(f"{name}: expected") + ".* call attach again"):
+            with pytest.raises(hfp.PackingError, match=re.escape(f"{name}: expected") + ".* call attach again"):
                 call()
         hfp.attach(trainer, hfp.TokenBudget(64))
 
@@ -114,7 +111,7 @@ def test_an_attach_that_fails_leaves_the_one_before(tmp_path):
     trainer = trainer_of(tmp_path, data=documents(20))
     hfp.attach(trainer, hfp.TokenBudget(64))
     kind, before = type(trainer), vars(trainer).copy()
-    with pytest.raises(PackingError, match="max_tokens: "):
+    with pytest.raises(hfp.PackingError, match="max_tokens: "):
         hfp.attach(trainer, hfp.TokenBudget(4))
     assert type(trainer) is kind
     assert vars(trainer) == before
@@ -160,7 +157,7 @@ def test_changes_that_are_refused(attached, name):
     REFUSED[name](attached)
     try:
         for call in (attached.train, lambda: attached.evaluate(documents(3)), lambda: attached.predict(documents(3))):
-            with pytest.raises(PackingError, match=f"^{name}: "):
+            with pytest.raises(hfp.PackingError, match=f"^{name}: "):
                 call()
     finally:
         for holder, before in zip(
@@ -181,7 +178,7 @@ def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=4)
     trainer.add_callback(Slower())
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="^gradient_accumulation_steps: "):
+    with pytest.raises(hfp.PackingError, match="^gradient_accumulation_steps: "):
         trainer.train()
     assert trainer.state.global_step == 2
     trainer.remove_callback(Slower)
@@ -214,7 +211,7 @@ def test_rows_that_are_added_while_training_are_refused(tmp_path):
     trainer.training_step = training_step
     hfp.attach(trainer, hfp.TokenBudget(64))
     try:
-        with pytest.raises(PackingError, match=r"^len\(train_dataset\): "):
+        with pytest.raises(hfp.PackingError, match=r"^len\(train_dataset\): "):
             trainer.train()
     finally:
         trainer.accelerator.gradient_state._reset_state()  # else the loader that was broken off stays the active one
@@ -232,5 +229,5 @@ def test_changes_that_a_loop_refuses(argument):
     loader = hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64))
     assert len(list(loader)) == len(loader)
     REFUSED_BY_A_LOOP[argument](accelerator, data)
-    with pytest.raises(PackingError, match=f"^{argument}: "):
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
         next(iter(loader))

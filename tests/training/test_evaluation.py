@@ -14,8 +14,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
-
 
 def test_evaluation_with_nothing_to_evaluate(tmp_path):
     nothing = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, -100]]})

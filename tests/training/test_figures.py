@@ -17,8 +17,6 @@ from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.step_counts import Predictions, micro_batch_counts
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
-
 SHAPES = {"tokens": 96, "max_segments": 24}
 NUMBER = 45
 

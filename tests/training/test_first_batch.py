@@ -98,7 +98,6 @@ def test_a_batch_of_one_document_proves_nothing(tmp_path):
 PROVEN = "isolation: proven on the first "
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("kind", "stream"), [(Trainer, True), (SFTTrainer, False)])
 def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     """It is a line of the summary, too."""

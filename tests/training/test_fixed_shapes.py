@@ -11,9 +11,6 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 LIMITED = hfp.TokenBudget(64, max_documents=7)
 SHAPES = {"tokens": 80, "max_segments": 8}
@@ -69,7 +66,7 @@ def test_evaluation_batches_are_filled(tmp_path):
     assert predicted.predictions.shape[:2] == predicted.label_ids.shape == (rows, 80)
     trained = sum(label != -100 for row in documents(40)["labels"] for label in row[1:])
     assert (predicted.label_ids != -100).sum() == trained
-    with pytest.raises(PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
+    with pytest.raises(hfp.PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
         trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
 
 
@@ -97,7 +94,7 @@ def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path):
     model.config.output_router_logits = True
     trainer = trainer_of(tmp_path, model=model)
     hfp.attach(trainer, LIMITED, prove="model", **SHAPES)
-    with pytest.raises(PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
+    with pytest.raises(hfp.PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
         trainer.train()
 
 

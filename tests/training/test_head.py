@@ -25,7 +25,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import takes_argument
-from hf_packing.errors import PackingError
 from hf_packing.training import head as module
 from hf_packing.training.head import Logits, observed_logits
 from hf_packing.training.model_loss import own_loss_of, predicts_next
@@ -141,7 +140,6 @@ CHUNKED = {
 CLOSE = {"experts": 1e-5, "float32": 2e-6}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers has renamed gradient_checkpointing
 @pytest.mark.parametrize("name", fast_only(CHUNKED, "Gemma2", "Llama", "masked bert", "float32", "checkpointing"))
 def test_models_and_heads(name):
     """Some losses convert logits to float32."""
@@ -196,7 +194,6 @@ def test_every_architecture(kind, fewest):
     assert whole <= {"prophetnet"}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT 0.18, of any such model
 @pytest.mark.parametrize("how", ["lora", "dora", "saved"])
 def test_adapters_on_the_output_layer(how):
@@ -372,7 +369,7 @@ def test_a_sum_of_two_heads():
         expected = result_of(model, batch)
     with chunks_of(5, model):
         check_same(*result_of(model, batch), *expected)
-        with pytest.raises(PackingError, match="computes 0"):
+        with pytest.raises(hfp.PackingError, match="computes 0"):
             hfp.compute_loss(model, batch, loss="sequence")
 
 
@@ -462,7 +459,6 @@ def test_hooks_on_the_output_layer(caplog):
     check_whole(model, "the output layer, or a module around it, has a backward hook", caplog)
 
 
-@pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 def test_the_fused_head_of_trl_is_left_alone(tmp_path):
     trainer = trainer_of(tmp_path, SFTTrainer)
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -551,7 +547,7 @@ def test_a_custom_function_of_logits(function):
     """Its backward pass would not run, or get no gradient; it takes the values of whole rows."""
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
-    with pytest.raises(PackingError, match="no custom autograd function"):
+    with pytest.raises(hfp.PackingError, match="no custom autograd function"):
         F.cross_entropy(function.apply(run_later(model, batch).logits)[0], batch["labels"][0]).backward()
     function.apply(torch.cat([run_later(model, batch).logits])).sum().backward()
 
@@ -596,7 +592,7 @@ def test_hooks_on_logits():
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
     for ask in (lambda tensor: tensor.register_hook(print), lambda tensor: tensor.retain_grad()):
-        with pytest.raises(PackingError, match="expected no hook"):
+        with pytest.raises(hfp.PackingError, match="expected no hook"):
             ask(run_later(model, batch).logits)
     logits = torch.cat([run_later(model, batch).logits])
     logits.retain_grad()
@@ -622,6 +618,6 @@ def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
     )
     batch = batch_for(model)
     own_loss_of(model)
-    with chunks_of(tokens, model), pytest.raises(PackingError, match="expected a cross-entropy"):
+    with chunks_of(tokens, model), pytest.raises(hfp.PackingError, match="expected a cross-entropy"):
         hfp.compute_loss(model, batch, loss="sequence")
     assert hfp.compute_loss(model, batch, loss="token") > 0

@@ -14,9 +14,6 @@ from whole_rows import BUDGET
 from whole_rows import trainer_of as pairs
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 TRUNCATED = hfp.TokenBudget(128, overflow="truncate")
 
@@ -50,15 +47,15 @@ def test_no_label_left_is_refused(tmp_path, kind, overflow):
     """A short document that stays has no labels."""
     data = kind([*prompts(), {"input_ids": [5, 6, 7], "labels": [-100] * 3}])
     budget = hfp.TokenBudget(128, overflow=overflow)
-    with pytest.raises(PackingError, match="batching: 0 of 240 labels are left.*got TokenBudget"):
+    with pytest.raises(hfp.PackingError, match="batching: 0 of 240 labels are left.*got TokenBudget"):
         hfp.attach(trainer_of(tmp_path, data=data), budget)
-    with pytest.raises(PackingError, match="batching: 0 of 240 labels are left"):
+    with pytest.raises(hfp.PackingError, match="batching: 0 of 240 labels are left"):
         hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, budget)
 
 
 def test_masks_of_trl_are_labels(tmp_path):
     trainer = trainer_of(tmp_path, SFTTrainer, data=with_mask(prompts()), completion_only_loss=True)
-    with pytest.raises(PackingError, match="0 of 240 labels are left"):
+    with pytest.raises(hfp.PackingError, match="0 of 240 labels are left"):
         hfp.attach(trainer, TRUNCATED)
     trainer = trainer_of(tmp_path, SFTTrainer, data=with_mask(prompts()), completion_only_loss=False)
     labels = hfp.attach(trainer, TRUNCATED).labels
@@ -67,7 +64,7 @@ def test_masks_of_trl_are_labels(tmp_path):
 
 def test_shared_prefixes_are_counted_too(tmp_path):
     budget = hfp.TokenBudget(128, overflow="truncate", share_prefixes=True)
-    with pytest.raises(PackingError, match="0 of 240 labels are left"):
+    with pytest.raises(hfp.PackingError, match="0 of 240 labels are left"):
         hfp.attach(trainer_of(tmp_path, data=prompts()), budget)
 
 
@@ -114,7 +111,7 @@ def test_pack(tmp_path, how):
             if not how:
                 assert sum(label != -100 for row in packed["labels"] for label in row) == left
         else:
-            with pytest.raises(PackingError, match="strategy: 0 of 240 labels are left"):
+            with pytest.raises(hfp.PackingError, match="strategy: 0 of 240 labels are left"):
                 hfp.pack(data, strategy, **how)
 
 
@@ -125,7 +122,7 @@ def test_map_and_streams():
     for streams in (None, 1):
         with pytest.warns(UserWarning, match="pack drops 144 of 1,686 tokens of a stream, .*; 144 labels are lost"):
             list(hfp.pack(some.to_iterable_dataset(), strategy, streams=streams))
-        with pytest.raises(PackingError, match="0 of 240 labels are left"):
+        with pytest.raises(hfp.PackingError, match="0 of 240 labels are left"):
             list(hfp.pack(prompts().to_iterable_dataset(), strategy, streams=streams))
 
 

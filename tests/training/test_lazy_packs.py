@@ -10,10 +10,7 @@ from trainers import documents as labeled_documents
 
 import hf_packing as hfp
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
-    pytest.mark.filterwarnings("ignore:pack applies:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:pack applies:UserWarning")
 
 
 def documents(rows):

@@ -17,8 +17,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
-
 LONGEST = 32
 SCHEDULE = hfp.LengthSchedule(4, steps=4)
 BUDGET = hfp.TokenBudget(LONGEST, length_schedule=SCHEDULE)

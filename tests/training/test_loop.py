@@ -11,7 +11,6 @@ from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from tools.tiny_model import tiny_model
 
 
@@ -122,7 +121,7 @@ def test_updates_of_accumulated_batches():
     loader, other = (loader_of(accelerator, data=rows, budget=3) for _ in range(2))
     model = accelerator.prepare(patched())
     assert synchronized(accelerator, model, loader, stop=1) == []
-    with pytest.raises(PackingError, match="after an optimizer step of 3 micro-batches, got a checkpoint after 1"):
+    with pytest.raises(hfp.PackingError, match="after an optimizer step of 3 micro-batches, got a checkpoint after 1"):
         loader.state_dict()
     for see in (lambda _: None, lambda _: list(other), lambda _: next(iter(other))):
         model.zero_grad()
@@ -161,9 +160,9 @@ def test_evaluation_asks_a_model_for_its_loss(architecture, kind):
 )
 def test_other_states_are_refused(argument, steps, settings):
     state = loader_of(steps=4, budget=40).state_dict()
-    with pytest.raises(PackingError, match=f"^{argument}: "):
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
         loader_of(steps=steps, budget=40, **settings).load_state_dict(state)
-    with pytest.raises(PackingError, match="^state: expected one that this version .* got epoch, micro_batches_done"):
+    with pytest.raises(hfp.PackingError, match="^state: expected one that this version .* got epoch, micro_batches"):
         loader_of().load_state_dict({"epoch": 0, "micro_batches_done": 4})
 
 
@@ -172,7 +171,7 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
     assert len(list(loader_of(data=kind(rows), budget=4))) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
-    with pytest.raises(PackingError, match="column 'position_ids': expected positions .* of row .*'seq_lengths'"):
+    with pytest.raises(hfp.PackingError, match="column 'position_ids': expected positions .* of row .*'seq_lengths'"):
         list(loader_of(data=kind(rows), budget=4))
 
 
@@ -221,12 +220,12 @@ def test_accumulation_without_the_number_of_items_is_refused():
             optimizer.step()
     loss = hfp.compute_loss(model, batches[0])
     message = "num_items_in_batch: expected the number of items of the whole optimizer step, got None, but the model"
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(hfp.PackingError, match=message):
         loss.backward()
     with torch.no_grad():
         hfp.compute_loss(model, batches[0])
     model.zero_grad()
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(hfp.PackingError, match=message):
         synchronized(Accelerator(cpu=True, gradient_accumulation_steps=2), model, batches)
 
 

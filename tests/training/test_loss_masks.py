@@ -14,9 +14,6 @@ from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -191,11 +188,11 @@ def test_labels_that_are_given_are_trained_on(tmp_path, data):
 def test_labels_that_do_not_follow_completion_only_loss_are_refused(tmp_path):
     trainer = asked_for(tmp_path, True)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="^column 'completion_mask': "):
+    with pytest.raises(hfp.PackingError, match="^column 'completion_mask': "):
         trainer.evaluate(NOT_APPLIED)
     trainer = asked_for(tmp_path, True, NOT_APPLIED)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="^column 'completion_mask': "):
+    with pytest.raises(hfp.PackingError, match="^column 'completion_mask': "):
         trainer.train()
 
 
@@ -204,7 +201,7 @@ def test_trainer_ignores_masks_and_so_is_refused(tmp_path, read):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
     trainer = trainer_of(tmp_path, Trainer, data=read(data))
     hfp.attach(trainer, hfp.TokenBudget(8))
-    with pytest.raises(PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
+    with pytest.raises(hfp.PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
         trainer.train()
 
 

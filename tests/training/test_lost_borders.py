@@ -21,8 +21,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
-
 ROWS = 6
 COLUMNS = ["input_ids", "labels"]
 ROW = ["input_ids", "position_ids"]

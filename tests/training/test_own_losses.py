@@ -29,10 +29,7 @@ import hf_packing as hfp
 from hf_packing.attention import inner_model
 from tools.tiny_model import tiny_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL and PEFT use names that transformers has renamed
-    pytest.mark.filterwarnings("default::UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("default::UserWarning")
 
 CLOSE = 1e-6
 """transformers' own loss converts logits to float32."""

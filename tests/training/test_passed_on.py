@@ -16,7 +16,6 @@ from trainers import logged, trainer_of
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 
 BUDGET = hfp.TokenBudget(64)
 TAKES_ALL = {"remove_unused_columns": False}
@@ -162,12 +161,12 @@ def test_shared_prefixes(tmp_path):
 def test_another_number_of_values_is_refused(tmp_path, changed):
     data = weighted(**changed)
     name = next(iter(changed))
-    with pytest.raises(PackingError, match=f"column '{name}': expected"):
+    with pytest.raises(hfp.PackingError, match=f"column '{name}': expected"):
         hfp.PackingCollator()([dict(row) for row in data])
     for each in (data, Plain(data.to_list())):
         trainer = trainer_of(tmp_path, data=each, **TAKES_ALL)
         hfp.attach(trainer, BUDGET)
-        with pytest.raises(PackingError, match=f"column '{name}': expected"):
+        with pytest.raises(hfp.PackingError, match=f"column '{name}': expected"):
             trainer.train()
 
 

@@ -16,7 +16,6 @@ from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 from training_process import train
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 RESUMES_ON_CPUS = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="transformers 5.17 cannot load a checkpoint on two CPUs"
 )

@@ -29,11 +29,10 @@ from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.errors import PackingError
 from hf_packing.training.streams import training_stream
 from tools.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 BUDGET = hfp.TokenBudget(64)
 LIMITED = hfp.TokenBudget(64, max_documents=7)
@@ -83,7 +82,7 @@ def models_in(trainer):
 
 
 def check_refused(argument, call):
-    with pytest.raises(PackingError) as found:
+    with pytest.raises(hfp.PackingError) as found:
         call()
     assert str(found.value).startswith((f"{argument}: ", f"{argument}, row ")), str(found.value)
 

@@ -8,12 +8,8 @@ from tiny_models import build
 from trainers import documents, trainer_of
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
-    pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning")
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 KINDS = {
@@ -63,7 +59,7 @@ def test_resumed_bit_for_bit(tmp_path, kind, how):
 def test_a_checkpoint_without_batches(tmp_path, kind):
     """It is refused, unless the run goes on with the next epoch."""
     trainer_of(tmp_path, model=build("Llama"), per_device_train_batch_size=1, **SAVES).train()
-    with pytest.raises(PackingError, match="expected a checkpoint of an? (attached trainer|trainer attached)"):
+    with pytest.raises(hfp.PackingError, match="expected a checkpoint of an? (attached trainer|trainer attached)"):
         attached(tmp_path, kind).train(resume_from_checkpoint=True)
     ignoring = attached(tmp_path, kind, ignore_data_skip=True)
     ignoring.train(resume_from_checkpoint=True)
@@ -85,7 +81,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     if began == 2:
         assert losses(again, again / "checkpoint-5") == ignoring
         return
-    with pytest.raises(PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
+    with pytest.raises(hfp.PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
         losses(again, again / "checkpoint-5")
     assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
 
@@ -100,5 +96,5 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
 )
 def test_a_checkpoint_of_other_batches_is_refused(tmp_path, kind, argument, other):
     attached(tmp_path, kind, max_steps=2).train()
-    with pytest.raises(PackingError, match=f"{argument}: expected"):
+    with pytest.raises(hfp.PackingError, match=f"{argument}: expected"):
         attached(tmp_path, kind, **other).train(resume_from_checkpoint=True)

@@ -15,7 +15,7 @@ from whole_rows import after_a_step, arguments
 import hf_packing as hfp
 from hf_packing.training.whole_rows import patches_in
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 PICTURE = 9
 ROWS = 40

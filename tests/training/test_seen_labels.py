@@ -13,7 +13,6 @@ from trainers import documents, logged, trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
-from hf_packing.errors import PackingError
 from tools.tiny_model import tiny_model
 
 REPEATED = "labels: expected labels that differ from input_ids, got .* sees .* mask tokens before packing"
@@ -63,11 +62,11 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
     for train, evaluated in ((data, None), (documents(12).map(masked), data)):
         trainer = trainer_of(tmp_path, model=model, data=train)
         trainer.eval_dataset = evaluated
-        with pytest.raises(PackingError, match=REPEATED):
+        with pytest.raises(hfp.PackingError, match=REPEATED):
             hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=model)
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.evaluation_loss(Accelerator(cpu=True), model, data)
     causal = patched("Llama", torch.float64)
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=causal)
@@ -89,9 +88,9 @@ def test_a_loop_whose_loader_knows_no_model():
     """Also where Trainer calls a model by itself."""
     model = patched_bert().train()
     batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64))))
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.compute_loss(model, batch)
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         model(**batch)
     model.eval()
     assert torch.isfinite(model(**batch).logits).all()
@@ -112,7 +111,7 @@ def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
         assert in_training(model, ROW, labels, [40]).dtype == torch.float64
     model = patched_bert().train()
     in_training(model, ROW[:2], ROW[:2], [1, 1])  # two tokens are too few to tell
-    with pytest.raises(PackingError, match="got 3 labels that only repeat input_ids"):
+    with pytest.raises(hfp.PackingError, match="got 3 labels that only repeat input_ids"):
         in_training(model, ROW[:3], ROW[:3], [1, 2])
 
 
@@ -125,7 +124,7 @@ def test_first_labels_and_documents_without_labels_choose_nothing(lengths, first
         labels[np.cumsum([0, *lengths[:-1]])] = -100
     if lengths == [30, 10]:
         labels[30:] = -100
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         in_training(patched_bert().train(), ROW, labels, lengths)
 
 
@@ -149,7 +148,7 @@ def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     assert not all(repeated)
     for batch in batches:
         assert torch.isfinite(hfp.compute_loss(model, batch))
-    with pytest.raises(PackingError, match=REPEATED):
+    with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64), model=model)
 
 
@@ -175,7 +174,6 @@ MODELS = {
 """By kind, a function that makes a model, and whether it sees what labels ask for."""
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.parametrize(
     "kind", fast_only(MODELS, "a masked model in float32", "experts whose router adds to the loss")
 )
@@ -184,7 +182,7 @@ def test_models_that_see_what_labels_ask_for(kind):
     model = hfp.patch_model(make()).train()
     batch = hfp.PackingCollator()([{"input_ids": ROW}])
     if sees:
-        with pytest.raises(PackingError, match=REPEATED):
+        with pytest.raises(hfp.PackingError, match=REPEATED):
             model(**batch)
     else:
         assert torch.isfinite(model(**batch).loss)

@@ -17,7 +17,7 @@ from hf_packing.attention import inner_model, share_prefixes
 from hf_packing.attention.padded import PaddedRows
 from hf_packing.trees.find import find_in_batch
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def computed_tokens(model):

@@ -184,7 +184,6 @@ def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_sft_trainer_with_masks_of_completions(tmp_path):
     rows = datasets.Dataset.from_dict(
         {

@@ -85,7 +85,6 @@ def test_another_loader_may_be_dispatched():
     assert [batch["input_ids"].item() for batch in batches] == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer], SFTTrainer))
 def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
     documents = [[token % 90 + 1 for token in document] for document in make_documents(80)]

@@ -38,8 +38,6 @@ from hf_packing.training.losses import (
 )
 from hf_packing.training.step_counts import micro_batch_counts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-
 LOSSES = ["token", "sequence"]
 ALL = DOCUMENTS + OTHER[0]
 ALL_LABELS = LABELS + OTHER[1]

@@ -32,7 +32,7 @@ from hf_packing.attention import is_patched
 from hf_packing.training.models import models_of
 from tools.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def reward(folder, model):

@@ -31,7 +31,7 @@ from hf_packing.training import whole_rows
 from hf_packing.training.whole_rows import sizes_of_rows
 from tools.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 KINDS = {
     "classifier": "labeled rows",
