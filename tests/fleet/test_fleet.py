@@ -10,15 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import CHAT, FROM_TRL, tokenizer_with
-from fleet_files import (
-    STRATEGY,
-    check_complete,
-    contents,
-    pack_here,
-    rows_of_file,
-    rows_of_pack,
-    write_files,
-)
+from fleet_files import STRATEGY, check_complete, contents, pack_here, rows_of_file, rows_of_pack, write_files
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import fast_only

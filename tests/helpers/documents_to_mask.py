@@ -1,12 +1,11 @@
 """Documents to mask, and the collator, tokenizer and model for them."""
 
-from itertools import pairwise
-
 import datasets
 import numpy as np
 import torch
 from patched_models import patched_tiny
 from tokenizers import Tokenizer, models
+from trainers import documents_in, on_each_batch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 CLS, SEP = 2, 3
@@ -48,13 +47,10 @@ def bert():
 
 def on_each_document(trainer, call):
     """Make the trainer call `call` with epoch, tokens and labels of each document that it trains on."""
-    step = trainer.training_step
 
-    def recorded(model, inputs, *args):
-        ids, labels = inputs["input_ids"][0].tolist(), inputs["labels"][0].tolist()
-        for begin, end in pairwise(inputs["cu_seq_lens_q"].tolist()):
-            if any(label != -100 for label in labels[begin:end]):
-                call(int(trainer.state.epoch or 0), ids[begin:end], labels[begin:end])
-        return step(model, inputs, *args)
+    def see(batch):
+        for ids, labels in zip(documents_in(batch), documents_in(batch, "labels"), strict=True):
+            if set(labels) - {-100}:
+                call(int(trainer.state.epoch or 0), ids, labels)
 
-    trainer.training_step = recorded
+    on_each_batch(trainer, see)

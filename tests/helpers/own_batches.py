@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import trl
 from trainers import tokenizer
+from training_by_hand import gradients_of
 from whole_rows import arguments
 
 from tools.tiny_model import tiny_model
@@ -47,7 +48,7 @@ def step(trainer):
             module.p = 0.0
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
-    return float(loss.detach()), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients_of(trainer.model)
 
 
 def policy(name="gpt2"):

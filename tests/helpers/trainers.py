@@ -1,11 +1,16 @@
 """Trainers on small documents, for the tests of what attach makes of them."""
 
+from itertools import pairwise
+
 import datasets
 import numpy as np
+from accelerate import Accelerator
 from patched_models import patched
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
 
 
 def documents(number, samples=1):
@@ -51,6 +56,36 @@ def trainer_of(folder, kind=Trainer, model=None, data=None, callbacks=None, **ch
     data = documents(45) if data is None else data
     args = arguments(folder, config, **changes)
     return kind(model or patched(), args, train_dataset=data, callbacks=callbacks, **more)
+
+
+def attached(folder, batching=None, how=None, **settings):
+    """A trainer that is attached; `how` are further arguments of attach."""
+    trainer = trainer_of(folder, **settings)
+    hfp.attach(trainer, batching or hfp.TokenBudget(64), **(how or {}))
+    return trainer
+
+
+def loader_of(data=None, batching=None, accumulation=1, **how):
+    """What prepare_dataloader returns for a loop in this process."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    data = documents(45) if data is None else data
+    return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **how)
+
+
+def on_each_batch(trainer, call):
+    """Make the trainer call a function with each micro-batch, before its step."""
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        call(inputs)
+        return step(model, inputs, *args)
+
+    trainer.training_step = noted
+
+
+def documents_in(batch, name="input_ids"):
+    """The tokens, or their values in another column, of each document of a packed batch."""
+    return [batch[name][0, begin:end].tolist() for begin, end in pairwise(batch["cu_seq_lens_q"].tolist())]
 
 
 def logged(trainer):

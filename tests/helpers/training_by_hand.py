@@ -23,7 +23,13 @@ def losses_and_gradients(model, batches):
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, gradients_of(model)
+
+
+def gradients_of(model):
+    """By parameter, whatever wraps the model."""
+    names = {name.removeprefix("module.").removeprefix("_orig_mod."): each for name, each in model.named_parameters()}
+    return {name: each.grad.clone() for name, each in names.items() if each.grad is not None}
 
 
 def losses_alone(model):
@@ -59,11 +65,12 @@ def gradients_of_a_padded_batch(rows, loss):
     of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
     total = each.sum() / trained.sum() if loss == "token" else of_documents
     total.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, total.item()
+    return gradients_of(model), total.item()
 
 
 def largest_difference(found, expected):
     """Of gradients by parameter, as a share of the largest expected one."""
     assert found.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0
     return max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest

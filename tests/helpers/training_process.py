@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -18,7 +17,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from chunks import chunks_of
 from patched_models import patched
-from trainers import documents, trainer_of
+from trainers import documents, documents_in, on_each_batch, trainer_of
+from training_by_hand import gradients_of
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -70,10 +70,8 @@ def segments(batch):
         trained = set(batch["trained"][:, 0].tolist())
         paths = [trees.path_of(end) for end in batch["ends"].tolist()]
         return [[batch["input_ids"][0, path].tolist(), each in trained] for each, path in enumerate(paths)]
-    borders = batch["cu_seq_lens_q"].tolist()
-    labels = batch["labels" if "labels" in batch else "targets"][0]
-    ids = batch["input_ids"][0].tolist()
-    return [[ids[a:b], bool((labels[a:b] != -100).any())] for a, b in pairwise(borders)]
+    labels = documents_in(batch, "labels" if "labels" in batch else "targets")
+    return [[ids, bool(set(own) - {-100})] for ids, own in zip(documents_in(batch), labels, strict=True)]
 
 
 class Log:
@@ -112,7 +110,7 @@ def stop_after(step, settings):
 
 
 def save_gradients(model, folder):
-    torch.save({name: p.grad.clone() for name, p in model.named_parameters()}, folder / "gradients.pt")
+    torch.save(gradients_of(model), folder / "gradients.pt")
 
 
 def noted(row, file, readable):
@@ -169,14 +167,12 @@ def through_trainer(settings, folder, data, model):
     log = Log(folder, trainer.args.process_index)
     trainer.add_callback(Recorder(log, folder, settings))
     hfp.attach(trainer, budget_of(settings), loss=settings["loss"], **settings["shapes"])
-    step = trainer.training_step
 
-    def recorded(model, inputs, *args):
+    def see(batch):
         state = trainer.state
-        log.write("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(inputs))
-        return step(model, inputs, *args)
+        log.write("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(batch))
 
-    trainer.training_step = recorded
+    on_each_batch(trainer, see)
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size

@@ -11,7 +11,7 @@ import torch
 from patched_models import patched_tiny
 from tiers import fast_only
 from tiny_models import build
-from trainers import arguments, documents, logged, trainer_of
+from trainers import arguments, attached, documents, logged, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -20,11 +20,6 @@ from hf_packing.sampling.batching import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 from tools.tiny_model import tiny_model
-
-
-def attached(trainer):
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    return trainer
 
 
 def test_what_is_reported(tmp_path):
@@ -54,7 +49,7 @@ MyTrainer = type("MyTrainer", (SFTTrainer,), {})
 
 @pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer, MyTrainer], Trainer, MyTrainer))
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = attached(trainer_of(tmp_path, kind, model=build("Llama", num_hidden_layers=1), bf16=kind is Trainer))
+    trainer = attached(tmp_path, kind=kind, model=build("Llama", num_hidden_layers=1), bf16=kind is Trainer)
     order = [*type(trainer).__mro__]
     assert order.index(PackedTrainer) < order.index(kind)
     assert type(copy.deepcopy(trainer)) is type(trainer)
@@ -65,9 +60,8 @@ def test_trainers_stay_what_they_are(tmp_path, kind):
 @pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
 def test_nothing_to_train_on_is_zero(tmp_path, kind, loss):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "labels": [[-100] * 3, [-100] * 2]})
-    trainer = trainer_of(tmp_path, kind, data=data)
+    trainer = attached(tmp_path, hfp.TokenBudget(8), {"loss": loss}, kind=kind, data=data)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    hfp.attach(trainer, hfp.TokenBudget(8), loss=loss)
     assert logged(trainer) == [0.0, 0.0]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
@@ -103,7 +97,7 @@ def test_training_in_evaluation_mode(tmp_path):
             return super().training_step(model, inputs, num_items_in_batch)
 
     changes = {"gradient_accumulation_steps": 2}
-    found = [logged(attached(trainer_of(tmp_path, kind, **changes))) for kind in (Trainer, InEvaluationMode)]
+    found = [logged(attached(tmp_path, kind=kind, **changes)) for kind in (Trainer, InEvaluationMode)]
     assert found[0] == found[1]
 
 
@@ -151,8 +145,9 @@ def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
         trained = sum(label != -100 for label in row["labels"])
         total, tokens = total + loss.item() * trained, tokens + trained
     proven = patched_tiny(architecture, "masked")
-    trainer = trainer_of(tmp_path, model=proven, data=data, max_steps=1, gradient_accumulation_steps=2)
-    hfp.attach(trainer, hfp.TokenBudget(2000), match_documents_per_step=12)
+    step = {"max_steps": 1, "gradient_accumulation_steps": 2}
+    how = {"match_documents_per_step": 12}
+    trainer = attached(tmp_path, hfp.TokenBudget(2000), how, model=proven, data=data, **step)
     assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
 
 
@@ -228,6 +223,5 @@ def test_linear_cost_is_that_of_the_model(tmp_path):
     one_of_two_layers = build("Gemma2").config
     assert linear_cost_of(one_of_two_layers) == pytest.approx(2 * per_layer)
     for given, expected in ((None, per_layer), (5, 5)):
-        trainer = trainer_of(tmp_path)
-        hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=given))
+        trainer = attached(tmp_path, hfp.TokenBudget(64, linear_cost=given))
         assert trainer.attached.batching.linear_cost == pytest.approx(expected)

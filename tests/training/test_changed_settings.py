@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from tiers import fast_only
 from tiny_models import build
-from trainers import documents, trainer_of
+from trainers import attached, documents, on_each_batch, trainer_of
 from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
@@ -108,8 +108,7 @@ def test_changes_that_need_another_attach(tmp_path, name):
 
 
 def test_an_attach_that_fails_leaves_the_one_before(tmp_path):
-    trainer = trainer_of(tmp_path, data=documents(20))
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, data=documents(20))
     kind, before = type(trainer), vars(trainer).copy()
     with pytest.raises(hfp.PackingError, match="max_tokens: "):
         hfp.attach(trainer, hfp.TokenBudget(4))
@@ -143,29 +142,25 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module", params=[Trainer, SFTTrainer])
-def attached(request, tmp_path_factory):
-    trainer = trainer_of(tmp_path_factory.mktemp("attached"), request.param, data=documents(20))
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    return trainer
+def trainer(request, tmp_path_factory):
+    return attached(tmp_path_factory.mktemp("attached"), kind=request.param, data=documents(20))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_changes_that_are_refused(attached, name):
-    if not hasattr(attached.args, name) and name in ("loss_type", "packing"):
+def test_changes_that_are_refused(trainer, name):
+    if not hasattr(trainer.args, name) and name in ("loss_type", "packing"):
         pytest.skip("an argument of SFTTrainer")
-    state = vars(attached).copy(), vars(attached.args).copy(), vars(attached.accelerator.dataloader_config).copy()
-    REFUSED[name](attached)
+    state = [(each, vars(each).copy()) for each in (trainer, trainer.args, trainer.accelerator.dataloader_config)]
+    REFUSED[name](trainer)
     try:
-        for call in (attached.train, lambda: attached.evaluate(documents(3)), lambda: attached.predict(documents(3))):
+        for call in (trainer.train, lambda: trainer.evaluate(documents(3)), lambda: trainer.predict(documents(3))):
             with pytest.raises(hfp.PackingError, match=f"^{name}: "):
                 call()
     finally:
-        for holder, before in zip(
-            (attached, attached.args, attached.accelerator.dataloader_config), state, strict=True
-        ):
+        for holder, before in state:
             vars(holder).clear()
             vars(holder).update(before)
-    assert attached.state.global_step == 0
+    assert trainer.state.global_step == 0
 
 
 def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
@@ -175,9 +170,7 @@ def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
         def on_step_end(self, args, state, *_, **__):
             args.gradient_accumulation_steps = state.global_step
 
-    trainer = trainer_of(tmp_path, max_steps=4)
-    trainer.add_callback(Slower())
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, callbacks=[Slower()], max_steps=4)
     with pytest.raises(hfp.PackingError, match="^gradient_accumulation_steps: "):
         trainer.train()
     assert trainer.state.global_step == 2
@@ -188,8 +181,7 @@ def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
 
 
 def test_a_model_that_was_unpatched_is_patched_again(tmp_path):
-    trainer = trainer_of(tmp_path, data=documents(20))
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, data=documents(20))
     hfp.unpatch_model(trainer.model)
     assert not is_patched(trainer.model)
     trainer.train()
@@ -201,15 +193,8 @@ def test_a_model_that_was_unpatched_is_patched_again(tmp_path):
 
 def test_rows_that_are_added_while_training_are_refused(tmp_path):
     rows = list(FEW)
-    trainer = trainer_of(tmp_path, data=rows, max_steps=-1, num_train_epochs=2)
-    step = trainer.training_step
-
-    def training_step(*args):
-        rows.append(MORE[30])
-        return step(*args)
-
-    trainer.training_step = training_step
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, data=rows, max_steps=-1, num_train_epochs=2)
+    on_each_batch(trainer, lambda _: rows.append(MORE[30]))
     try:
         with pytest.raises(hfp.PackingError, match=r"^len\(train_dataset\): "):
             trainer.train()
@@ -217,17 +202,14 @@ def test_rows_that_are_added_while_training_are_refused(tmp_path):
         trainer.accelerator.gradient_state._reset_state()  # else the loader that was broken off stays the active one
 
 
-REFUSED_BY_A_LOOP = {
-    "dataset": lambda _, data: data.extend(MORE[20:]),
-    "gradient_accumulation_steps": lambda accelerator, _: setattr(accelerator, "gradient_accumulation_steps", 3),
-}
-
-
-@pytest.mark.parametrize("argument", REFUSED_BY_A_LOOP)
-def test_changes_that_a_loop_refuses(argument):
+def test_changes_that_a_loop_refuses():
     accelerator, data = Accelerator(cpu=True), list(FEW)
     loader = hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64))
     assert len(list(loader)) == len(loader)
-    REFUSED_BY_A_LOOP[argument](accelerator, data)
-    with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
+    data.extend(MORE[20:])
+    with pytest.raises(hfp.PackingError, match="^dataset: "):
+        next(iter(loader))
+    del data[20:]
+    accelerator.gradient_accumulation_steps = 3
+    with pytest.raises(hfp.PackingError, match="^gradient_accumulation_steps: "):
         next(iter(loader))

@@ -1,14 +1,19 @@
-"""Figures that Trainer and TRL derive themselves, after attach, against counts over the documents by hand."""
+"""Evaluations, and figures that Trainer and TRL derive themselves: those of the documents, whatever the batches."""
 
 import json
+import math
 import os
 
 import datasets
 import pytest
 import torch
+from chunks import WHOLE, chunks_of
+from patched_models import patched
 from processes import on_ranks
-from trainers import documents, tokenizer, trainer_of
+from tiny_models import build
+from trainers import attached, documents, documents_in, on_each_batch, tokenizer, trainer_of
 from transformers import Trainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.sampling.evaluation import InOrder
@@ -31,11 +36,10 @@ def tokens_in(data):
     return sum(map(len, data["input_ids"]))
 
 
-def attached(folder, kind=Trainer, data=None, budget=None, shapes=None, **changes):
-    trainer = trainer_of(folder, kind, data=ending_with_eos() if data is None else data, **changes)
+def attached_with_tokenizer(folder, shapes=None, data=None, **changes):
+    trainer = attached(folder, how=shapes, data=ending_with_eos() if data is None else data, **changes)
     trainer.processing_class = tokenizer()
     assert trainer.processing_class.pad_token_id == 0
-    hfp.attach(trainer, budget or hfp.TokenBudget(64), **(shapes or {}))
     return trainer
 
 
@@ -57,14 +61,9 @@ def test_copies_of_rows_count_as_nothing(shapes, packed):
 
 @pytest.mark.parametrize(("steps", "shapes"), [(3, SHAPES), (11, {})])
 def test_samples_per_second_count_documents(tmp_path, steps, shapes):
-    trainer = attached(tmp_path, shapes=shapes, max_steps=steps, logging_steps=2)
-    trained, step = [], trainer.training_step
-
-    def counted(model, inputs, *args):
-        trained.append(sum(int(inputs["input_ids"][0, end - 1]) == 0 for end in inputs["cu_seq_lens_q"][1:].unique()))
-        return step(model, inputs, *args)
-
-    trainer.training_step = counted
+    trainer = attached_with_tokenizer(tmp_path, shapes, max_steps=steps, logging_steps=2)
+    trained = []
+    on_each_batch(trainer, lambda batch: trained.append(sum(ids[-1:] == [0] for ids in documents_in(batch))))
     metrics = trainer.train().metrics
     filled = steps if shapes else 0  # the segment that fills a batch repeats its first token, which is not 0
     assert sum(trained) > 2 * steps > filled
@@ -73,23 +72,23 @@ def test_samples_per_second_count_documents(tmp_path, steps, shapes):
 
 
 def test_a_second_training_counts_its_own_documents(tmp_path):
-    trainer = attached(tmp_path, max_steps=-1, num_train_epochs=1)
+    trainer = attached_with_tokenizer(tmp_path, max_steps=-1, num_train_epochs=1)
     for _ in range(2):
         metrics = trainer.train().metrics
         assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(NUMBER, rel=1e-2)
 
 
 def test_speed_of_an_evaluation(tmp_path):
-    trainer = attached(tmp_path, shapes=SHAPES, per_device_eval_batch_size=4)
+    trainer = attached_with_tokenizer(tmp_path, SHAPES, per_device_eval_batch_size=4)
     packed = hfp.pack(ending_with_eos(), hfp.BestFit(48))
-    for data, documents_in in ((ending_with_eos(23), 23), (packed, NUMBER)):
+    for data, number in ((ending_with_eos(23), 23), (packed, NUMBER)):
         for metrics, name in (
             (trainer.evaluate(data), "eval"),
             (trainer.evaluate(data, metric_key_prefix="eval_other"), "eval_other"),
             (trainer.predict(data).metrics, "test"),
         ):
             seconds = metrics[f"{name}_runtime"]
-            assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(documents_in, rel=2e-2)
+            assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(number, rel=2e-2)
 
 
 def test_gathered_results_of_copies_are_left_out():
@@ -121,7 +120,7 @@ def report(folder, rows):
     micro_batches = 2 // int(os.environ.get("WORLD_SIZE", "1"))
     known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": micro_batches}
     known |= {"per_device_eval_batch_size": rows}
-    trainer = attached(folder / "trainer", data=data, **known)
+    trainer = attached_with_tokenizer(folder / "trainer", data=data, **known)
     trainer.compute_metrics = metrics
     speed = trainer.train().metrics
     loss, predicted = trainer.evaluate(data)["eval_loss"], trainer.predict(data)
@@ -153,3 +152,86 @@ def test_predictions_of_two_ranks_have_no_copies(tmp_path, rows):
     for facts in found:
         assert facts["documents"] == 23
         assert facts["trained_documents"] == pytest.approx(2 * 23, rel=1e-2)
+
+
+def test_evaluation_with_nothing_to_evaluate(tmp_path):
+    nothing = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, -100]]})
+    trainer = attached(tmp_path)
+    assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+
+
+def as_stream(data):
+    return data.to_iterable_dataset(num_shards=2)
+
+
+WAYS = {
+    "documents": lambda data: data,
+    "packed": lambda data: hfp.pack(data, hfp.BestFit(64)),
+    "lazy": lambda data: hfp.pack(data, hfp.BestFit(64), lazy=True),
+    "trees": lambda data: hfp.pack(data, hfp.BestFit(64), share_prefixes=2),
+    "stream": as_stream,
+    "packed stream": lambda data: hfp.pack(as_stream(data), hfp.BestFit(64), streams=2),
+    "stream of trees": lambda data: hfp.pack(as_stream(data), hfp.BestFit(64), streams=2, share_prefixes=2),
+}
+
+
+@pytest.mark.parametrize(("kind", "way"), [*((Trainer, way) for way in WAYS), (SFTTrainer, "documents")])
+def test_evaluation_is_the_mean_over_tokens(tmp_path, kind, way):
+    model, data = build("Llama", torch.float64), documents(4, samples=2)
+    total, tokens = 0.0, 0
+    for ids, labels in zip(data["input_ids"], data["labels"], strict=True):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        wanted = torch.tensor(labels[1:])
+        total += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
+        tokens += int((wanted != -100).sum())
+    trained = as_stream(data) if way == "stream" else data
+    trainer = attached(tmp_path, kind=kind, model=patched("Llama", torch.float64, trees=True), data=trained)
+    rows, found = WAYS[way](data), [trainer.evaluate(data)["eval_loss"]]
+    for size in (1, 4):
+        trainer.args.per_device_eval_batch_size = size
+        found.append(trainer.evaluate(rows)["eval_loss"])
+        if way != "stream":
+            found.append(hfp.evaluation_loss(trainer.accelerator, trainer.model, rows, rows_per_batch=size))
+    found += [] if "stream" in way else [trainer.predict(rows).metrics["test_loss"]]
+    in_float32 = kind is SFTTrainer or "trees" in way  # TRL's fused head, and norms of tokens that are shared
+    assert found == pytest.approx([total / tokens] * len(found), rel=1e-6 if in_float32 else 1e-12)
+    assert max(found) - min(found) <= 1e-9 * max(found) or in_float32
+
+
+def test_evaluation_of_several_datasets_and_with_metrics(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = {"few": documents(3), "more": documents(9)}
+    trainer.compute_metrics = lambda predicted: {"rows": len(predicted.label_ids)}
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.args.per_device_eval_batch_size = 2
+    found = trainer.evaluate()
+    assert (found["eval_few_rows"], found["eval_more_rows"]) == (2, 5)
+    assert found["eval_few_loss"] == pytest.approx(trainer.evaluate(documents(3))["eval_loss"])
+
+
+class WithLogits(Trainer):
+    """Uses logits even where only the loss is asked for."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *_, **__):
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        assert outputs.logits.shape[:2] == inputs["labels"].shape
+        return (loss, None, None) if prediction_loss_only else (loss, outputs.logits, inputs["labels"])
+
+
+@pytest.mark.parametrize("kind", [Trainer, WithLogits])
+def test_evaluation_in_chunks(tmp_path, kind):
+    """Logits of a whole row are computed only where predictions or metrics read them."""
+    data = documents(9)
+    found = []
+    for tokens in (5, WHOLE):
+        trainer = attached(tmp_path, kind=kind, model=patched("Llama", torch.float64), data=data)
+        with chunks_of(tokens, trainer.model) as chunks:
+            found.append(trainer.evaluate(data)["eval_loss"])
+            assert bool(chunks) == (tokens == 5)
+            predicted = trainer.predict(data)
+            assert predicted.predictions.shape[-1] == trainer.model.config.vocab_size
+            found.append(hfp.evaluation_loss(trainer.accelerator, trainer.model, data, rows_per_batch=3))
+            trainer.compute_metrics = lambda predicted: {"rows": len(predicted.label_ids)}
+            found.append(trainer.evaluate(data)["eval_loss"])
+    assert found == pytest.approx([found[0]] * 6, rel=1e-12)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from patched_models import patched
 from tiers import fast_only
 from torch._dynamo.utils import counters
-from trainers import documents, logged, trainer_of
+from trainers import attached, documents, loader_of, logged, trainer_of
+from training_by_hand import gradients_of, largest_difference
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -27,8 +27,8 @@ def shapes_of(loader):
 def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
     entries = []
     for shapes in ({}, SHAPES):
-        trainer = trainer_of(tmp_path, kind, gradient_accumulation_steps=2, learning_rate=1e-3)
-        hfp.attach(trainer, LIMITED, loss=loss, **shapes)
+        more = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+        trainer = attached(tmp_path, LIMITED, {"loss": loss, **shapes}, kind=kind, **more)
         loader = trainer.get_train_dataloader()
         assert len(shapes_of(loader)) == (1 if shapes else len(loader))
         trainer.train()
@@ -53,8 +53,7 @@ def test_shapes_are_those_of_the_arguments_or_of_the_trainers_collator(tmp_path)
 def test_evaluation_batches_are_filled(tmp_path):
     losses = []
     for shapes in ({}, SHAPES):
-        trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
-        hfp.attach(trainer, LIMITED, **shapes)
+        trainer = attached(tmp_path, LIMITED, shapes, per_device_eval_batch_size=2)
         assert len(shapes_of(trainer.get_eval_dataloader(documents(40)))) == 1 or not shapes
         losses.append(trainer.evaluate(documents(40))["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -75,25 +74,21 @@ def test_a_training_loop(loss):
     found = []
     for shapes in ({}, SHAPES):
         model = patched(dtype=torch.float64)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-        loader = hfp.prepare_dataloader(accelerator, documents(45), LIMITED, loss=loss, model=model, **shapes)
-        batches = list(loader)
+        batches = list(loader_of(None, LIMITED, 3, loss=loss, model=model, **shapes))
         assert len({batch["input_ids"].shape for batch in batches}) == 1 or not shapes
         losses = [hfp.compute_loss(model, batch) for batch in batches]
         sum(losses).backward()
-        found.append(([each.item() for each in losses], [parameter.grad for parameter in model.parameters()]))
+        found.append(([each.item() for each in losses], gradients_of(model)))
         if loss == "token":
             assert [model(**batch).loss.item() for batch in batches] == pytest.approx(found[-1][0])
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
-        assert torch.allclose(one, other, atol=1e-10)
+    assert largest_difference(found[1][1], found[0][1]) <= 1e-10
 
 
 def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path):
     model = patched("Mixtral", num_hidden_layers=1)
     model.config.output_router_logits = True
-    trainer = trainer_of(tmp_path, model=model)
-    hfp.attach(trainer, LIMITED, prove="model", **SHAPES)
+    trainer = attached(tmp_path, LIMITED, {"prove": "model", **SHAPES}, model=model)
     with pytest.raises(hfp.PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
         trainer.train()
 
@@ -105,11 +100,8 @@ def test_a_trainer_that_compiles_its_model(tmp_path, shapes, most):
     """The proof on the first batch compiles nothing of its own."""
     torch._dynamo.reset()
     counters.clear()
-    trainer = trainer_of(tmp_path, torch_compile=True, torch_compile_backend="eager", max_steps=8)
-    hfp.attach(trainer, hfp.TokenBudget(64), **shapes)
-    compiled = logged(trainer)
+    compiling = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compiled = logged(attached(tmp_path, how=shapes, max_steps=8, **compiling))
     assert counters["stats"]["unique_graphs"] <= most
-    trainer = trainer_of(tmp_path, max_steps=8)
-    hfp.attach(trainer, hfp.TokenBudget(64), **shapes)
-    assert compiled == pytest.approx(logged(trainer), rel=1e-4)
+    assert compiled == pytest.approx(logged(attached(tmp_path, how=shapes, max_steps=8)), rel=1e-4)
     torch._dynamo.reset()

@@ -20,7 +20,8 @@ from tiers import fast_only
 from tiny_models import build, exact
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import logged, trainer_of
+from trainers import attached, logged
+from training_by_hand import gradients_of
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -38,11 +39,6 @@ LABELED = 19
 def batch_for(model, labels=LABELS, documents=DOCUMENTS):
     rows = [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(documents, labels, strict=True)]
     return hfp.PackingCollator(keep_first_labels=not predicts_next(model))(rows)
-
-
-def gradients_of(model):
-    names = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters()}
-    return {name: each.grad.clone() for name, each in names.items() if each.grad is not None}
 
 
 def result_of(model, batch, loss="token"):
@@ -460,8 +456,7 @@ def test_hooks_on_the_output_layer(caplog):
 
 
 def test_the_fused_head_of_trl_is_left_alone(tmp_path):
-    trainer = trainer_of(tmp_path, SFTTrainer)
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, kind=SFTTrainer)
     with chunks_of(5, trainer.model) as chunks:
         assert len(logged(trainer)) == 2
         trainer.evaluate(trainer.train_dataset)
@@ -621,3 +616,51 @@ def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
     with chunks_of(tokens, model), pytest.raises(hfp.PackingError, match="expected a cross-entropy"):
         hfp.compute_loss(model, batch, loss="sequence")
     assert hfp.compute_loss(model, batch, loss="token") > 0
+
+
+def on_cuda(test):
+    """Skipped where there is no device; in float32, attention runs segment by segment there."""
+    without = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(without(pytest.mark.filterwarnings("ignore:attention runs segment by segment")(test)))
+
+
+def batch_on_cuda(documents):
+    batch = hfp.PackingCollator()([{"input_ids": ids} for ids in documents])
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@on_cuda
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_gradients_on_a_device_are_those_of_whole_logits(monkeypatch, how):
+    """In bfloat16, they differ from those in float32 no more than those of whole logits do, and a little."""
+    monkeypatch.setattr(module, "_warn_once", pytest.fail)  # no whole logits
+    batch = batch_on_cuda([list(range(3, 60)), list(range(40, 90)), [5, 6, 7]])
+    found = {}
+    for case, tokens, rounded in (("exact", 1000, False), ("whole", 1000, True), ("chunks", 7, True)):
+        model = patched().cuda()
+        if rounded and how == "bfloat16":
+            model.bfloat16()
+        monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * model.config.vocab_size)
+        with torch.autocast("cuda", torch.bfloat16, enabled=rounded and how == "autocast"):
+            loss = hfp.compute_loss(model, batch)
+        loss.backward()
+        found[case] = [parameter.grad.float() for parameter in model.parameters()]
+    for right, whole, in_chunks in zip(*found.values(), strict=True):
+        allowed = 2 * (whole - right).norm() + 1e-2 * right.norm()
+        assert (in_chunks - right).norm() <= allowed
+
+
+@on_cuda
+def test_logits_of_a_whole_row_are_never_in_memory_of_a_device(monkeypatch):
+    model = hfp.patch_model(build("Llama", torch.bfloat16, vocab_size=100_000).cuda())
+    batch, peaks = batch_on_cuda([list(range(3, 203))] * 40), []
+    for tokens in (10_000, 200):
+        monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * 100_000)
+        for _ in range(2):  # the first call asks the model for its loss on a short document
+            model.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            hfp.compute_loss(model, batch).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 0.25 * peaks[0]

@@ -1,13 +1,12 @@
 """What is left after documents were cut or dropped, also by TRL: counted, or refused."""
 
-import accelerate
 import datasets
 import numpy as np
 import pytest
 from plain_dataset import Plain
 from tiers import fast_only
 from trainers import documents as labeled_documents
-from trainers import trainer_of
+from trainers import loader_of, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 from whole_rows import BUDGET
@@ -50,7 +49,7 @@ def test_no_label_left_is_refused(tmp_path, kind, overflow):
     with pytest.raises(hfp.PackingError, match="batching: 0 of 240 labels are left.*got TokenBudget"):
         hfp.attach(trainer_of(tmp_path, data=data), budget)
     with pytest.raises(hfp.PackingError, match="batching: 0 of 240 labels are left"):
-        hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, budget)
+        loader_of(data, budget)
 
 
 def test_masks_of_trl_are_labels(tmp_path):
@@ -88,7 +87,7 @@ def test_counts_are_those_of_the_batches(max_tokens, overflow):
     for each, total in ((data, 244), (without, 12 * 139 + 4), (packed, 244), (lazy, 488), (as_transform(data), 244)):
         if "seq_lengths" in each.column_names and overflow != "drop":
             continue
-        loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), each, budget)
+        loader = loader_of(each, budget)
         left = sum(int((batch["labels"] != -100).sum()) for batch in loader)
         assert left
         if (labels := loader.summary.labels) is None:

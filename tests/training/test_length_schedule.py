@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
-from trainers import trainer_of
-from training_by_hand import largest_difference
+from trainers import attached, loader_of, trainer_of
+from training_by_hand import gradients_of, largest_difference
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -46,7 +46,7 @@ class Seen(TrainerCallback):
         self.step_ends()
 
     def step_ends(self):
-        self.gradient[self.step] = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        self.gradient[self.step] = gradients_of(self.model)
         self.step += 1
 
 
@@ -68,7 +68,7 @@ def by_hand(batches, borders_of_documents):
         tokens += int((labels[1:] != -100).sum())
     model.zero_grad()
     (total / tokens).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    return gradients_of(model)
 
 
 def begins(rows):
@@ -122,24 +122,17 @@ def test_the_gradient_is_that_of_the_pieces(through, tmp_path):
 
 
 def test_a_resumed_loop_goes_on_with_its_length():
-    def loader():
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        return hfp.prepare_dataloader(accelerator, documents(), BUDGET)
-
     def longest(batches):
         return [batch["max_length_q"] for batch in batches]
 
-    whole = loader()
+    whole, stopped, resumed, jumped = (loader_of(documents(), BUDGET, accumulation=2) for _ in range(4))
     expected = longest(whole) + longest(whole)
-    stopped = loader()
     batches = iter(stopped)
     for _ in range(4):
         next(batches)
-    resumed = loader()
     resumed.load_state_dict(stopped.state_dict())
     assert resumed.optimizer_steps == 2
     assert longest(resumed) + longest(resumed) == expected[4:]
-    jumped = loader()
     jumped.set_epoch(1)
     assert longest(jumped) == expected[len(whole) :]
 
@@ -148,12 +141,11 @@ def test_a_resumed_loop_goes_on_with_its_length():
 def test_isolation_is_proven_on_whole_documents(through, tmp_path):
     rows, model = documents(), build("Llama", torch.float64)
     if through == "trainer":
-        trainer = trainer_of(tmp_path, Trainer, model, rows, max_steps=1)
-        hfp.attach(trainer, BUDGET)
+        trainer = attached(tmp_path, BUDGET, model=model, data=rows, max_steps=1)
         trainer.train()
         proof = trainer.attached.first_batch_proof
     else:
-        loader = hfp.prepare_dataloader(Accelerator(cpu=True), rows, BUDGET, model=model)
+        loader = loader_of(rows, BUDGET, model=model)
         assert next(iter(loader))["max_length_q"] == SCHEDULE.start
         proof = loader.first_batch_proof
     (proven,) = proof.proofs.values()
@@ -162,10 +154,5 @@ def test_isolation_is_proven_on_whole_documents(through, tmp_path):
 
 def test_evaluation_does_not_cut(tmp_path):
     model, rows = patched("Llama", torch.float64), documents()
-    losses = []
-    for batching in (BUDGET, hfp.TokenBudget(LONGEST)):
-        trainer = trainer_of(tmp_path, Trainer, model, rows)
-        trainer.eval_dataset = rows
-        hfp.attach(trainer, batching)
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[0] == losses[1]
+    trainers = [attached(tmp_path, each, model=model, data=rows) for each in (BUDGET, hfp.TokenBudget(LONGEST))]
+    assert len({trainer.evaluate(rows)["eval_loss"] for trainer in trainers}) == 1

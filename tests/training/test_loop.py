@@ -1,23 +1,18 @@
-"""Training loops on one process, with prepare_dataloader or a PackingCollator: epochs, state, accumulation, losses."""
+"""Training loops on one process: epochs, state, accumulation, losses; lazy packs have the batches of stored ones."""
 
 import datasets
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from patched_models import patched
+from datasets import concatenate_datasets, load_from_disk
+from patched_models import patched, patched_tiny
 from tiers import fast_only
-from trainers import documents
-from training_by_hand import gradients_of_a_padded_batch, largest_difference
+from trainers import documents, loader_of
+from training_by_hand import gradients_of, gradients_of_a_padded_batch, largest_difference
 
 import hf_packing as hfp
 from tools.tiny_model import tiny_model
-
-
-def loader_of(accelerator=None, steps=1, data=None, budget=64, **settings):
-    accelerator = accelerator or Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    data = documents(45) if data is None else data
-    return hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(budget), **settings)
 
 
 def tokens_in(batches):
@@ -27,11 +22,10 @@ def tokens_in(batches):
 def test_a_models_own_loss_is_right_in_a_loop():
     """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
     model = patched()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
-    batches = list(loader_of(accelerator))
+    batches = list(loader_of(accumulation=1000))
     ours = [hfp.compute_loss(model, batch).item() / 1000 for batch in batches]
     assert [model(**batch).loss.item() / 1000 for batch in batches] == pytest.approx(ours, rel=1e-5)
-    assert sum(ours) == pytest.approx(hfp.evaluation_loss(accelerator, model, documents(45)), rel=1e-5)
+    assert sum(ours) == pytest.approx(hfp.evaluation_loss(Accelerator(cpu=True), model, documents(45)), rel=1e-5)
 
 
 def test_modules_that_are_frozen_stay_frozen():
@@ -87,8 +81,7 @@ def test_a_loop_goes_on_where_it_was(expected, epoch):
 
 
 def test_accelerate_takes_the_loader_as_it_is():
-    accelerator = Accelerator(cpu=True)
-    loader = loader_of(accelerator)
+    accelerator, loader = Accelerator(cpu=True), loader_of()
     assert accelerator.prepare(loader) is loader
     for call in (
         lambda: accelerator.skip_first_batches(loader, 2),
@@ -118,7 +111,7 @@ def test_updates_of_accumulated_batches():
     """Neither another loader in the middle of an update nor an epoch that was broken off changes them."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
-    loader, other = (loader_of(accelerator, data=rows, budget=3) for _ in range(2))
+    loader, other = (hfp.prepare_dataloader(accelerator, rows, hfp.TokenBudget(3)) for _ in range(2))
     model = accelerator.prepare(patched())
     assert synchronized(accelerator, model, loader, stop=1) == []
     with pytest.raises(hfp.PackingError, match="after an optimizer step of 3 micro-batches, got a checkpoint after 1"):
@@ -131,7 +124,7 @@ def test_updates_of_accumulated_batches():
 def test_a_checkpoint_where_another_loader_was_broken_off(tmp_path):
     """Its step begins again."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader, other = (loader_of(accelerator) for _ in range(2))
+    loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
     expected = tokens_in(other)
     other.set_epoch(0)
     next(iter(other))
@@ -159,9 +152,9 @@ def test_evaluation_asks_a_model_for_its_loss(architecture, kind):
     [("loss", 4, {"loss": "sequence"}), ("ranks x gradient_accumulation_steps", 2, {})],
 )
 def test_other_states_are_refused(argument, steps, settings):
-    state = loader_of(steps=4, budget=40).state_dict()
+    state = loader_of(batching=hfp.TokenBudget(40), accumulation=4).state_dict()
     with pytest.raises(hfp.PackingError, match=f"^{argument}: "):
-        loader_of(steps=steps, budget=40, **settings).load_state_dict(state)
+        loader_of(None, hfp.TokenBudget(40), steps, **settings).load_state_dict(state)
     with pytest.raises(hfp.PackingError, match="^state: expected one that this version .* got epoch, micro_batches"):
         loader_of().load_state_dict({"epoch": 0, "micro_batches_done": 4})
 
@@ -169,10 +162,10 @@ def test_other_states_are_refused(argument, steps, settings):
 @pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])
 def test_packed_rows_whose_columns_contradict_each_other(kind):
     rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
-    assert len(list(loader_of(data=kind(rows), budget=4))) == 4
+    assert len(list(loader_of(kind(rows), hfp.TokenBudget(4)))) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
     with pytest.raises(hfp.PackingError, match="column 'position_ids': expected positions .* of row .*'seq_lengths'"):
-        list(loader_of(data=kind(rows), budget=4))
+        list(loader_of(kind(rows), hfp.TokenBudget(4)))
 
 
 PLAIN = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], [40, 41], list(range(50, 70))]
@@ -202,8 +195,7 @@ def test_a_plain_loop(loss):
         losses = [hfp.compute_loss(model, plain_batch(part), **options) for part in parts]
         for each in losses:
             each.backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert largest_difference(found, expected) <= 1e-12
+        assert largest_difference(gradients_of(model), expected) <= 1e-12
         assert sum(each.item() for each in losses) == pytest.approx(value, rel=1e-12)
 
 
@@ -239,3 +231,67 @@ def test_a_plain_batch_without_trainable_tokens():
             loss.backward()
             assert loss.item() == 0
             assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def unlabeled():
+    return documents(45).select_columns("input_ids")
+
+
+def both(folder, strategy=hfp.BestFit(64), source="tokens"):
+    """Documents packed as always, and lazily."""
+    unlabeled().map(SOURCES[source]).save_to_disk(folder)
+    return [hfp.pack(load_from_disk(folder), strategy, lazy=lazy) for lazy in (False, True)]
+
+
+VIEWS = {
+    "all": lambda rows: rows,
+    "shuffled": lambda rows: rows.shuffle(seed=1),
+    "selected": lambda rows: rows.select([3, 1, 2, 1]),
+    "repeated": lambda rows: concatenate_datasets([rows.select([2, 1]), rows]),
+    "mapped": lambda rows: rows.map(lambda row: {"labels": [-100] * 5 + row["labels"][5:]}),
+    "without position_ids": lambda rows: rows.remove_columns("position_ids"),
+}
+SOURCES = {
+    "tokens": lambda _: {},
+    "labels": lambda row: {"labels": [-100, *row["input_ids"][1:]]},
+    "masks": lambda row: {"completion_mask": [number % 2 for number in range(len(row["input_ids"]))]},
+}
+
+
+def check_same(packed, lazy, batching=None, **how):
+    one, other = (list(loader_of(rows, batching or hfp.TokenBudget(128), **how)) for rows in (packed, lazy))
+    assert len(one) == len(other) > 0
+    for ours, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:pack applies:UserWarning")
+@pytest.mark.parametrize(
+    ("view", "source"), [*((view, "labels") for view in VIEWS), ("all", "tokens"), ("all", "masks")]
+)
+def test_micro_batches(tmp_path, view, source):
+    packed, lazy = map(VIEWS[view], both(tmp_path, source=source))
+    assert max(map(len, packed["seq_lengths"])) > 1
+    check_same(packed, lazy, num_workers=int(view == "shuffled"))
+
+
+def test_micro_batches_of_buckets(tmp_path):
+    check_same(*both(tmp_path, hfp.Bucket((16, 32, 64))), batching=hfp.BucketBatches(64))
+
+
+def test_lazy_rows_of_trees():
+    """Their sizes are found by reading all rows, as those of any dataset with a transform."""
+    prompts = [[number, *range(20)] for number in range(8)]
+    source = datasets.Dataset.from_dict({"input_ids": [[*prompts[n % 8], 30 + n] for n in range(40)]})
+    rows = [hfp.pack(source, hfp.BestFit(64), lazy=lazy, share_prefixes=4) for lazy in (False, True)]
+    check_same(*rows, model=patched_tiny("llama", "causal", trees=True))
+
+
+def test_rows_are_read_without_the_formatting_of_datasets(tmp_path, monkeypatch):
+    _, lazy = both(tmp_path)
+    loader = loader_of(lazy)
+    for name in ("__getitems__", "__getitem__"):
+        monkeypatch.setattr(datasets.Dataset, name, lambda *_: pytest.fail("formatted"))
+    assert len(list(loader)) > 1
+    with pytest.raises(pytest.fail.Exception, match="formatted"):
+        lazy[0]

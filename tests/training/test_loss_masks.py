@@ -9,8 +9,7 @@ import torch
 from chat_templates import tokenizer_with
 from tiers import fast_only
 from tiny_models import build
-from trainers import arguments, trainer_of
-from transformers import Trainer
+from trainers import arguments, attached, loader_of, trainer_of
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
@@ -199,16 +198,13 @@ def test_labels_that_do_not_follow_completion_only_loss_are_refused(tmp_path):
 @pytest.mark.parametrize("read", [lambda data: data, lambda data: data.with_transform(lambda batch: batch)])
 def test_trainer_ignores_masks_and_so_is_refused(tmp_path, read):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
-    trainer = trainer_of(tmp_path, Trainer, data=read(data))
-    hfp.attach(trainer, hfp.TokenBudget(8))
+    trainer = attached(tmp_path, hfp.TokenBudget(8), data=read(data))
     with pytest.raises(hfp.PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
         trainer.train()
 
 
 def test_a_loop_of_ones_own_applies_them():
-    from accelerate import Accelerator
-
     rows = {"input_ids": [[5, 6, 7, 8]], "completion_mask": [[0, 1, 1, 1]], "assistant_masks": [[0, 0, 1, 1]]}
     for data in (datasets.Dataset.from_dict(rows), [{name: np.array(values[0]) for name, values in rows.items()}]):
-        [batch] = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8))
+        [batch] = loader_of(data, hfp.TokenBudget(8))
         assert batch["labels"].tolist() == [[-100, -100, 7, 8]]

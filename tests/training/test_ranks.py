@@ -15,7 +15,7 @@ from accelerate import Accelerator, PartialState
 from patched_models import patched
 from processes import on_ranks as call_on_ranks
 from tiny_models import build
-from trainers import documents, trainer_of
+from trainers import documents, loader_of, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -189,18 +189,13 @@ def evaluations(log, made, kind, own):
     log.expect(None, f"{kind}: after all that", trainer.train)
 
 
-def prepared(data, batching=None, accumulation=1, **settings):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings)
-
-
 def loops(log, own):
     for case in CASES:
-        log.expect(DIFFERENT, f"loop: {case}", lambda case=case: prepared(own.data()[case]()))
+        log.expect(DIFFERENT, f"loop: {case}", lambda case=case: loader_of(own.data()[case]()))
     accelerator, shard, rows = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank), DATA.to_list()
     model = patched()
     log.expect(DIFFERENT, "loop: evaluation", lambda: hfp.evaluation_loss(accelerator, model, shard))
-    loader = prepared(rows)
+    loader = loader_of(rows)
     rows.extend(rows[:9] if own.last else [])
     pattern = "dataset: expected 64 rows, as when batches were planned, got 73"
     log.expect(pattern, "loop: rows of one rank later", lambda: next(iter(loader)))
@@ -230,7 +225,7 @@ def tell(folder):
     loops(log, own)
     log.expect(None, "all cases", lambda: None)
     state.wait_for_everyone()  # the first process that ends takes the others with it
-    prepared(DATA.shard(own.ranks, own.rank))
+    loader_of(DATA.shard(own.ranks, own.rank))
 
 
 def one_step_trainer(folder, kind, data=DATA, **changes):
@@ -271,18 +266,18 @@ def test_different_data_of_a_loop(monkeypatch, case):
     pattern = DIFFERENT
     if case == "40 against 48":
         pattern += r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens"
-    check_on_ranks(monkeypatch, pattern, [partial(prepared, each) for each in data])
+    check_on_ranks(monkeypatch, pattern, [partial(loader_of, each) for each in data])
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_the_same_data_of_a_loop(monkeypatch, case):
-    check_on_ranks(monkeypatch, None, [lambda: prepared(SAME[case]())] * 2)
+    check_on_ranks(monkeypatch, None, [lambda: loader_of(SAME[case]())] * 2)
 
 
 @pytest.mark.parametrize("case", Rank(0, 2).batching())
 def test_different_batchings_of_a_loop(monkeypatch, case):
     (argument, *first), (_, *second) = (Rank(rank, 2).batching()[case] for rank in range(2))
-    calls = [partial(prepared, DATA, batching, **settings) for batching, settings in (first, second)]
+    calls = [partial(loader_of, DATA, batching, **settings) for batching, settings in (first, second)]
     check_on_ranks(monkeypatch, f"{argument}: ", calls)
 
 
@@ -296,10 +291,10 @@ def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):
 
 
 def test_different_accumulations_and_models_of_a_loop(monkeypatch):
-    calls = [partial(prepared, DATA, accumulation=number) for number in (1, 2)]
+    calls = [partial(loader_of, DATA, accumulation=number) for number in (1, 2)]
     check_on_ranks(monkeypatch, "gradient_accumulation_steps: ", calls)
     models = [build("Llama", intermediate_size=size) for size in (96, 128)]
-    calls = [partial(prepared, DATA, model=model) for model in models]
+    calls = [partial(loader_of, DATA, model=model) for model in models]
     check_on_ranks(monkeypatch, r"batching: .* rank 0 has .*linear_cost=240.0", calls)
 
 

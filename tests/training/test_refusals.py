@@ -15,7 +15,7 @@ from documents_to_mask import documents as to_mask
 from patched_models import patched, patched_once, patched_tiny
 from tiers import slow
 from tiny_models import build, with_loss_times
-from trainers import documents, tokenizer, trainer_of
+from trainers import attached, documents, tokenizer, trainer_of
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
@@ -60,9 +60,8 @@ class Trainers:
         return self.noted(rows_trainer_of(kind, self.folder, patched=patched, **settings), on)
 
     def attached(self, batching=BUDGET, kind=Trainer, on=None, shapes=None, loss="token", data=DATA, **settings):
-        trainer = trainer_of(self.folder, kind, data=data, **settings)
-        hfp.attach(trainer, batching, loss=loss, **(shapes or {}))
-        return self.noted(trainer, on)
+        how = {"loss": loss, **(shapes or {})}
+        return self.noted(attached(self.folder, batching, how, kind=kind, data=data, **settings), on)
 
     def noted(self, trainer, on=None):
         for name, value in (on or {}).items():
@@ -429,8 +428,7 @@ def test_collators_whose_work_is_done_are_taken(tmp_path, collator):
 
 
 def loop(batching=BUDGET, data=DATA, accelerator=None, **how):
-    accelerator = accelerator or Accelerator(cpu=True)
-    return hfp.prepare_dataloader(accelerator, data, batching, **how)
+    return hfp.prepare_dataloader(accelerator or Accelerator(cpu=True), data, batching, **how)
 
 
 def dispatching():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import trainers
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
@@ -26,9 +27,8 @@ def attached(folder, kind="documents", batching=None, loss="token", **changes):
     layer = model.model.layers[0]
     layer.dropout = torch.nn.Dropout(0.5)
     layer.mlp.register_forward_hook(lambda _, __, out: layer.dropout(out))
-    trainer = trainer_of(folder, model=model, data=make(), **{"max_steps": 4, **SAVES, **changes})
-    hfp.attach(trainer, batching or usual, loss=loss)
-    return trainer
+    known = {"max_steps": 4, **SAVES, **changes}
+    return trainers.attached(folder, batching or usual, {"loss": loss}, model=model, data=make(), **known)
 
 
 def lines_of(trainer, resume=None):

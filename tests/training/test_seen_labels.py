@@ -9,7 +9,7 @@ from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only
 from tiny_models import build
-from trainers import documents, logged, trainer_of
+from trainers import attached, documents, loader_of, logged, trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
@@ -65,11 +65,11 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
         with pytest.raises(hfp.PackingError, match=REPEATED):
             hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(hfp.PackingError, match=REPEATED):
-        hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=model)
+        loader_of(data, model=model)
     with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.evaluation_loss(Accelerator(cpu=True), model, data)
     causal = patched("Llama", torch.float64)
-    loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=causal)
+    loader = loader_of(data, model=causal)
     assert not route_of(causal).facts.sees_labels
     assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
 
@@ -77,17 +77,15 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
 def test_masked_data_is_trained_on(tmp_path):
     data = documents(12).map(masked)
     for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
-        trainer = trainer_of(tmp_path, model=patched_bert(), data=each)
-        trainer.eval_dataset = each
-        hfp.attach(trainer, hfp.TokenBudget(64))
+        trainer = attached(tmp_path, model=patched_bert(), data=each)
         assert len(logged(trainer)) == 2
-        assert np.isfinite(trainer.evaluate()["eval_loss"])
+        assert np.isfinite(trainer.evaluate(each)["eval_loss"])
 
 
 def test_a_loop_whose_loader_knows_no_model():
     """Also where Trainer calls a model by itself."""
     model = patched_bert().train()
-    batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64))))
+    batch = next(iter(loader_of(unlabeled())))
     with pytest.raises(hfp.PackingError, match=REPEATED):
         hfp.compute_loss(model, batch)
     with pytest.raises(hfp.PackingError, match=REPEATED):
@@ -140,7 +138,7 @@ def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     model = patched_bert()
     rows = [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)]
     data = [rows[number] if number % 3 == 0 else {**rows[0], "labels": ROW[:12]} for number in range(12)]
-    loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(12), model=model)
+    loader = loader_of(data, hfp.TokenBudget(12), model=model)
     model.train()
     batches = list(loader)
     repeated = [torch.equal(batch["targets"], batch["input_ids"]) for batch in batches]
@@ -149,7 +147,7 @@ def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     for batch in batches:
         assert torch.isfinite(hfp.compute_loss(model, batch))
     with pytest.raises(hfp.PackingError, match=REPEATED):
-        hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64), model=model)
+        loader_of(unlabeled(), model=model)
 
 
 MODELS = {

@@ -10,7 +10,7 @@ from own_batches import answers, dpo, grpo, step, texts
 from padded_models import SEQUENCE, padded
 from patched_models import patched_tiny
 from tiers import fast_only
-from training_by_hand import largest_difference
+from training_by_hand import gradients_of, largest_difference
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, share_prefixes
@@ -74,7 +74,7 @@ def test_rows_of_a_padded_batch(name, side):
         model.zero_grad()
         weights = torch.randn(logits[real].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         (logits[real] * weights).sum().backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(model))
     assert largest_difference(gradients[1], gradients[0]) <= 10 * close
     with hfp.unpatch_model(model):
         pass

@@ -1,6 +1,7 @@
 """Losses, log-probabilities and gradients of rows of trees are those of the same documents, each run alone."""
 
-from functools import cache
+import copy
+from functools import cache, partial
 
 import datasets
 import peft
@@ -10,33 +11,116 @@ from accelerate import Accelerator
 from chunks import WHOLE, chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patched_models import patched
+from patched_models import patched, patched_once
 from processes import on_ranks
 from tiers import fast_only
+from tiny_models import build
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from training_by_hand import gradients_of, largest_difference
+from transformers.modeling_outputs import CausalLMOutput
 from tree_documents import DOCUMENTS, LABELS, OTHER
-from tree_oracle import (
-    check_gradients,
-    exact,
-    gradients,
-    loss_alone,
-    losses_alone,
-    oracle,
-    patched_with_stock,
-    share_parameters,
-)
-from tree_rows import labeled_documents, tree_row
+from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
-from hf_packing.training.losses import (
-    ITEMS,
-    TARGETS,
-    WEIGHTS,
-    items_in,
-    weights_of,
-    with_share,
-)
+from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, items_in, weights_of, with_share
 from hf_packing.training.step_counts import micro_batch_counts
+
+
+def exact(name):
+    """Return a model in float64, without the parts of Llama that compute in float32 whatever the model's dtype."""
+    model = build(name, torch.float64)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = partial(_norm, module)
+    return model
+
+
+def patched_with_stock(name):
+    """Return a patched model; its attribute `stock` has one without a patch that has the same parameters."""
+    stock, model = exact(name), copy.deepcopy(patched_once(exact, True, name))
+    share_parameters(stock, model)
+    model.stock = [stock]  # in a list, so that it is no module of the model
+    return model
+
+
+def oracle(name):
+    """Return a patched model that runs each document of a row of trees alone, without a patch.
+
+    The hidden state of a shared token is that of the last document on whose path it is.
+    """
+    model = patched_with_stock(name)
+    (stock,) = model.stock
+    without_trees = model.forward
+
+    def forward(
+        input_ids, segment_lengths=None, parents=None, position_ids=None, labels=None, num_items_in_batch=None, **others
+    ):
+        if parents is None:
+            items = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            return without_trees(input_ids=input_ids, position_ids=position_ids, labels=labels, **items, **others)
+        assert not others
+        hidden = [None] * input_ids.shape[1]
+        row = {
+            "tree_input_ids": input_ids[0].tolist(),
+            "segment_lengths": segment_lengths.tolist(),
+            "parents": parents.tolist(),
+            "ends": [*range(len(parents))],
+            "trained": [],
+        }
+        for tokens, _, path in documents_of(row):
+            assert position_ids[0, path].tolist() == [*range(len(path))]
+            states = stock.base_model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+            for place, state in zip(path, states, strict=True):
+                hidden[place] = state
+        logits = model.lm_head(torch.stack(hidden)[None])
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        vocabulary = model.config.vocab_size
+        loss = model.loss_function(logits, labels, vocabulary, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    model.forward = forward
+    return model
+
+
+def _norm(module, hidden):
+    return F.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def share_parameters(model, other):
+    """Give a model the parameters of another one, so that both collect the same gradients."""
+    parameters = dict(other.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        for name in [name for name, own in module._parameters.items() if own is not None]:
+            module._parameters[name] = parameters[f"{prefix}.{name}".removeprefix(".")]
+
+
+def losses_alone(model, documents, labels):
+    """Return, for each document, the cross-entropies of its labels but the first, from a run of the document alone."""
+    found = []
+    for tokens, wanted in zip(documents, labels, strict=True):
+        logits = model.stock[0](input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        each = F.cross_entropy(logits[:-1], torch.tensor(wanted[1:], dtype=torch.int64), reduction="none")
+        found.append(each[torch.tensor(wanted[1:], dtype=torch.int64) != -100])
+    return found
+
+
+def loss_alone(model, documents, labels, loss):
+    """Return the mean over tokens, or over the means of documents that have labels, and the number of these items."""
+    losses = losses_alone(model, documents, labels)
+    if loss == "sequence":
+        losses = [each.mean()[None] for each in losses if len(each)]
+    joined = torch.cat([torch.zeros(0), *losses])
+    return joined.sum() / max(len(joined), 1), len(joined)
+
+
+def gradients(model):
+    """Return the gradients of a model, by parameter, and delete them."""
+    found = gradients_of(model)
+    model.zero_grad()
+    return found
+
 
 LOSSES = ["token", "sequence"]
 ALL = DOCUMENTS + OTHER[0]
@@ -83,7 +167,7 @@ def test_the_loss_of_two_rows(name, size, loss):
         assert size is WHOLE or 0 < sum(predicting for predicting, _ in chunks) <= (whole["tree_labels"] != -100).sum()
         total.backward()
         assert total.item() == pytest.approx(expected.item(), rel=1e-12, abs=0)
-        check_gradients(gradients(model), wanted)
+        assert largest_difference(gradients(model), wanted) <= 1e-12
 
 
 FORMS = [("oracle", "trees"), ("patched", "trees"), ("patched", "packed")]
@@ -108,7 +192,7 @@ def test_random_documents(case, loss, size, how):
         assert not any(each.any() for each in actual.values())
         return
     expected.backward()
-    check_gradients(actual, gradients(model))
+    assert largest_difference(actual, gradients(model)) <= 1e-12
 
 
 def test_roots_only_cost_what_packed_documents_cost():
@@ -152,7 +236,7 @@ def test_log_probabilities(form, size):
     assert found.dtype == torch.float64
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     (found * factors).sum().backward()
-    check_gradients(gradients(model), wanted, 1e-10)
+    assert largest_difference(gradients(model), wanted) <= 1e-10
 
 
 def test_log_probabilities_are_scores():
@@ -229,7 +313,7 @@ def test_checkpointing_and_lora(name, loss):
     expected.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
     assert ("lora" in min(found)) == (name == "LoRA")
-    check_gradients(found, gradients(model))
+    assert largest_difference(found, gradients(model)) <= 1e-12
 
 
 def log_probabilities_on_rank(folder):
@@ -247,4 +331,4 @@ def test_log_probabilities_on_two_ranks(tmp_path):
     (sums_alone(model, ALL, ALL_LABELS).sum() / 2).backward()  # DDP averages over ranks
     wanted = gradients(model)
     for rank in range(2):
-        check_gradients(torch.load(tmp_path / f"gradients-{rank}.pt"), wanted)
+        assert largest_difference(torch.load(tmp_path / f"gradients-{rank}.pt"), wanted) <= 1e-12

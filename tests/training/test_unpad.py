@@ -4,7 +4,6 @@ A trainer's other models, such as a teacher, read the packed batches of the mode
 """
 
 import copy
-from itertools import pairwise
 
 import numpy as np
 import peft
@@ -16,14 +15,9 @@ from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
 from torch.nn.functional import kl_div
-from trainers import documents, tokenizer, trainer_of
+from trainers import documents, documents_in, tokenizer, trainer_of
 from training_by_hand import largest_difference
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModel, Trainer, TrainerCallback
 from whole_rows import arguments
 from whole_rows import trainer_of as rows_trainer_of
 
@@ -195,12 +189,11 @@ def test_a_teacher_reads_each_document_alone(tmp_path):
     trainer = distilling(tmp_path, student, teacher)
     hfp.attach(trainer, hfp.TokenBudget(256))
     batch = next(iter(trainer.get_train_dataloader()))
-    borders = batch["cu_seq_lens_q"].tolist()
-    assert len(borders) == 7  # all six documents
+    rows = documents_in(batch)
+    assert len(rows) == 6
     with torch.no_grad():
         found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(1))
-        rows = [batch["input_ids"][:, begin:end] for begin, end in pairwise(borders)]
-        expected = sum(divergence(*(model(row).logits for model in alone)) for row in rows)
+        expected = sum(divergence(*(model(torch.tensor([row])).logits for model in alone)) for row in rows)
         as_one_document = divergence(*(model(batch["input_ids"]).logits for model in alone))
     assert float(expected) > 1
     assert float(found) == pytest.approx(float(expected), rel=1e-10)
