@@ -233,11 +233,14 @@ def test_a_plain_batch_without_trainable_tokens():
             assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
+STRATEGY = hfp.BestFit(64)
+
+
 def unlabeled():
     return documents(45).select_columns("input_ids")
 
 
-def both(folder, strategy=hfp.BestFit(64), source="tokens"):
+def both(folder, strategy=STRATEGY, source="tokens"):
     """Documents packed as always, and lazily."""
     unlabeled().map(SOURCES[source]).save_to_disk(folder)
     return [hfp.pack(load_from_disk(folder), strategy, lazy=lazy) for lazy in (False, True)]
