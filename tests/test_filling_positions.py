@@ -33,13 +33,8 @@ from hf_packing.sampling.sizes import sizes_of
 
 
 def check(positions, lengths, filling=0, period=1):
-    """Check the positions of a row with documents of these lengths, and padding after them.
-
-    Args:
-        positions: integers [tokens].
-        lengths: number of tokens of each document, or of each copy of one.
-        filling: number of tokens of padding, whose positions restart after every `period` tokens.
-    """
+    """Check the positions of a row with documents of these lengths, or copies of them, and so many tokens of padding
+    after them, whose positions restart after every `period` tokens."""
     positions, tokens = positions.long(), sum(lengths)
     assert len(positions) == tokens + filling
     begins = np.cumsum([0, *lengths[:-1]])

@@ -3,9 +3,9 @@
 import copy
 
 import datasets
-import numpy as np
 import torch
 import trl
+import whole_rows
 from trainers import tokenizer
 from training_by_hand import gradients_of
 from whole_rows import arguments
@@ -13,19 +13,12 @@ from whole_rows import arguments
 from tools.tiny_model import tiny_model
 
 
-def texts(number, seed=0, **columns):
-    """A dataset of random words; each column has a mean length."""
-    rng = np.random.default_rng(seed)
-
-    def text(mean):
-        return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
-
-    return datasets.Dataset.from_list([{name: text(mean) for name, mean in columns.items()} for _ in range(number)])
+def texts(number, **columns):
+    return datasets.Dataset.from_list(whole_rows.texts(number, **columns))
 
 
 def pairs(number=6):
-    rows = texts(number, prompt=9, chosen=12, rejected=5)
-    return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
+    return datasets.Dataset.from_list(whole_rows.pairs(number))
 
 
 def moved(model):

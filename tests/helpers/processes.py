@@ -43,15 +43,7 @@ class Done(NamedTuple):
 
 
 def run_script(script, *arguments, ranks=1, cwd=None, **variables):
-    """Run a Python script on so many processes, as torchrun does: if one fails, the others are stopped.
-
-    Args:
-        script: the path of the script.
-        arguments: its arguments.
-        ranks: number of processes.
-        cwd: the working directory.
-        variables: environment variables.
-    """
+    """Run a Python script on so many processes, as torchrun does: if one fails, the others are stopped."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         known = {**os.environ, **variables}
@@ -113,20 +105,11 @@ def _run_here(script, arguments, environment, prints, folder):
 
 def is_of_tests(path):
     """Whether a script that is started alone would not find this path: it is one of pytest's."""
-    return Path(path or ".").resolve() in {
-        IN_THE_FAMILY.parents[1] / name for name in ("tests/helpers", "recipes", "benchmarks")
-    }
+    return Path(path or ".").resolve() in {IN_THE_FAMILY, RECIPES, RECIPES.parent / "benchmarks"}
 
 
 def run(folder, runs, ranks, fails=False):
-    """Do runs of training_process.py, one after the other, on so many processes.
-
-    Args:
-        folder: for results, in a folder for each run.
-        runs: settings by name.
-        ranks: processes.
-        fails: whether the processes are expected to fail, as when they are killed.
-    """
+    """Do runs of training_process.py, settings by name, one after the other on so many processes; see `on_ranks`."""
     for settings in runs.values():
         assert settings.keys() <= training_process.SETTINGS.keys(), settings
     return on_ranks(training_process.train_all, folder, runs, ranks=ranks, fails=fails)
@@ -135,12 +118,8 @@ def run(folder, runs, ranks, fails=False):
 def on_ranks(function, folder, *arguments, ranks, fails=False):
     """Call a function of a test file, or of a file of this folder, in so many processes.
 
-    Args:
-        function: gets the folder, and the arguments as JSON gives them back.
-        folder: for results; it is made where it does not exist.
-        arguments: what JSON can hold.
-        ranks: processes.
-        fails: whether the processes are expected to fail, as when they are killed.
+    It gets the folder for results, and the arguments as JSON gives them back. With `fails`, the processes are expected
+    to fail, as when they are killed.
     """
     folder.mkdir(exist_ok=True)
     paths = [str(IN_THE_FAMILY), str(RECIPES), str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -76,13 +76,8 @@ SUPPORTED = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
-    """A model with weights large enough that attention matters.
-
-    Args:
-        name: a class of transformers, or what stands before its "ForCausalLM" or "LMHeadModel".
-        dtype: of the weights.
-        changes: to its configuration.
-    """
+    """A model with weights large enough that attention matters, and changes to its configuration. The name is that of
+    a class of transformers, or what stands before its "ForCausalLM" or "LMHeadModel"."""
     names = [name + ending for ending in ("", "ForCausalLM", "LMHeadModel")]
     head = next(cls for cls in (getattr(transformers, each, None) for each in names) if cls)
     config = head.config_class(**(SUPPORTED.get(name, SIZES) | changes))

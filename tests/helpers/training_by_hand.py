@@ -46,12 +46,7 @@ def check_packed(model, alone, close=1e-4):
 
 
 def gradients_of_a_padded_batch(rows, loss):
-    """Gradients and loss of all documents in one padded batch, through the stock model and its logits alone.
-
-    Args:
-        rows: a dataset with input_ids and labels.
-        loss: "token" or "sequence".
-    """
+    """Gradients and loss of all documents in one padded batch, through the stock model and its logits alone."""
     model = build("Llama", torch.float64)
     width = max(map(len, rows["input_ids"]))
     ids, labels, mask = (torch.full((len(rows), width), fill) for fill in (0, -100, 0))

@@ -13,15 +13,8 @@ class _Node:
 
 
 def tree_row(documents, labels=None):
-    """Return the columns of a row of trees, in which documents share every prefix that they have in common.
-
-    Args:
-        documents: lists of tokens, none of them empty.
-        labels: for each document a list of labels; None to train on all tokens but the first of each document.
-
-    Returns:
-        The columns of the row, and the index in `documents` of each document of the row.
-    """
+    """Return the columns of a row in which documents share every prefix, and the index of each document of the row.
+    Without labels, all tokens but the first of each document are trained on."""
     labels = documents if labels is None else labels
     root = _Node()
     for number, (tokens, wanted) in enumerate(zip(documents, labels, strict=True)):
@@ -90,12 +83,7 @@ def documents_of(row):
 
 @st.composite
 def labeled_documents(draw, most=6, tokens=3):
-    """Documents that share prefixes, end inside others or repeat, and their labels, of which some are -100.
-
-    Args:
-        most: the largest number of documents, and of pieces in a document.
-        tokens: the number of different tokens.
-    """
+    """Documents that share prefixes, end inside others or repeat, and their labels, of which some are -100."""
     pieces = draw(st.lists(st.lists(st.integers(1, tokens), min_size=1, max_size=4), min_size=1, max_size=4))
     chosen = st.lists(st.sampled_from(pieces), min_size=1, max_size=most)
     documents = [[*chain(*each)] for each in draw(st.lists(chosen, min_size=1, max_size=most))]

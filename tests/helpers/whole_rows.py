@@ -29,43 +29,50 @@ LEARNING_RATE = 1e-2
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-def lengths(number, seed=0):
-    return np.clip(np.random.default_rng(seed).lognormal(2.5, 0.8, number), 2, 60).astype(int).tolist()
+def drawn(seed):
+    """A generator of random numbers, and lists of tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 0.8, ROWS), 2, 60).astype(int)
+    return rng, [rng.integers(5, 120, length).tolist() for length in lengths]
 
 
-def classified(number=ROWS):
-    rng = np.random.default_rng(1)
-    rows = [{"input_ids": rng.integers(5, 120, n).tolist(), "labels": int(rng.integers(0, 3))} for n in lengths(number)]
-    return datasets.Dataset.from_list(rows)
+def classified():
+    rng, tokens = drawn(1)
+    return datasets.Dataset.from_dict({"input_ids": tokens, "labels": rng.integers(0, 3, ROWS).tolist()})
 
 
-def tagged(number=ROWS):
-    rng = np.random.default_rng(2)
-    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
+def tagged():
+    _, tokens = drawn(2)
     labels = [[t % 3 if t % 4 else -100 for t in row] for row in tokens]
     labels[0] = [-100] * len(labels[0])
     return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels})
 
 
-def answered(number=ROWS):
-    rng = np.random.default_rng(3)
-    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
-    starts = [int(rng.integers(0, len(row))) for row in tokens]
-    return datasets.Dataset.from_dict(
-        {"input_ids": tokens, "start_positions": starts, "end_positions": [len(row) - 1 for row in tokens]}
-    )
+def answered():
+    rng, tokens = drawn(3)
+    starts, ends = [int(rng.integers(0, len(row))) for row in tokens], [len(row) - 1 for row in tokens]
+    return datasets.Dataset.from_dict({"input_ids": tokens, "start_positions": starts, "end_positions": ends})
 
 
-def paired(number=ROWS):
-    rng = np.random.default_rng(4)
+def texts(number, seed=0, **columns):
+    """Rows of random words; each column has a mean length."""
+    rng = np.random.default_rng(seed)
 
     def text(mean):
         return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
 
-    rows = [(text(9), text(12), text(5)) for _ in range(number)]
+    return [{name: text(mean) for name, mean in columns.items()} for _ in range(number)]
+
+
+def pairs(number):
+    rows = texts(number, 4, prompt=9, chosen=12, rejected=5)
     return [
-        {"number": n, "prompt": p + " w3", "chosen": " " + c, "rejected": " " + r} for n, (p, c, r) in enumerate(rows)
+        {"prompt": row["prompt"] + " w3", **{name: " " + row[name] for name in ("chosen", "rejected")}} for row in rows
     ]
+
+
+def paired():
+    return [{"number": n, **row} for n, row in enumerate(pairs(ROWS))]
 
 
 def arguments(folder, kind, **changes):
@@ -88,10 +95,7 @@ def llama(auto, dtype=torch.float64, **changes):
 
 def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, patched=False, **changes):
     """A trainer without attach: a classifier, a tagger of tokens, one that answers questions, DPO or a reward model.
-
-    Args:
-        patched: whether its models are patched and proven already.
-    """
+    With patched=True, its models are patched and proven already."""
 
     def model_of(make, *given, seed=0, **options):
         torch.manual_seed(seed)
@@ -167,11 +171,7 @@ class KilledAt(TrainerCallback):
 
 
 def by_hand(kind, folder, steps):
-    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
-
-    Args:
-        steps: for each optimizer step, the keys of its rows.
-    """
+    """Parameters after steps of the stock trainer's loss, unpatched and padded, on rows given by their keys."""
     trainer = trainer_of(kind, folder)
     rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
     for step in steps:

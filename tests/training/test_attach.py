@@ -1,4 +1,4 @@
-"""attach on one process: what it changes, and what it leaves alone."""
+"""attach on one process: what it changes and leaves alone, checkpoints, and batches of fixed shapes."""
 
 import copy
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from patched_models import patched_tiny
+from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
-from trainers import arguments, attached, documents, logged, trainer_of
+from torch._dynamo.utils import counters
+from trainers import arguments, attached, documents, loader_of, logged, trainer_of
+from training_by_hand import gradients_of, largest_difference
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -225,3 +227,188 @@ def test_linear_cost_is_that_of_the_model(tmp_path):
     for given, expected in ((None, per_layer), (5, 5)):
         trainer = attached(tmp_path, hfp.TokenBudget(64, linear_cost=given))
         assert trainer.attached.batching.linear_cost == pytest.approx(expected)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+KINDS = {
+    "documents": (lambda: documents(45), hfp.TokenBudget(64)),
+    "trees": (lambda: documents(12, samples=3), hfp.TokenBudget(96, share_prefixes=2)),
+    "stream": (lambda: documents(45).to_iterable_dataset(num_shards=4), hfp.TokenBudget(64)),
+}
+
+
+def with_dropout(folder, kind="documents", batching=None, loss="token", **changes):
+    """A trainer whose model has dropout."""
+    make, usual = KINDS[kind]
+    model = patched(trees=kind == "trees")
+    layer = model.model.layers[0]
+    layer.dropout = torch.nn.Dropout(0.5)
+    layer.mlp.register_forward_hook(lambda _, __, out: layer.dropout(out))
+    known = {"max_steps": 4, **SAVES, **changes}
+    return attached(folder, batching or usual, {"loss": loss}, model=model, data=make(), **known)
+
+
+def lines_of(trainer, resume=None):
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return [(line["loss"], line["epoch"]) for line in trainer.state.log_history if "loss" in line]
+
+
+PERSISTENT = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+HOW = [
+    *((kind, {}) for kind in KINDS),
+    ("documents", PERSISTENT),
+    ("documents", {"restore_callback_states_from_checkpoint": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning")
+@pytest.mark.parametrize(("kind", "how"), fast_only(HOW, *((kind, {}) for kind in KINDS)), ids=str)
+def test_resumed_bit_for_bit(tmp_path, kind, how):
+    """Seeds of workers are not drawn from the generator that dropout draws from."""
+    whole = lines_of(with_dropout(tmp_path, kind, **how))
+    assert len({loss for loss, _ in whole}) == 4
+    resumed = with_dropout(tmp_path, kind, **how)
+    assert lines_of(resumed, tmp_path / "checkpoint-2") == whole
+    assert resumed.args.ignore_data_skip is False
+    assert torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False).ignore_data_skip is False
+
+
+@pytest.mark.parametrize("kind", ["documents", "stream"])
+def test_a_checkpoint_without_batches(tmp_path, kind):
+    """It is refused, unless the run goes on with the next epoch."""
+    trainer_of(tmp_path, model=build("Llama"), per_device_train_batch_size=1, **SAVES).train()
+    with pytest.raises(hfp.PackingError, match="expected a checkpoint of an? (attached trainer|trainer attached)"):
+        with_dropout(tmp_path, kind).train(resume_from_checkpoint=True)
+    ignoring = with_dropout(tmp_path, kind, ignore_data_skip=True)
+    ignoring.train(resume_from_checkpoint=True)
+    assert ignoring.state.global_step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("began", [1, 2])
+def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
+    """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""
+    again = tmp_path / "again"
+
+    def losses(folder, resume=None, ignore=False):
+        options = {"max_steps": 8, "learning_rate": 1e-2, "gradient_accumulation_steps": 4}
+        return lines_of(with_dropout(folder, ignore_data_skip=ignore, **options), resume)
+
+    losses(tmp_path)
+    ignoring = losses(again, tmp_path / f"checkpoint-{began}", ignore=True)
+    if began == 2:
+        assert losses(again, again / "checkpoint-5") == ignoring
+        return
+    with pytest.raises(hfp.PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
+        losses(again, again / "checkpoint-5")
+    assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
+
+
+@pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "argument", "other"),
+    [
+        ("documents", "batching", {"batching": hfp.TokenBudget(72)}),
+        ("trees", "batching", {"batching": hfp.TokenBudget(96)}),
+        ("stream", "loss", {"loss": "sequence"}),
+    ],
+)
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, kind, argument, other):
+    with_dropout(tmp_path, kind, max_steps=2).train()
+    with pytest.raises(hfp.PackingError, match=f"{argument}: expected"):
+        with_dropout(tmp_path, kind, **other).train(resume_from_checkpoint=True)
+
+
+LIMITED = hfp.TokenBudget(64, max_documents=7)
+SHAPES = {"tokens": 80, "max_segments": 8}
+
+
+def shapes_of(loader):
+    return {
+        tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in batch.values())
+        for batch in loader
+    }
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
+def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
+    entries = []
+    for shapes in ({}, SHAPES):
+        more = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+        trainer = attached(tmp_path, LIMITED, {"loss": loss, **shapes}, kind=kind, **more)
+        loader = trainer.get_train_dataloader()
+        assert len(shapes_of(loader)) == (1 if shapes else len(loader))
+        trainer.train()
+        entries.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for found, expected in zip(entries[1], entries[0], strict=True):
+        for name in ("loss", "grad_norm", "documents_per_step", "tokens_per_step"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+        assert found["packing_efficiency"] == pytest.approx(expected["packing_efficiency"] * 64 / 80)
+
+
+def test_shapes_are_those_of_the_arguments_or_of_the_trainers_collator(tmp_path):
+    other = {"tokens": 90, "max_segments": 9}
+    for collator, given, used in ({}, SHAPES, SHAPES), (SHAPES, {}, SHAPES), (SHAPES, other, other):
+        trainer = trainer_of(tmp_path)
+        trainer.data_collator = hfp.PackingCollator(**collator)
+        hfp.attach(trainer, hfp.TokenBudget(64), **given)
+        assert trainer.data_collator == hfp.PackingCollator(**used)
+        batches = list(trainer.get_train_dataloader())
+        assert all((batch["seq_idx"] < 0).any() for batch in batches), "a segment is left for the padding"
+
+
+def test_evaluation_batches_are_filled(tmp_path):
+    losses = []
+    for shapes in ({}, SHAPES):
+        trainer = attached(tmp_path, LIMITED, shapes, per_device_eval_batch_size=2)
+        assert len(shapes_of(trainer.get_eval_dataloader(documents(40)))) == 1 or not shapes
+        losses.append(trainer.evaluate(documents(40))["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    rows = len(trainer.get_eval_dataloader(documents(40)))
+    tokens = sum(map(len, documents(40)["input_ids"]))
+    assert rows < 20
+    assert tokens > 0.6 * 80 * rows
+    predicted = trainer.predict(documents(40))
+    assert predicted.predictions.shape[:2] == predicted.label_ids.shape == (rows, 80)
+    trained = sum(label != -100 for row in documents(40)["labels"] for label in row[1:])
+    assert (predicted.label_ids != -100).sum() == trained
+    with pytest.raises(hfp.PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
+        trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
+
+
+@pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "token"))
+def test_a_training_loop(loss):
+    found = []
+    for shapes in ({}, SHAPES):
+        model = patched(dtype=torch.float64)
+        batches = list(loader_of(None, LIMITED, 3, loss=loss, model=model, **shapes))
+        assert len({batch["input_ids"].shape for batch in batches}) == 1 or not shapes
+        losses = [hfp.compute_loss(model, batch) for batch in batches]
+        sum(losses).backward()
+        found.append(([each.item() for each in losses], gradients_of(model)))
+        if loss == "token":
+            assert [model(**batch).loss.item() for batch in batches] == pytest.approx(found[-1][0])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
+    assert largest_difference(found[1][1], found[0][1]) <= 1e-10
+
+
+def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path):
+    model = patched("Mixtral", num_hidden_layers=1)
+    model.config.output_router_logits = True
+    trainer = attached(tmp_path, LIMITED, {"prove": "model", **SHAPES}, model=model)
+    with pytest.raises(hfp.PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
+        trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize(("shapes", "most"), [({}, 4), (SHAPES, 1)])
+def test_a_trainer_that_compiles_its_model(tmp_path, shapes, most):
+    """The proof on the first batch compiles nothing of its own."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiling = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compiled = logged(attached(tmp_path, how=shapes, max_steps=8, **compiling))
+    assert counters["stats"]["unique_graphs"] <= most
+    assert compiled == pytest.approx(logged(attached(tmp_path, how=shapes, max_steps=8)), rel=1e-4)
+    torch._dynamo.reset()

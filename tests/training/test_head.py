@@ -50,11 +50,7 @@ def result_of(model, batch, loss="token"):
 
 
 def check_equal(model, batch=None, close=1e-12, tokens=5, called=None):
-    """Compare the results in chunks and from whole logits, for both losses; return the gradients.
-
-    Args:
-        called: the model with its wrappers; None for the model itself.
-    """
+    """Compare the results in chunks and from whole logits, for both losses, also of wrappers; return the gradients."""
     batch = batch_for(model) if batch is None else batch
     called = model if called is None else called
     for loss in ("sequence", "token"):
