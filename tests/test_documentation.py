@@ -146,7 +146,6 @@ def test_python_runs_and_prints_what_the_page_says(page, page_names):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

@@ -231,7 +231,6 @@ def test_requests_that_are_cut_or_wrong(folder):
 
 
 def answer_share(folder):
-    """Answer a process's share of the requests."""
     accelerator = Accelerator(cpu=True)
     model = packed(folder / "Llama", max_tokens=16)
     model._rank, model._world_size = accelerator.process_index, accelerator.num_processes

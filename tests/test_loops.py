@@ -41,7 +41,6 @@ LAST = ("--resume_from_checkpoint", "last")
 
 @pytest.mark.slow
 def test_all_processes_have_the_same_bucket_each_time(tiny_model, tmp_path):
-    """As accelerate starts them."""
     command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", CPU]
     command += [
         RECIPES / "pretrain_bucket.py",
@@ -144,7 +143,6 @@ RECIPE = Path(pretrain_stream.__file__)
 
 @pytest.fixture
 def files(tmp_path):
-    """Short texts in parquet files, and long ones as JSON Lines."""
     (tmp_path / "data").mkdir()
     for number in range(4):
         short = [f"short {number} {row} " * (1 + row % 5) for row in range(60)]

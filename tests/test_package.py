@@ -123,13 +123,11 @@ def test_imports_only_go_down():
 
 
 def modules() -> dict[str, Path]:
-    """Return the files of the package by the names they are imported under."""
     dotted = {file: ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in PACKAGE.rglob("*.py")}
     return {name.removesuffix(".__init__"): file for file, name in dotted.items()}
 
 
 def circles(imported: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in a circle."""
     sorter, found, left = TopologicalSorter(imported), [], dict(imported)
     while True:
         try:
@@ -184,7 +182,6 @@ def test_they_are_in_the_documentation_and_those_of_the_project():
 
 @pytest.fixture
 def old(monkeypatch):
-    """A function that makes installed versions of packages old ones."""
     found = metadata.version
 
     def make_old(**versions):

@@ -24,7 +24,6 @@ def own_home(tmp_path, monkeypatch):
 
 
 def numbers_after(text, words):
-    """The numbers in the rest of the line after these words."""
     found = [each.strip(",%") for each in text.split(words, 1)[1].split("\n")[0].split()]
     return [float(each.replace(",", "")) for each in found if each[0].isdigit()]
 

@@ -21,7 +21,6 @@ LPFHP_PACKS = {"2": 10_099_081, "3": 9_090_154, "8": 8_207_569, "any": 8_138_483
 
 @pytest.fixture
 def modules(monkeypatch):
-    """The scripts can be imported, with the `common` that is beside them and not that of another folder."""
     monkeypatch.syspath_prepend(str(REPRODUCE))
     monkeypatch.delitem(sys.modules, "common", raising=False)
     yield

@@ -40,8 +40,6 @@ def chat_data(tmp_path_factory):
 
 @pytest.fixture
 def train(tiny_model, data, tmp_path):
-    """Runs the recipe in this process."""
-
     def run(*flags, data=data, model=tiny_model, output=tmp_path / "output", steps=2):
         known = ["--data", data, "--model_name_or_path", model, "--output_dir", output]
         known += ["--max_steps", steps, "--max_tokens", 160]

@@ -177,8 +177,6 @@ def test_names_of_caches_and_kernels_from_the_hub(monkeypatch):
 
 
 class Told(torch.utils.data.Dataset):
-    """A dataset that remembers the epoch it is told."""
-
     epoch = None
 
     def __len__(self):

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
 @pytest.fixture(scope="module")
 def complete(files, tmp_path_factory):
-    """The folder of an undisturbed run."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     with pytest.warns(UserWarning, match="pack "):
         pack_here(files, output)
@@ -63,7 +62,6 @@ def dying_at(monkeypatch, number, error, names=tuple(OPERATIONS)):
 
 
 def written_as(output):
-    """What changes of a file that is written again."""
     stats = {name: (output / name).stat() for name in contents(output)}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -172,7 +170,6 @@ def test_abandoned_files_are_removed(files, tmp_path):
 
 
 def has_ended(leader):
-    """Return whether no process of a session lives."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, _, session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]

@@ -146,7 +146,6 @@ def test_what_is_lost_or_masked_is_counted(tmp_path):
 
 @pytest.fixture
 def chats(tmp_path):
-    """Files of chats and a tokenizer's folder."""
     tokenizer_with(FROM_TRL["qwen3"]).save_pretrained(tmp_path / "tokenizer")
     for number in range(3):
         chats = [{"messages": CHAT}] * (number + 1)
@@ -219,7 +218,6 @@ def test_refused(case, files, tmp_path):
 
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_files_that_disagree_are_refused(tmp_path, tasks):
-    """Within a task, and between tasks."""
     plain = write(tmp_path, "a.parquet", input_ids=[[1, 2]])
     more = write(tmp_path, "b.parquet", input_ids=[[1, 2]], weights=[[1.0, 2.0]])
     other = write(tmp_path, "c.parquet", input_ids=[[1, 2]], weights=[[1, 2]])

@@ -67,8 +67,6 @@ def local(tmp_path_factory):
 
 
 class Bucket:
-    """A bucket with the files to pack."""
-
     def __init__(self, server, files):
         self.server, self.client, self.name = server, server.client(), f"bucket-{next(NUMBERS)}"
         self.client.create_bucket(Bucket=self.name)
@@ -87,7 +85,6 @@ class Bucket:
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
     def found(self):
-        """Return the names of the objects of the output folder."""
         listed = self.client.list_objects_v2(Bucket=self.name, Prefix="out/").get("Contents", [])
         return {each["Key"].removeprefix("out/") for each in listed}
 

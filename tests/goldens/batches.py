@@ -55,7 +55,6 @@ def collated(_: Path) -> dict[str, str]:
 
 
 def _groups() -> list[list[int]]:
-    """Row numbers of batches."""
     return [[0], [1, 2, 3], [5, 4, 4]]
 
 

@@ -56,7 +56,6 @@ def packed(folder: Path) -> dict[str, str]:
 
 
 def _pack(output: Path, *given: str) -> str:
-    """Run the command; return digests of the rows, the plan and the JSON that it has written."""
     length = [] if "--max-length" in given else ["--max-length", "64"]
     facts = _run("pack", *given, *length, "--output", str(output))
     plan = hfp.PackingPlan.load(output / "plan")
@@ -65,7 +64,6 @@ def _pack(output: Path, *given: str) -> str:
 
 
 def _run(*given: str) -> Any:
-    """Run the command; return the JSON that it prints, without what is of this run only."""
     with redirect_stdout(io.StringIO()) as printed:
         assert main([*given, "--json"]) == 0
     return json.loads(printed.getvalue(), object_hook=_of_the_data)
@@ -76,7 +74,6 @@ def _of_the_data(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources() -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file."""
     rng = np.random.default_rng(0)
 
     def turns() -> list[dict[str, str]]:

@@ -23,13 +23,11 @@ def digest_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def digest_of_dataset(dataset: datasets.Dataset) -> str:
-    """Return the digest of the rows, and one of the columns' names, order and types."""
     types = [[field.name, str(field.type)] for field in dataset.features.arrow_schema]
     return f"{digest_of_rows(dataset.to_list())} columns {digest(types)}"
 
 
 def digest_of_batch(batch: Mapping[str, Any]) -> str:
-    """Return a digest of the names, dtypes, shapes and values of a batch of tensors."""
     return digest(
         {
             name: [str(value.dtype), list(value.shape), value.tolist()] if hasattr(value, "dtype") else value

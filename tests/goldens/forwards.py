@@ -31,7 +31,6 @@ def computed(_: Path) -> Cases:
 
 
 def _documents(masked: bool) -> list[dict[str, list[int]]]:
-    """Return documents from 1 to 40 tokens; where they are masked, labels are other tokens than the inputs."""
     rng = np.random.default_rng(3)
     rows = []
     for length in [1, 40, *np.minimum(spread(rng, 7, 5), 40)]:
@@ -75,7 +74,6 @@ def _numbers_of(model: PreTrainedModel, batch: dict[str, torch.Tensor], tokens: 
 
 
 def _of_trees(model: PreTrainedModel) -> list[float]:
-    """Return numbers of the loss of a batch of trees."""
     prompt = list(range(20, 31))
     answers = [[40, 41, 42, 43], [40, 41, 50], [60], [61, 62, 63, 64, 65, 66]]
     rows = [{"input_ids": prompt + answer, "labels": [-100] * 11 + answer} for answer in answers]

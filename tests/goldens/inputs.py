@@ -44,7 +44,6 @@ def documents(number: int = 120, seed: int = 0, *, longest: int = 100) -> list[l
 
 
 def dataset(number: int = 120, seed: int = 0, *, longest: int = 100) -> datasets.Dataset:
-    """Return documents as a Dataset in memory."""
     return datasets.Dataset.from_dict({"input_ids": documents(number, seed, longest=longest)}, features=_ids("int64"))
 
 
@@ -64,7 +63,6 @@ def labeled(number: int = 120, seed: int = 0) -> datasets.Dataset:
 
 
 def masked(name: str, number: int = 60) -> datasets.Dataset:
-    """Return documents with one of TRL's loss masks."""
     ids = documents(number, 5)
     masks = [[int(place >= len(document) // 3) for place in range(len(document))] for document in ids]
     return datasets.Dataset.from_dict({"input_ids": ids, name: masks})
@@ -95,7 +93,6 @@ _TEMPLATE = (
 
 
 def save_tokenizer(folder: Path) -> str:
-    """Save a tokenizer of a few words with a chat template; return the folder."""
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(_WORDS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -106,12 +103,10 @@ def save_tokenizer(folder: Path) -> str:
 
 
 def words(rng: np.random.Generator, most: int = 20) -> str:
-    """Return a text of words, of which the tokenizer does not know the last."""
     return " ".join([*rng.choice(_WORDS[4:], rng.integers(1, most)).tolist(), "nine"])
 
 
 def write_lines(file: Path, rows: list[dict[str, Any]]) -> str:
-    """Write rows as JSON lines; return the path."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(file)
 

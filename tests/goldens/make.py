@@ -52,7 +52,6 @@ STORED = Path(__file__).parent / "stored"
 
 
 def make(name: str, folder: Path) -> Cases:
-    """Return the cases of a subject as the code computes them now."""
     datasets.disable_progress_bars()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about columns left out and documents dropped, on purpose
@@ -60,7 +59,6 @@ def make(name: str, folder: Path) -> Cases:
 
 
 def stored(name: str) -> Cases:
-    """Return the cases of a subject as they are stored; none if nothing is stored."""
     file = STORED / f"{name}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 

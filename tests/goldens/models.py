@@ -63,5 +63,4 @@ def numbers(model: nn.Module, loss: torch.Tensor) -> list[float]:
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 or -1 for each value, by its place."""
     return torch.cos(torch.arange(len(values), dtype=torch.float64)).sign()

@@ -83,7 +83,6 @@ def of_counts(_: Path) -> dict[str, str]:
 
 
 def _cut_plans(strategies: dict[str, _Make], sets: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
-    """Yield the plans of strategies, with every overflow rule where documents are longer than a pack."""
     for strategy, make in strategies.items():
         for name, lengths in sets.items():
             for overflow in _OVERFLOWS if lengths.max(initial=0) > LONGEST else ("split",):
@@ -94,7 +93,6 @@ def _cut_plans(strategies: dict[str, _Make], sets: dict[str, np.ndarray]) -> Ite
 
 
 def _plans(make: _Make, lengths: np.ndarray) -> str:
-    """Return the fingerprints of the plans for all seeds, and a digest of the metrics, which may depend on the seed."""
     try:
         plans = [hfp.plan_packing(lengths, make(seed=seed)) for seed in _SEEDS]
     except hfp.PackingError:

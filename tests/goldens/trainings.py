@@ -39,7 +39,6 @@ def computed(folder: Path) -> dict[str, list[float]]:
 
 
 def on_ranks(folder: Path) -> list[float]:
-    """Return the losses and weights of a run on two processes."""
     from processes import run_script
 
     folder.mkdir()
@@ -84,7 +83,6 @@ def pairs(*columns: str) -> datasets.Dataset:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer of the words w0 to w127."""
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(128)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w1", "mask_token": "w4"}
@@ -92,7 +90,6 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def headed(head: str, labels: int) -> transformers.PreTrainedModel:
-    """Return a small Llama or BERT with a head, in float64."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     kind = head.partition("For")[0]
     config = getattr(transformers, f"{kind}Config")(
@@ -107,7 +104,6 @@ def headed(head: str, labels: int) -> transformers.PreTrainedModel:
 
 
 def settings(folder: Path, kind: type = TrainingArguments, **changes: Any) -> Any:
-    """Return the arguments of a trainer of STEPS steps."""
     known = {"output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "report_to": "none"}
     known |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
     known |= {"disable_tqdm": True, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"}
@@ -123,13 +119,11 @@ def trained(trainer: Trainer) -> list[float]:
 
 
 def weights(model: torch.nn.Module) -> list[float]:
-    """Return a sum of all weights with signs, and their norm."""
     values = torch.cat([each.detach().double().flatten() for each in model.parameters()])
     return [float(values @ signs_like(values)), float(values.norm())]
 
 
 def attached(data: Callable[[], Any], budget: hfp.TokenBudget, *, loss: str = "token", **changes: Any) -> Any:
-    """Return a run of Trainer with a Llama."""
     how = {name: changes.pop(name) for name in ("tokens", "max_segments") if name in changes}
 
     def run(folder: Path) -> list[float]:
@@ -141,7 +135,6 @@ def attached(data: Callable[[], Any], budget: hfp.TokenBudget, *, loss: str = "t
 
 
 def tuned(folder: Path, **more: Any) -> list[float]:
-    """Return a run of SFTTrainer on documents with labels."""
     config = settings(folder, SFTConfig)
     trainer = SFTTrainer(built("Llama"), config, train_dataset=documents(), processing_class=tokenizer(), **more)
     if "peft_config" in more:
@@ -151,7 +144,6 @@ def tuned(folder: Path, **more: Any) -> list[float]:
 
 
 def draw_lora(model: torch.nn.Module) -> None:
-    """Draw the weights of adapters in the dtype of the model; half of them are zeros at first."""
     rng = np.random.default_rng(14)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -159,7 +151,6 @@ def draw_lora(model: torch.nn.Module) -> None:
 
 
 def masked(folder: Path) -> list[float]:
-    """Return a run of a masked language model, whose collator masks tokens."""
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)
     data = documents().remove_columns("labels")
     trainer = Trainer(built("BERT"), settings(folder), train_dataset=data, data_collator=collator)
@@ -168,7 +159,6 @@ def masked(folder: Path) -> list[float]:
 
 
 def classified(folder: Path, batching: hfp.TokenBudget | None = None) -> list[float]:
-    """Return a run of a classifier of documents, with the trainer's own batches or with those of a budget."""
     data = documents()
     data = data.remove_columns("labels").add_column("labels", [len(row) % 3 for row in data["input_ids"]])
     model, collator = headed("BertForSequenceClassification", 3), DataCollatorWithPadding(tokenizer())
@@ -178,7 +168,6 @@ def classified(folder: Path, batching: hfp.TokenBudget | None = None) -> list[fl
 
 
 def preferred(folder: Path) -> list[float]:
-    """Return a run of DPO."""
     model, reference = headed("LlamaForCausalLM", 2), headed("LlamaForCausalLM", 2)
     with torch.no_grad():
         reference.lm_head.weight *= 0.9
@@ -189,7 +178,6 @@ def preferred(folder: Path) -> list[float]:
 
 
 def rewarded(folder: Path) -> list[float]:
-    """Return a run of a reward model."""
     model, data = headed("LlamaForSequenceClassification", 1), pairs("chosen", "rejected")
     trainer = RewardTrainer(model, settings(folder, RewardConfig), train_dataset=data, processing_class=tokenizer())
     hfp.attach(trainer, hfp.TokenBudget(200))
@@ -197,14 +185,12 @@ def rewarded(folder: Path) -> list[float]:
 
 
 def streamed(folder: Path) -> list[float]:
-    """Return a run on a stream that is packed in windows."""
     trainer = Trainer(built("Llama"), settings(folder), train_dataset=documents(400).to_iterable_dataset(num_shards=4))
     hfp.attach(trainer, hfp.TokenBudget(96))
     return trained(trainer)
 
 
 def looped(_: Path) -> list[float]:
-    """Return a run of a plain loop of accelerate with two micro-batches in a step."""
     accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), built("Qwen3 with experts")
     loader = hfp.prepare_dataloader(accelerator, documents(), hfp.TokenBudget(96), model=model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))

@@ -41,7 +41,6 @@ def names_of_arguments(strategy: type[Strategy]) -> list[str]:
 
 @st.composite
 def any_strategy(draw: Any, kind: type = Strategy, **fixed: Any) -> Strategy:
-    """A strategy of a kind, some of whose arguments may be given."""
     strategy = draw(st.sampled_from(strategy_classes(kind)))
     drawn = {name: draw(ARGUMENTS[name]) for name in names_of_arguments(strategy) if name in ARGUMENTS}
     drawn |= {name: value for name, value in fixed.items() if name in drawn}

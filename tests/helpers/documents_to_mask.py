@@ -46,8 +46,6 @@ def bert():
 
 
 def on_each_document(trainer, call):
-    """Make the trainer call `call` with epoch, tokens and labels of each document that it trains on."""
-
     def see(batch):
         for ids, labels in zip(documents_in(batch), documents_in(batch, "labels"), strict=True):
             if set(labels) - {-100}:

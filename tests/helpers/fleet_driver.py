@@ -26,7 +26,6 @@ do_task = pack_files.do_task
 
 
 def start_driver(files, output, **settings):
-    """Start a driver that packs the folder of some files, in a session of its own; its workers are in this session."""
     command = [sys.executable, __file__, os.path.dirname(files[0]), str(output), json.dumps(settings)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -34,7 +33,6 @@ def start_driver(files, output, **settings):
 
 
 def run_driver(*arguments, **settings):
-    """Run a driver to its end, and return its exit code and what it printed."""
     process = start_driver(*arguments, **settings)
     _, errors = process.communicate(timeout=HANGS)
     return process.returncode, errors

@@ -63,7 +63,6 @@ def write_files(folder, sizes=SIZES, *, longest=300, seed=0):
 
 
 def pack_here(files, output, strategy=STRATEGY, **settings):
-    """Pack files in this process, in three tasks."""
     return hfp.fleet.pack(files, strategy, output, **{"executor": Here(), "tasks": 3, **settings})
 
 
@@ -75,7 +74,6 @@ def rows_of_pack(files, strategy=STRATEGY, **settings):
 
 
 def rows_of_file(file):
-    """Return the rows of a packed file as a table."""
     return pq.read_table(file, use_threads=False).replace_schema_metadata().combine_chunks()
 
 
@@ -86,7 +84,6 @@ def contents(output):
 
 
 def check_complete(output):
-    """Check that the manifest of a local output folder names all packed files, and says what they are."""
     known = {file["name"]: file for file in json.loads(Path(output, "manifest.json").read_text())["files"]}
     found = contents(output)
     assert {name for name in found if name.endswith(".parquet")} == set(known)

@@ -8,7 +8,6 @@ Document = tuple[Any, ...]
 
 
 def common_prefix(documents: list[Document]) -> int:
-    """Return the number of tokens that all documents have in common."""
     together = 0
     while all(len(document) > together for document in documents) and len({each[together] for each in documents}) == 1:
         together += 1

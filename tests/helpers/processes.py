@@ -35,8 +35,6 @@ SERVER.set_forkserver_preload(
 
 
 class Done(NamedTuple):
-    """What processes have left: the first return code that is not 0, and what all of them printed."""
-
     returncode: int
     stdout: str
     stderr: str
@@ -85,7 +83,6 @@ def _end_of(processes):
 
 
 def _run_here(script, arguments, environment, prints, folder):
-    """Run a script in this process, which was forked for it."""
     for descriptor, file in zip((1, 2), prints, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()

@@ -114,7 +114,6 @@ def save_gradients(model, folder):
 
 
 def noted(row, file, readable):
-    """Note in a file that a document was read."""
     if readable and Path(file).exists() and len(Path(file).read_text().splitlines()) > readable:
         raise ValueError("an unreadable document")
     with open(file, "a") as lines:
@@ -123,7 +122,6 @@ def noted(row, file, readable):
 
 
 def data_of(folder, settings):
-    """Documents, or packed rows of them, in a table or a stream."""
     packed, files = settings["packed"], settings["files"]
     if not files:
         data = documents(settings["documents"], settings["samples"])
@@ -219,7 +217,6 @@ def through_loop(settings, folder, data, model):
 
 
 def train(folder, **changes):
-    """Do one run in this process; the folder is made where it does not exist."""
     assert changes.keys() <= SETTINGS.keys(), changes.keys() - SETTINGS.keys()
     settings = SETTINGS | changes
     folder.mkdir(exist_ok=True)
@@ -241,7 +238,6 @@ def train(folder, **changes):
 
 
 def train_all(folder, runs):
-    """Do runs in this process, which is one of several."""
     state = PartialState(cpu=True)
     for name, settings in runs.items():
         train(folder / name, **settings)

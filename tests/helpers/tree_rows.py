@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 
 class _Node:
-    """One token of the trie."""
-
     def __init__(self, token=None):
         self.token, self.label, self.children, self.ends = token, -100, {}, []
 
@@ -35,7 +33,6 @@ def tree_row(documents, labels=None):
 
 
 def _add(row, order, node, parent):
-    """Add the segment that begins at a node, and all segments below it."""
     segment, tokens = len(row["parents"]), [node]
     while len(node.children) == 1 and not node.ends:
         (node,) = node.children.values()

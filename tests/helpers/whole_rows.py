@@ -30,7 +30,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
 
 
 def drawn(seed):
-    """A generator of random numbers, and lists of tokens."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 0.8, ROWS), 2, 60).astype(int)
     return rng, [rng.integers(5, 120, length).tolist() for length in lengths]
@@ -55,7 +54,6 @@ def answered():
 
 
 def texts(number, seed=0, **columns):
-    """Rows of random words; each column has a mean length."""
     rng = np.random.default_rng(seed)
 
     def text(mean):
@@ -155,7 +153,6 @@ class Recorded:
 
 
 def key(row):
-    """What tells a row from the others."""
     return [row[name][-20:] if isinstance(row[name], list) else row[name] for name in sorted(row) if name != "margin"]
 
 
@@ -181,7 +178,6 @@ def by_hand(kind, folder, steps):
 
 
 def after_a_step(model, loss):
-    """Parameters after a step of gradient descent."""
     model.zero_grad()
     loss.backward()
     with torch.no_grad():
@@ -196,7 +192,6 @@ def read_rows(path):
 
 
 def train_all(folder, runs):
-    """Do runs in this process, which is one of several."""
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
     for name, run in runs.items():
         train(folder / name, run)

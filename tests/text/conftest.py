@@ -9,7 +9,6 @@ WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
 
 @pytest.fixture
 def words():
-    """A tokenizer with a token for every word."""
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="<end>")

@@ -34,7 +34,6 @@ def asked(tokenizer, messages, **settings):
 
 
 def answered(tokenizer, messages, **settings):
-    """The text of a turn that the model generates, by hand."""
     asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **settings)
     whole = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     assert whole.startswith(asked)

@@ -57,7 +57,6 @@ def write_splits(folder, rows):
 
 
 def zipped(*texts):
-    """The bytes of an archive with some files."""
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
         for number, text in enumerate(texts):

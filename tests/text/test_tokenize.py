@@ -34,7 +34,6 @@ def columns(dataset):
 
 
 def of_trl(rows, tokenizer, **settings):
-    """The tokens and labels that SFTTrainer trains on."""
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
     args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
     model, data = build("Llama", vocab_size=len(tokenizer)), datasets.Dataset.from_list(rows)

@@ -72,7 +72,6 @@ def rows_of_measured(measured: Measured | MeasuredPictures | MeasuredTrees) -> R
 
 
 def disagreements(measured, text: str) -> list[str]:
-    """What a page says otherwise than what was measured."""
     said = rows_of(text)
     if isinstance(measured, MeasuredHead):
         key, number = ("Heads", measured.name), HEADS.index(measured.head)
@@ -112,7 +111,6 @@ def same_reason(one: str, other: str) -> bool:
 
 
 def same_figure(one: str, other: str) -> bool:
-    """Whether two figures are of about the same size, as far as processors round alike."""
     sizes = [max(float(each), 1e-6) for each in (one, other)]
     return max(sizes) <= 100 * min(sizes) and (sizes[0] > EXACT) == (sizes[1] > EXACT)
 
@@ -142,7 +140,6 @@ FAST = [("causal", "llama"), (HEADS[0], "distilbert"), ("trees", "gpt2")]
 
 @pytest.fixture(autouse=True)
 def no_known_routes():
-    """Each model finds its own route."""
     known_routes.clear()
 
 

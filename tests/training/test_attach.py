@@ -175,8 +175,6 @@ def test_what_is_logged_while_training(tmp_path):
 
 @dataclass(frozen=True)
 class OneByOne(Batching):
-    """A batching of the user's own: every row is a micro-batch."""
-
     limit: int | None = None
 
     most_tokens = property(lambda self: self.limit)
@@ -238,7 +236,6 @@ KINDS = {
 
 
 def with_dropout(folder, kind="documents", batching=None, loss="token", **changes):
-    """A trainer whose model has dropout."""
     make, usual = KINDS[kind]
     model = patched(trees=kind == "trees")
     layer = model.model.layers[0]

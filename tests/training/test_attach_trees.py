@@ -29,7 +29,6 @@ ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm
 
 
 def weights_after(folder, kind, data, budget, loss="token", **changes):
-    """The weights of a float64 model after one optimizer step on all documents."""
     model = patched("GPT2", torch.float64, trees=True)
     trainer = trainer_of(folder, kind, model, data, gradient_accumulation_steps=3, **ONE_STEP | changes)
     summary = hfp.attach(trainer, budget, loss=loss)

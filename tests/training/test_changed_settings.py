@@ -54,7 +54,6 @@ NO_EFFECT = {"dataloader_num_workers", "per_device_train_batch_size", "seed", "p
 
 
 def results(tmp_path, before=None, after=None):
-    """Losses of training and evaluation, with something changed before attach, or after."""
     trainer = trainer_of(tmp_path, data=list(FEW), learning_rate=1e-3)
     trainer.eval_dataset = list(FEW)
     if before is not None:

@@ -110,7 +110,6 @@ def test_gathered_results_of_copies_are_left_out():
 
 
 def report(folder, rows):
-    """Train, evaluate and predict on 23 documents, and write the figures that the trainer reports."""
     data, seen = documents(23), []
 
     def metrics(predicted):

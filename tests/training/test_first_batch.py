@@ -93,7 +93,6 @@ PROVEN = "isolation: proven on the first "
 
 @pytest.mark.parametrize(("kind", "stream"), [(Trainer, True), (SFTTrainer, False)])
 def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
-    """It is a line of the summary, too."""
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
     trainer = trainer_of(tmp_path, kind, proven_llama(), data, logging_strategy="no")
     summary = hfp.attach(trainer, BUDGET)

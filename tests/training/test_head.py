@@ -42,7 +42,6 @@ def batch_for(model, labels=LABELS, documents=DOCUMENTS):
 
 
 def result_of(model, batch, loss="token"):
-    """The loss and gradients by parameter."""
     model.zero_grad()
     found = hfp.compute_loss(model, batch, loss=loss)
     found.backward()
@@ -370,7 +369,6 @@ class DTensor(torch.nn.Parameter):
 
 
 def model_with(**attributes):
-    """A model whose output layer has other attributes, or whose weights of the output layer have."""
     model = patched()
     for name, value in attributes.items():
         setattr(model.lm_head if name == "weight" else model.lm_head.weight, name, value)
@@ -460,7 +458,6 @@ def test_the_fused_head_of_trl_is_left_alone(tmp_path):
 
 
 def run_later(model, batch, tokens=5):
-    """The outputs of a model whose logits nobody has read."""
     with chunks_of(tokens, model), observed_logits(model, batch["input_ids"].shape):
         outputs = model(**batch)
     assert tokens == WHOLE or (isinstance(outputs.logits, Logits) and outputs.logits.known is None)

@@ -30,8 +30,6 @@ def documents():
 
 
 class Seen(TrainerCallback):
-    """The micro-batches that a model gets, step by step, and the loss and gradient of each step."""
-
     def __init__(self, model):
         self.model, self.step, self.batches, self.loss, self.gradient = model, 0, {}, {}, {}
         model.register_forward_pre_hook(self.before, with_kwargs=True)

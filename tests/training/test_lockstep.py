@@ -35,7 +35,6 @@ def expected(held, fails_at):
 
 
 def run(rank, held, fails_at, most_ahead):
-    """Return the steps that a rank ran, the error, and the most steps that it read ahead."""
     answers, number, steps, last_read, ahead = chain(held[rank], repeat(Answer.ENDED)), count(), [], [0], 0
 
     def read():

@@ -39,7 +39,6 @@ def test_modules_that_are_frozen_stay_frozen():
 
 @pytest.fixture
 def expected():
-    """The batches of two epochs."""
     loader = loader_of()
     first, second = (tokens_in(loader) for _ in range(2))
     assert sorted(map(str, first)) != sorted(map(str, second))
@@ -241,7 +240,6 @@ def unlabeled():
 
 
 def both(folder, strategy=STRATEGY, source="tokens"):
-    """Documents packed as always, and lazily."""
     unlabeled().map(SOURCES[source]).save_to_disk(folder)
     return [hfp.pack(load_from_disk(folder), strategy, lazy=lazy) for lazy in (False, True)]
 

@@ -20,7 +20,6 @@ from hf_packing.training.sum_of_chunks import sum_of_chunks
 
 
 def weighted_loss(logits, labels, weights, shift):
-    """The weighted sum of cross-entropies over the tokens of a packed batch."""
     if shift:
         logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -68,7 +67,6 @@ def test_a_token_classifiers_own_loss():
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
 def test_facts_of_steps_on_two_ranks(steps):
-    """Each step has the lengths of the documents of both ranks."""
     seen = StepCounts()
     for ranks in steps:
         batches = [hfp.PackingCollator()([{"input_ids": [5] * length} for length in lengths]) for lengths in ranks]

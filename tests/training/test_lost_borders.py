@@ -96,7 +96,6 @@ RIGHT = {
 
 
 def stock_of(folder, make, how):
-    """A stock trainer, with a PackingCollator unless it makes its own collator."""
     known = {} if how.get("kind") is SFTTrainer else {"collator": FLAT}
     return trainer(folder, make(folder / "data"), **known | how)
 
@@ -253,7 +252,6 @@ def rows():
 
 
 def trainer_on(folder, kind, model, rows, **changes):
-    """A trainer on rows as they are, in their order."""
     sizes = {"max_steps": STEPS, "per_device_train_batch_size": PER_STEP, "learning_rate": LEARNING_RATE}
     return trainer_of(folder, kind, model, rows, train_sampling_strategy="sequential", **sizes | changes)
 

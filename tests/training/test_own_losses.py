@@ -54,7 +54,6 @@ class Alone(NamedTuple):
 
 
 def alone(model, batch) -> Alone:
-    """Run the documents of a packed batch one by one through an unpatched model."""
     borders = batch["cu_seq_lens_q"].tolist()
     logits, labels, everything, routers = [], [], [], []
     for begin, end in pairwise(borders):
@@ -69,8 +68,6 @@ def alone(model, batch) -> Alone:
 
 
 class Case(NamedTuple):
-    """A way to compute a loss."""
-
     model: Callable[[], torch.nn.Module]
     extra: Callable[[torch.nn.Module, Alone], Any] = lambda *_: 0.0
     """What is added to the mean over labels, given the model and a micro-batch."""
@@ -249,8 +246,6 @@ class Gradients(TrainerCallback):
 
 
 class Trained(NamedTuple):
-    """A step of training: its loss in the logs, its gradients, and its micro-batches."""
-
     loss: float
     gradients: dict[str, torch.Tensor]
     batches: list[dict[str, torch.Tensor]]
@@ -281,7 +276,6 @@ def train(tmp_path, case, model, accumulation, **settings) -> Trained:
 
 
 def documents_in(batch):
-    """A micro-batch of each document."""
     for begin, end in pairwise(batch["cu_seq_lens_q"].tolist()):
         own = {name: batch[name][:, begin:end] for name in ("input_ids", "labels")}
         yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
@@ -292,7 +286,6 @@ def documents_with_labels(batch):
 
 
 def right_step(case, model, batches, kind="token"):
-    """The loss of a step and its gradients, from the stock model on each document alone."""
     model.train()
     model.zero_grad()
     each = [alone(model, batch) for batch in batches]
@@ -312,7 +305,6 @@ def right_step(case, model, batches, kind="token"):
 
 
 def proven(case):
-    """The model of a case, patched, for one test alone."""
     return copy.deepcopy(patched_once(case.model, trees=False))
 
 
@@ -328,7 +320,6 @@ FEW = [*((*step, "token") for step in FEW), ("AdaLoRA", 3, WHOLE, "sequence")]
 
 @pytest.mark.parametrize(("name", "accumulation", "tokens", "loss"), fast_only(STEPS, *FEW))
 def test_steps_of_attach(tmp_path, name, accumulation, tokens, loss):
-    """From whole logits and in chunks of tokens."""
     case = CASES[name]
     stock, model = case.model(), proven(case)
     inner = inner_model(model)
@@ -345,7 +336,6 @@ def test_steps_of_attach(tmp_path, name, accumulation, tokens, loss):
 
 @pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "Bamba"], "AdaLoRA"))
 def test_loops(name):
-    """compute_loss in a loop of accelerate, and in a plain one."""
     case = CASES[name]
     stock, model = case.model(), proven(case)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)

@@ -56,8 +56,6 @@ def check(batch):
 
 
 class Checked(Trainer):
-    """A trainer whose loss is weighted, and which checks the batches of its datasets."""
-
     filled, seen = 0, 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -103,8 +101,6 @@ def test_compute_loss_gets_them(tmp_path, kind, shapes):
 
 
 class Weighted(LlamaForCausalLM):
-    """A model whose forward takes weights."""
-
     def forward(self, input_ids=None, labels=None, weights=None, num_items_in_batch=None, **others):
         outputs = super().forward(input_ids, labels=None, **others)
         if labels is not None:

@@ -26,7 +26,6 @@ EXACT = {"dtype": "float64", "optimizer": "sgd"}
 
 
 def one_step(number, **more):
-    """Settings of a run of one optimizer step on all documents."""
     return {**EXACT, "documents": number, "match_documents_per_step": number, "epochs": 1, "max_tokens": 600, **more}
 
 
@@ -86,7 +85,6 @@ def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    """The folder with the results of all runs that share a launch."""
     folder = tmp_path_factory.mktemp("two")
     evaluations = {f"evaluation {through}": settings for through, settings in EVALUATIONS.items()}
     run(folder, {**EPOCHS, **STEPS, **evaluations}, ranks=2)

@@ -28,8 +28,6 @@ SEVEN = hfp.TokenBudget(64, max_documents=7)
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of one length, made as they are read."""
-
     def __init__(self, numbers):
         self.numbers = list(numbers)
 
@@ -54,8 +52,6 @@ def other(column):
 
 
 class Rank:
-    """What one of several ranks brings along."""
-
     def __init__(self, rank, ranks):
         self.rank, self.ranks = rank, ranks
         self.last = rank == ranks - 1

@@ -100,7 +100,6 @@ class OwnLoss(Trainer):
 
 
 def without_loss():
-    """A patched model whose own loss is None."""
     return copy.deepcopy(patched_once(with_loss_times, False, None))
 
 
@@ -118,12 +117,10 @@ def labeled_masks():
 
 
 def unlabeled():
-    """Documents whose labels would only repeat the tokens that a masked language model sees."""
     return documents(12).remove_columns("labels")
 
 
 def own_batches(name):
-    """A trainer of TRL that makes its own batches."""
     return getattr(trl, name).__new__(getattr(trl, name))
 
 
@@ -198,7 +195,6 @@ WHOLE = hfp.TokenBudget(160)
 
 
 def on_rows(of, change):
-    """A classifier whose dataset was changed."""
     trainer = rows_trainer_of("classifier", of.folder, patched=True)
     return of.noted(trainer, {"train_dataset": change(trainer.train_dataset)})
 

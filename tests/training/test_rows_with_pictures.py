@@ -98,8 +98,6 @@ def test_texts_that_the_collator_may_cut_are_refused(processor, chats, tmp_path)
 
 
 class Recorded:
-    """A collator that keeps the batches that it made."""
-
     def __init__(self, collate):
         self.collate, self.batches = collate, []
 

@@ -24,7 +24,6 @@ def unlabeled():
 
 
 def masked(row, share=0.3):
-    """80 % of what is asked for is hidden, 10 % another token, 10 % kept."""
     ids = np.array(row["input_ids"])
     rng = np.random.default_rng(int(ids.sum()))
     asked, how = rng.random(len(ids)) < share, rng.random(len(ids))

@@ -110,7 +110,6 @@ def long_prompts():
 
 
 def proven_policy():
-    """As `policy`, proven on packed rows and on trees already."""
     return patched_tiny("llama", "causal", torch.float64, trees=True).train()
 
 

@@ -29,7 +29,6 @@ DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_do
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Eight files with 20 documents each."""
     return write_parquet(tmp_path_factory.mktemp("files"), [DOCUMENTS[a : a + 20] for a in range(0, 160, 20)])
 
 
@@ -249,7 +248,6 @@ def packed_stream():
 
 
 def train(folder, steps, **settings):
-    """The documents of each step of this rank."""
     seen = []
 
     class Noting(Trainer):

@@ -89,7 +89,6 @@ def _norm(module, hidden):
 
 
 def share_parameters(model, other):
-    """Give a model the parameters of another one, so that both collect the same gradients."""
     parameters = dict(other.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules():
         for name in [name for name, own in module._parameters.items() if own is not None]:
@@ -97,7 +96,6 @@ def share_parameters(model, other):
 
 
 def losses_alone(model, documents, labels):
-    """Return, for each document, the cross-entropies of its labels but the first, from a run of the document alone."""
     found = []
     for tokens, wanted in zip(documents, labels, strict=True):
         logits = model.stock[0](input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -116,7 +114,6 @@ def loss_alone(model, documents, labels, loss):
 
 
 def gradients(model):
-    """Return the gradients of a model, by parameter, and delete them."""
     found = gradients_of(model)
     model.zero_grad()
     return found
@@ -209,7 +206,6 @@ def sums_alone(model, documents, labels):
 
 
 def batch_and_order(form, documents=DOCUMENTS, labels=LABELS):
-    """Documents in a batch, and the order in which they are there."""
     if form == "trees":
         row, order = tree_row(documents, labels)
         return hfp.PackingCollator()([row]), order
@@ -277,7 +273,6 @@ def test_logits_of_chunks_are_not_kept_for_the_backward_pass():
 
 
 def batches():
-    """Two micro-batches of packed rows."""
     rows = datasets.Dataset.from_dict({"input_ids": ALL, "labels": ALL_LABELS})
     packed = hfp.pack(rows, hfp.BestFit(16, seed=1), share_prefixes=2)
     assert len(packed) > 1

@@ -170,7 +170,6 @@ class Distilling(Trainer):
 
 
 def models(make=build):
-    """A student and a teacher with other weights and fewer layers."""
     teacher = make("Llama", torch.float64, num_hidden_layers=1)
     with torch.no_grad():
         for parameter in teacher.parameters():

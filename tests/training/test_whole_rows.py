@@ -94,7 +94,6 @@ def test_losses_of_dpo(losses, unit, tmp_path):
 
 
 def test_losses_of_routers_are_named(tmp_path):
-    """TRL adds the loss of the routers to that of the pairs."""
     model, reference = (tiny_model("mixtral", "causal") for _ in range(2))
     config = trl.DPOConfig(str(tmp_path), max_length=None, router_aux_loss_coef=0.1, report_to="none", use_cpu=True)
     rows = datasets.Dataset.from_list(paired()[:9])
@@ -117,8 +116,6 @@ def test_margins_of_rewards(tmp_path):
 
 
 class WeightedByTokens(transformers.BertForSequenceClassification):
-    """A head of the user's own."""
-
     def forward(self, input_ids, attention_mask=None, labels=None):
         outputs = super().forward(input_ids, attention_mask=attention_mask)
         if labels is not None:
