@@ -64,8 +64,8 @@ def folder(tmp_path_factory):
     """Three kinds of models in folders, which take 96 tokens: GPT-2 has no positions beyond."""
     root = tmp_path_factory.mktemp("models")
     save_tiny_model(root / "Llama", max_position_embeddings=96)
-    save_tiny_model(root / "GPT2", n_positions=96)
-    save_tiny_model(root / "Gemma2", max_position_embeddings=96)
+    save_tiny_model(root / "GPT2", "GPT2", n_positions=96)
+    save_tiny_model(root / "Gemma2", "Gemma2", max_position_embeddings=96)
     return root
 
 
@@ -131,14 +131,15 @@ def test_metrics_and_answers_are_those_of_the_harness(folder, tasks, name, share
     assert {task for task, _ in numbers_of(found)} == set(TASKS)
     for task in TASKS:
         for ours, theirs in zip(found["samples"][task], expected["samples"][task], strict=True):
-            for answer, other in zip(ours["resps"], theirs["resps"], strict=True):
-                check_answer(answer[0], other[0])
+            check_answers(*([answer[0] for answer in each["resps"]] for each in (ours, theirs)))
 
 
-def check_answer(ours, theirs):
-    ours, theirs = (each if isinstance(each, (tuple, list)) else (each,) for each in (ours, theirs))
+def check_answers(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
-        assert one == (pytest.approx(other, abs=1e-4, rel=1e-5) if isinstance(other, float) else other)
+        if isinstance(other, (tuple, list)):
+            check_answers(one, other)
+        else:
+            assert one == (pytest.approx(other, abs=1e-4, rel=1e-5) if isinstance(other, float) else other)
 
 
 def requests_of(model):
@@ -172,12 +173,10 @@ def test_requests(folder, name, max_tokens, share):
     kept = {}
     model.cache_hook = SimpleNamespace(add_partial=lambda kind, key, answer: kept.update({(kind, key): answer}))
     found = model._loglikelihood_tokens(requests, disable_tqdm=True)
-    for ours, theirs in zip(found, other._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
-        check_answer(ours, theirs)
+    check_answers(found, other._loglikelihood_tokens(requests, disable_tqdm=True))
     assert sum(greedy for _, greedy in found) == 7
     assert kept == {("loglikelihood", key): answer for (key, _, _), answer in zip(requests, found, strict=True) if key}
-    for ours, theirs in zip(model.loglikelihood(strings), other.loglikelihood(strings), strict=True):
-        check_answer(ours, theirs)
+    check_answers(model.loglikelihood(strings), other.loglikelihood(strings))
     assert model._loglikelihood_tokens([], disable_tqdm=True) == []
 
 
@@ -245,8 +244,7 @@ def test_each_process_gets_its_own_answers(tmp_path):
     expected = stock(tmp_path / "Llama")
     for rank, requests in enumerate(SHARES):
         found = json.loads((tmp_path / f"answers-{rank}.json").read_text())
-        for ours, theirs in zip(found, expected._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
-            check_answer(ours, theirs)
+        check_answers(found, expected._loglikelihood_tokens(requests, disable_tqdm=True))
 
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -66,11 +66,9 @@ def _pack(output: Path, *given: str) -> str:
 def _run(*given: str) -> Any:
     with redirect_stdout(io.StringIO()) as printed:
         assert main([*given, "--json"]) == 0
-    return json.loads(printed.getvalue(), object_hook=_of_the_data)
-
-
-def _of_the_data(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name not in _OF_THE_RUN}
+    return json.loads(
+        printed.getvalue(), object_hook=lambda facts: {name: facts[name] for name in facts if name not in _OF_THE_RUN}
+    )
 
 
 def _sources() -> dict[str, list[dict[str, Any]]]:

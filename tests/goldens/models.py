@@ -11,26 +11,25 @@ from transformers import PreTrainedModel
 from tools.tiny_model import tiny_model
 
 ARCHITECTURES = {
-    "GPT-2": ("gpt2", "causal", {}),
-    "Llama": ("llama", "causal", {}),
-    "Qwen3": ("qwen3", "causal", {}),
-    "Gemma 3 with windows": ("gemma3_text", "causal", {}),
-    "GptOss with sinks": ("gpt_oss", "causal", {}),
-    "DeepSeek with latents": ("deepseek_v3", "causal", {}),
-    "Qwen3 with experts": ("qwen3_moe", "causal", {}),
-    "Mamba 2": ("mamba2", "causal", {}),
-    "Jamba": ("jamba", "causal", {}),
-    "Qwen3-Next": ("qwen3_next", "causal", {}),
-    "BERT": ("bert", "masked", {}),
-    "ModernBERT": ("modernbert", "masked", {}),
+    "GPT-2": "gpt2",
+    "Llama": "llama",
+    "Qwen3": "qwen3",
+    "Gemma 3 with windows": "gemma3_text",
+    "GptOss with sinks": "gpt_oss",
+    "DeepSeek with latents": "deepseek_v3",
+    "Qwen3 with experts": "qwen3_moe",
+    "Mamba 2": "mamba2",
+    "Jamba": "jamba",
+    "Qwen3-Next": "qwen3_next",
+    "BERT": "bert",
+    "ModernBERT": "modernbert",
 }
-"""Names -> model type, kind of head and settings for `tiny_model`."""
+"""Names -> model types of `tiny_model`; those with BERT are masked language models, others causal ones."""
 
 
 def built(name: str) -> PreTrainedModel:
     """Return one of ARCHITECTURES in float64; experts run one by one, since the grouped kernel has no float64."""
-    model_type, kind, settings = ARCHITECTURES[name]
-    model = tiny_model(model_type, kind, torch.float64, **settings)
+    model = tiny_model(ARCHITECTURES[name], "masked" if "BERT" in name else "causal", torch.float64)
     model.set_experts_implementation("eager")
     draw(model)
     return exact(model)

@@ -118,10 +118,8 @@ def _add(found: dict[str, str], name: str, report: hfp.PackingReport) -> None:
     for part, value in report.to_dict().items():
         if part == "strategies":
             for row in value:
-                found[f"{name}, {row['strategy']}"] = digest(_without_time(row))
+                found[f"{name}, {row['strategy']}"] = digest(
+                    {key: value for key, value in row.items() if key != "seconds"}
+                )
         else:
             found[f"{name}, {part}"] = digest(value)
-
-
-def _without_time(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "seconds"}

@@ -34,7 +34,7 @@ def packed(folder: Path) -> dict[str, str]:
     _add(found, "generator, streams=4", _packed(_generated, best_fit, streams=4))
     _add(found, "without position_ids", _packed(eight, best_fit, position_ids=False))
     _add(found, "window_packs=1", _packed(eight, best_fit, window_packs=1))
-    shared = _related(folder)
+    shared = _opened(folder / "related", [related().to_list()[first::2] for first in range(2)])
     _add(found, "trees", _packed(shared, hfp.BestFit(80), share_prefixes=4, streams=2))
     _add(found, "trees, one window", _packed(shared, hfp.BestFit(80), share_prefixes=True, window_packs=64))
     for streams in (None, 8):
@@ -80,20 +80,13 @@ def _add(found: dict[str, str], case: str, opened: _Open) -> None:
 
 def _lines(folder: Path, name: str, files: int, number: int = 160, seed: int = 0) -> _Open:
     """Write documents into JSON lines of several files; return a function that opens them as a stream."""
-    (folder / name).mkdir()
     parts = [documents(number, seed)[first::files] for first in range(files)]
-    paths = [
-        write_lines(folder / name / f"{place}.jsonl", [{"input_ids": ids} for ids in part if ids])
-        for place, part in enumerate(parts)
-    ]
-    stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
-    return lambda: stream
+    return _opened(folder / name, [[{"input_ids": ids} for ids in part if ids] for part in parts])
 
 
-def _related(folder: Path) -> _Open:
-    (folder / "related").mkdir()
-    rows = related().to_list()
-    paths = [write_lines(folder / "related" / f"{first}.jsonl", rows[first::2]) for first in range(2)]
+def _opened(folder: Path, parts: list[list[dict[str, Any]]]) -> _Open:
+    folder.mkdir()
+    paths = [write_lines(folder / f"{place}.jsonl", part) for place, part in enumerate(parts)]
     stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
     return lambda: stream
 

@@ -18,11 +18,11 @@ if __name__ == "__main__":
 import datasets
 import numpy as np
 import torch
+import trainers
 import transformers
 from accelerate import Accelerator
 from goldens.models import built, draw, signs_like
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -83,10 +83,9 @@ def pairs(*columns: str) -> datasets.Dataset:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(128)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w1", "mask_token": "w4"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    words = trainers.tokenizer()
+    words.mask_token = "w4"
+    return words
 
 
 def headed(head: str, labels: int) -> transformers.PreTrainedModel:
@@ -104,18 +103,16 @@ def headed(head: str, labels: int) -> transformers.PreTrainedModel:
 
 
 def settings(folder: Path, kind: type = TrainingArguments, **changes: Any) -> Any:
-    known = {"output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "report_to": "none"}
-    known |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
-    known |= {"disable_tqdm": True, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"}
+    known = {"max_steps": STEPS, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"}
     if kind is not TrainingArguments:
         known |= {"max_length": None, "gradient_checkpointing": False}
-    return kind(**known | changes)
+    return trainers.arguments(folder, kind, **known | changes)
 
 
-def trained(trainer: Trainer) -> list[float]:
-    """Train; return the losses of all steps, and two numbers of the weights."""
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + weights(trainer.model)
+def trained(trainer: Trainer, batching: hfp.TokenBudget | None, **how: Any) -> list[float]:
+    """Attach and train; return the losses of all steps, and two numbers of the weights."""
+    hfp.attach(trainer, batching, **how)
+    return trainers.logged(trainer) + weights(trainer.model)
 
 
 def weights(model: torch.nn.Module) -> list[float]:
@@ -128,8 +125,7 @@ def attached(data: Callable[[], Any], budget: hfp.TokenBudget, *, loss: str = "t
 
     def run(folder: Path) -> list[float]:
         trainer = Trainer(built("Llama"), settings(folder, **changes), train_dataset=data())
-        hfp.attach(trainer, budget, loss=loss, **how)
-        return trained(trainer)
+        return trained(trainer, budget, loss=loss, **how)
 
     return run
 
@@ -139,8 +135,7 @@ def tuned(folder: Path, **more: Any) -> list[float]:
     trainer = SFTTrainer(built("Llama"), config, train_dataset=documents(), processing_class=tokenizer(), **more)
     if "peft_config" in more:
         draw_lora(trainer.model)
-    hfp.attach(trainer, hfp.TokenBudget(160))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(160))
 
 
 def draw_lora(model: torch.nn.Module) -> None:
@@ -154,8 +149,7 @@ def masked(folder: Path) -> list[float]:
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)
     data = documents().remove_columns("labels")
     trainer = Trainer(built("BERT"), settings(folder), train_dataset=data, data_collator=collator)
-    hfp.attach(trainer, hfp.TokenBudget(160))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(160))
 
 
 def classified(folder: Path, batching: hfp.TokenBudget | None = None) -> list[float]:
@@ -163,8 +157,7 @@ def classified(folder: Path, batching: hfp.TokenBudget | None = None) -> list[fl
     data = data.remove_columns("labels").add_column("labels", [len(row) % 3 for row in data["input_ids"]])
     model, collator = headed("BertForSequenceClassification", 3), DataCollatorWithPadding(tokenizer())
     trainer = Trainer(model, settings(folder), train_dataset=data, data_collator=collator)
-    hfp.attach(trainer, batching)
-    return trained(trainer)
+    return trained(trainer, batching)
 
 
 def preferred(folder: Path) -> list[float]:
@@ -173,21 +166,13 @@ def preferred(folder: Path) -> list[float]:
         reference.lm_head.weight *= 0.9
     data, config = pairs("prompt", "chosen", "rejected"), settings(folder, DPOConfig)
     trainer = DPOTrainer(model, ref_model=reference, args=config, train_dataset=data, processing_class=tokenizer())
-    hfp.attach(trainer, hfp.TokenBudget(200))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(200))
 
 
 def rewarded(folder: Path) -> list[float]:
     model, data = headed("LlamaForSequenceClassification", 1), pairs("chosen", "rejected")
     trainer = RewardTrainer(model, settings(folder, RewardConfig), train_dataset=data, processing_class=tokenizer())
-    hfp.attach(trainer, hfp.TokenBudget(200))
-    return trained(trainer)
-
-
-def streamed(folder: Path) -> list[float]:
-    trainer = Trainer(built("Llama"), settings(folder), train_dataset=documents(400).to_iterable_dataset(num_shards=4))
-    hfp.attach(trainer, hfp.TokenBudget(96))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(200))
 
 
 def looped(_: Path) -> list[float]:
@@ -221,7 +206,7 @@ RUNS: dict[str, Callable[[Path], list[float]]] = {
     "classifier with its own batches": classified,
     "DPO": preferred,
     "reward model": rewarded,
-    "stream": streamed,
+    "stream": attached(lambda: documents(400).to_iterable_dataset(num_shards=4), hfp.TokenBudget(96)),
     "plain loop": looped,
 }
 

@@ -31,11 +31,6 @@ def write_lines(file, rows):
     return file
 
 
-def write_gzip(file, rows):
-    file.write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
-    return file
-
-
 def write_array(file, rows):
     file.write_text(json.dumps(rows))
     return file
@@ -84,7 +79,7 @@ def read(tmp_path, words):
         ("A.NDJSON", write_lines),
         ("a.json", write_lines),
         ("a.json", write_array),
-        ("a.jsonl.gz", write_gzip),
+        ("a.jsonl.gz", lambda file, rows: file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))),
         ("a.parquet", write_parquet),
         ("saved", write_saved),
         ("splits", write_splits),

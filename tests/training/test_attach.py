@@ -68,14 +68,6 @@ def test_nothing_to_train_on_is_zero(tmp_path, kind, loss):
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_bucket_batches(tmp_path):
-    packed = hfp.pack(documents(45), hfp.Bucket((16, 32, 64)))
-    trainer = trainer_of(tmp_path, data=packed)
-    summary = hfp.attach(trainer, hfp.BucketBatches(64))
-    assert summary.tokens == sum(len(row) for row in packed["input_ids"])
-    assert len(logged(trainer)) == 2
-
-
 def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
     class Own(SFTTrainer):
         def compute_loss(self, *args, **kwargs):

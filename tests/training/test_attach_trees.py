@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
-from trainers import documents, trainer_of
+from trainers import documents, logged, trainer_of
 from training_by_hand import largest_difference
 from training_process import segments
 from transformers import Trainer
@@ -96,13 +96,14 @@ def test_what_is_not_exact_is_said_once(tmp_path):
     assert trainer.state.log_history[0]["loss"] > 0
 
 
-def test_buckets_of_trees(tmp_path):
-    packed = hfp.pack(DATA, hfp.Bucket([32, 64, 128], padding_threshold=1), share_prefixes=2)
+@pytest.mark.parametrize(("share", "column"), [(False, "input_ids"), (2, "tree_input_ids")])
+def test_buckets(tmp_path, share, column):
+    packed = hfp.pack(DATA, hfp.Bucket([32, 64, 128], padding_threshold=1), share_prefixes=share)
     assert len(set(packed["bucket"])) > 1
     trainer = trainer_of(tmp_path, data=packed)
     summary = hfp.attach(trainer, hfp.BucketBatches(tokens_per_batch=128))
-    assert summary.documents == 36
-    trainer.train()
+    assert (summary.documents, summary.tokens) == (36, sum(map(len, packed[column])))
+    assert len(logged(trainer)) == 2
 
 
 def stream(shards=2):
@@ -149,7 +150,7 @@ def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
     trainer.model.register_forward_pre_hook(
         lambda _, __, inputs: seen.append(tuple(inputs["input_ids"][0].tolist())), with_kwargs=True
     )
-    trainer.train()
-    assert [each["loss"] > 0 for each in trainer.state.log_history if "loss" in each] == [True] * len(rows)
+    losses = logged(trainer)
+    assert [loss > 0 for loss in losses] == [True] * len(rows)
     expected = [tuple(row["tree_input_ids"]) for row in rows]
     assert list(dict.fromkeys(each for each in seen if each in expected)) == expected  # the first batch is also proven

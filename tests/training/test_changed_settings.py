@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import reduce
 
 import pytest
 import torch
@@ -19,16 +20,9 @@ from hf_packing.attention import is_patched
 FEW, MORE = documents(20).to_list(), documents(40).to_list()
 
 
-def set_argument(name, value):
-    return lambda trainer: setattr(trainer.args, name, value)
-
-
-def set_on_trainer(name, value):
-    return lambda trainer: setattr(trainer, name, value)
-
-
-def set_on_accelerator(name, value):
-    return lambda trainer: setattr(trainer.accelerator.dataloader_config, name, value)
+def set_to(path, value):
+    *holders, name = path.split(".")
+    return lambda trainer: setattr(reduce(getattr, holders, trainer), name, value)
 
 
 def twice_the_loss(logits, labels, vocab_size, **_):
@@ -37,38 +31,34 @@ def twice_the_loss(logits, labels, vocab_size, **_):
 
 
 HONORED = {
-    "max_steps": set_argument("max_steps", 3),
-    "learning_rate": set_argument("learning_rate", 1e-2),
-    "per_device_eval_batch_size": set_argument("per_device_eval_batch_size", 3),
-    "dataloader_num_workers": set_argument("dataloader_num_workers", 1),
-    "per_device_train_batch_size": set_argument("per_device_train_batch_size", 3),
-    "seed": set_argument("seed", 3),
-    "eval_dataset": set_on_trainer("eval_dataset", documents(9)),
+    "max_steps": set_to("args.max_steps", 3),
+    "learning_rate": set_to("args.learning_rate", 1e-2),
+    "per_device_eval_batch_size": set_to("args.per_device_eval_batch_size", 3),
+    "dataloader_num_workers": set_to("args.dataloader_num_workers", 1),
+    "per_device_train_batch_size": set_to("args.per_device_train_batch_size", 3),
+    "seed": set_to("args.seed", 3),
+    "eval_dataset": set_to("eval_dataset", documents(9)),
     "eval_dataset with other rows": lambda trainer: trainer.eval_dataset.extend(MORE[20:]),
-    "eval_dataset by name": set_on_trainer("eval_dataset", {"few": documents(3), "more": documents(9)}),
-    "compute_metrics": set_on_trainer("compute_metrics", lambda predicted: {"rows": len(predicted.label_ids)}),
-    "the loss of the model": lambda trainer: setattr(trainer.model, "loss_function", twice_the_loss),
+    "eval_dataset by name": set_to("eval_dataset", {"few": documents(3), "more": documents(9)}),
+    "compute_metrics": set_to("compute_metrics", lambda predicted: {"rows": len(predicted.label_ids)}),
+    "the loss of the model": set_to("model.loss_function", twice_the_loss),
 }
 NO_EFFECT = {"dataloader_num_workers", "per_device_train_batch_size", "seed", "per_device_eval_batch_size"}
 """What decides neither losses nor the mean over an evaluation."""
 
 
-def results(tmp_path, before=None, after=None):
+def results(tmp_path, before=lambda _: None, after=lambda _: None):
     trainer = trainer_of(tmp_path, data=list(FEW), learning_rate=1e-3)
     trainer.eval_dataset = list(FEW)
-    if before is not None:
-        before(trainer)
+    before(trainer)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    if after is not None:
-        after(trainer)
+    after(trainer)
     trainer.train()
     kept = ("loss", "tokens_per_step")
     trained = [{name: round(entry[name], 4) for name in kept} for entry in trainer.state.log_history if "loss" in entry]
-    evaluated = {
-        name: round(value, 4) for name, value in trainer.evaluate().items() if name.endswith(("_loss", "_rows"))
-    }
-    batches = len(trainer.get_eval_dataloader(list(FEW)))
-    return trained, evaluated, batches
+    logs = trainer.evaluate().items()
+    evaluated = {name: round(value, 4) for name, value in logs if name.endswith(("_loss", "_rows"))}
+    return trained, evaluated, len(trainer.get_eval_dataloader(list(FEW)))
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +76,11 @@ def test_changes_that_take_effect(tmp_path, name, unchanged):
 
 
 AFTER_ANOTHER_ATTACH = {
-    "gradient_accumulation_steps": set_argument("gradient_accumulation_steps", 2),
-    "train_dataset": set_on_trainer("train_dataset", documents(40)),
+    "gradient_accumulation_steps": set_to("args.gradient_accumulation_steps", 2),
+    "train_dataset": set_to("train_dataset", documents(40)),
     "len(train_dataset)": lambda trainer: trainer.train_dataset.extend(MORE[20:]),
-    "label_smoothing_factor": set_argument("label_smoothing_factor", 0.1),
-    "data_collator": set_on_trainer("data_collator", default_data_collator),
+    "label_smoothing_factor": set_to("args.label_smoothing_factor", 0.1),
+    "data_collator": set_to("data_collator", default_data_collator),
 }
 
 
@@ -118,25 +108,25 @@ def test_an_attach_that_fails_leaves_the_one_before(tmp_path):
 
 
 REFUSED = {
-    "average_tokens_across_devices": set_argument("average_tokens_across_devices", False),
-    "auto_find_batch_size": set_argument("auto_find_batch_size", True),
-    "train_sampling_strategy": set_argument("train_sampling_strategy", "sequential"),
-    "packing": set_argument("packing", True),
-    "dispatch_batches": set_on_accelerator("dispatch_batches", True),
-    "split_batches": set_on_accelerator("split_batches", True),
-    "get_train_dataloader": set_on_trainer("get_train_dataloader", list),
-    "_get_train_sampler": set_on_trainer("_get_train_sampler", lambda _: None),
+    "average_tokens_across_devices": set_to("args.average_tokens_across_devices", False),
+    "auto_find_batch_size": set_to("args.auto_find_batch_size", True),
+    "train_sampling_strategy": set_to("args.train_sampling_strategy", "sequential"),
+    "packing": set_to("args.packing", True),
+    "dispatch_batches": set_to("accelerator.dataloader_config.dispatch_batches", True),
+    "split_batches": set_to("accelerator.dataloader_config.split_batches", True),
+    "get_train_dataloader": set_to("get_train_dataloader", list),
+    "_get_train_sampler": set_to("_get_train_sampler", lambda _: None),
     "model": lambda trainer: setattr(trainer, "model", build("Llama")),
-    "train_dataset": set_on_trainer("train_dataset", None),
-    "predict_with_generate": set_argument("predict_with_generate", True),
-    "label_smoothing_factor": set_argument("label_smoothing_factor", 0.1),
-    "use_liger_kernel": set_argument("use_liger_kernel", True),
-    "loss_type": set_argument("loss_type", "dft"),
-    "label_smoother": set_on_trainer("label_smoother", LabelSmoother(0.1)),
-    "compute_loss_func": set_on_trainer("compute_loss_func", lambda *_, **__: 0),
-    "model_accepts_loss_kwargs": set_on_trainer("model_accepts_loss_kwargs", False),
-    "data_collator": set_on_trainer("data_collator", lambda rows: rows[0]),
-    "compute_loss": set_on_trainer("compute_loss", lambda *_, **__: 0),
+    "train_dataset": set_to("train_dataset", None),
+    "predict_with_generate": set_to("args.predict_with_generate", True),
+    "label_smoothing_factor": set_to("args.label_smoothing_factor", 0.1),
+    "use_liger_kernel": set_to("args.use_liger_kernel", True),
+    "loss_type": set_to("args.loss_type", "dft"),
+    "label_smoother": set_to("label_smoother", LabelSmoother(0.1)),
+    "compute_loss_func": set_to("compute_loss_func", lambda *_, **__: 0),
+    "model_accepts_loss_kwargs": set_to("model_accepts_loss_kwargs", False),
+    "data_collator": set_to("data_collator", lambda rows: rows[0]),
+    "compute_loss": set_to("compute_loss", lambda *_, **__: 0),
 }
 
 

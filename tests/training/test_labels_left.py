@@ -160,13 +160,9 @@ def test_documents_that_sft_trainer_has_cut_or_dropped(tmp_path, data, cut):
         hfp.attach(trainer, BUDGET_OF_TOKENS)
 
 
-def test_documents_below_max_length_are_taken(tmp_path):
+def test_shorter_documents_and_a_max_length_that_sft_trainer_does_not_apply_are_taken(tmp_path):
     summary = hfp.attach(sft(tmp_path, short()), BUDGET_OF_TOKENS)
-    assert summary.tokens == sum(length for length in LENGTHS if length < LIMIT)
-    assert summary.lost_tokens == 0
-
-
-def test_max_length_that_sft_trainer_does_not_apply(tmp_path):
+    assert (summary.tokens, summary.lost_tokens) == (sum(length for length in LENGTHS if length < LIMIT), 0)
     trainer = sft(tmp_path, labeled_documents(45), dataset_kwargs={"skip_prepare_dataset": True})
     assert hfp.attach(trainer, BUDGET_OF_TOKENS).tokens == sum(LENGTHS)
 

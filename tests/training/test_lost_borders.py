@@ -11,13 +11,12 @@ from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 from torch.utils.data import ConcatDataset, DataLoader, Subset
+from trainers import arguments, logged, tokenizer, trainer_of
 from trainers import documents as labeled
-from trainers import logged, tokenizer, trainer_of
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     Trainer,
-    TrainingArguments,
 )
 from trl import SFTTrainer
 
@@ -85,7 +84,7 @@ RIGHT = {
     "without position_ids": (lambda _: packed(position_ids=False), {}),
     "map": (lambda _: mapped().remove_columns("position_ids"), {}),
     "parquet": (lambda folder: from_parquet(folder, packed(position_ids=False)), {}),
-    "lazy": (lambda folder: lazily_packed(folder), {}),
+    "lazy": (lazily_packed, {}),
     "default collator": (lambda _: packed(position_ids=False), {"collator": None, **ONE_BY_ONE}),
     "stream": (lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"), NOT_DISPATCHED),
     "padding_free": (lambda _: packed(), PADDING_FREE),
@@ -153,9 +152,7 @@ def test_the_refusal_comes_again_until_the_rows_are_right(tmp_path):
 
 
 def test_evaluation_of_rows_without_borders_is_refused(tmp_path):
-    settings = {"report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 24}
-    args = TrainingArguments(str(tmp_path), **settings)
-    model = patched("Llama", torch.float64)
+    args, model = arguments(tmp_path, per_device_eval_batch_size=24), patched("Llama", torch.float64)
     right = Trainer(model, args, eval_dataset=packed(), data_collator=FLAT).evaluate()["eval_loss"]
     assert right == pytest.approx(loss_alone(), rel=1e-6)
     for dataset, collator, message in (
@@ -224,14 +221,8 @@ def test_attach_and_the_rest_of_the_package_refuse_rows_without_borders(tmp_path
 
 
 def test_rows_that_are_documents_again_can_be_used(tmp_path):
-    def unpack(rows):
-        ids = [
-            np.split(row, np.cumsum(ends)[:-1])
-            for row, ends in zip(rows["input_ids"], rows["seq_lengths"], strict=True)
-        ]
-        return {"input_ids": [each.tolist() for row in ids for each in row]}
-
-    dataset = packed().map(unpack, batched=True, remove_columns=packed().column_names)
+    unpacked = {"input_ids": DOCUMENTS}
+    dataset = packed().map(lambda _: unpacked, batched=True, remove_columns=packed().column_names)
     with pytest.raises(hfp.PackingError, match="set dataset.info.description = ''"):
         logged(trainer(tmp_path, dataset, collator=FLAT))
     dataset.info.description = ""

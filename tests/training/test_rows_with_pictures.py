@@ -4,20 +4,20 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import trainers
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from training_by_hand import largest_difference
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from whole_rows import after_a_step, arguments
+from whole_rows import SIZES, after_a_step, arguments
 
 import hf_packing as hfp
 from hf_packing.training.whole_rows import patches_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-PICTURE = 9
+PICTURE = 128
 ROWS = 40
 TEMPLATE = """{% for message in messages %}{{ 'w3' if message['role'] == 'user' else 'w4' }}
 {% if message['content'] is string %}{{ message['content'] }}
@@ -28,20 +28,13 @@ TEMPLATE = """{% for message in messages %}{{ 'w3' if message['role'] == 'user' 
 @pytest.fixture(scope="module")
 def processor():
     """Pictures of 16 x 16 pixels have 16 patches, and 17 tokens."""
-    words = {"<image>" if number == PICTURE else f"w{number}": number for number in range(128)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = trainers.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     return transformers.LlavaProcessor(
         image_processor=transformers.CLIPImageProcessorPil(
             size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
         ),
-        tokenizer=transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            eos_token="w2",
-            pad_token="w0",
-            unk_token="w1",
-            additional_special_tokens=["<image>"],
-        ),
+        tokenizer=tokenizer,
         patch_size=4,
         vision_feature_select_strategy="full",
         chat_template=TEMPLATE,
@@ -51,10 +44,10 @@ def processor():
 
 def llava():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = SIZES | {"num_hidden_layers": 2}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=4),
-        text_config=transformers.LlamaConfig(vocab_size=128, pad_token_id=0, **sizes),
+        text_config=transformers.LlamaConfig(vocab_size=PICTURE + 1, pad_token_id=0, **sizes),
         image_token_index=PICTURE,
         vision_feature_select_strategy="full",
         vision_feature_layer=-1,

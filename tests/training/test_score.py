@@ -30,6 +30,7 @@ def documents():
 
 
 def alone(model, rows, labels=None):
+    """Log-likelihood, number of scored tokens, whether they are greedy, and hidden states, by a loop over documents."""
     found = []
     for number, tokens in enumerate(rows):
         states = []
