@@ -118,8 +118,6 @@ def _add(found: dict[str, str], name: str, report: hfp.PackingReport) -> None:
     for part, value in report.to_dict().items():
         if part == "strategies":
             for row in value:
-                found[f"{name}, {row['strategy']}"] = digest(
-                    {key: value for key, value in row.items() if key != "seconds"}
-                )
+                found[f"{name}, {row['strategy']}"] = digest({key: row[key] for key in row if key != "seconds"})
         else:
             found[f"{name}, {part}"] = digest(value)

@@ -1,4 +1,4 @@
-"""Trainers of whole rows, and runs of them on one or more processes.
+"""Trainers of whole rows or with batches of their own, and runs and steps of them on one or more processes.
 
 Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
 and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt.
@@ -18,9 +18,11 @@ from accelerate import PartialState
 from patched_models import patched_once
 from trainers import arguments as usual_arguments
 from trainers import tokenizer
+from training_by_hand import gradients_of
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 
 import hf_packing as hfp
+from tools.tiny_model import tiny_model
 
 WORDS = 128
 ROWS = 66
@@ -59,14 +61,13 @@ def texts(number, seed=0, **columns):
     def text(mean):
         return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
 
-    return [{name: text(mean) for name, mean in columns.items()} for _ in range(number)]
+    return datasets.Dataset.from_list([{name: text(mean) for name, mean in columns.items()} for _ in range(number)])
 
 
-def pairs(number):
-    rows = texts(number, 4, prompt=9, chosen=12, rejected=5)
-    return [
-        {"prompt": row["prompt"] + " w3", **{name: " " + row[name] for name in ("chosen", "rejected")}} for row in rows
-    ]
+def pairs(number=6, **means):
+    rows = texts(number, **{"seed": 4, "prompt": 9, "chosen": 12, "rejected": 5, **means})
+    forms = {"prompt": "{} w3", "chosen": " {}", "rejected": " {}"}
+    return rows.map(lambda row: {name: form.format(row[name]) for name, form in forms.items()})
 
 
 def paired():
@@ -212,3 +213,57 @@ def train(into, run):
         torch.save(trainer.model.state_dict(), into / "parameters.pt")
     PartialState().wait_for_everyone()
     trainer.accelerator.free_memory()
+
+
+def moved(model):
+    """A reference model that differs from the policy."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return other
+
+
+def step(trainer):
+    """The loss and the gradients of the first batch."""
+    torch.manual_seed(0)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train().zero_grad()
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return float(loss.detach()), gradients_of(trainer.model)
+
+
+def policy(name="gpt2"):
+    return tiny_model(name, "causal", torch.float64).train()
+
+
+def grpo(folder, model):
+    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    return trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        args=arguments(folder, trl.GRPOConfig, **sizes),
+        train_dataset=texts(4, prompt=9),
+        processing_class=tokenizer(),
+    )
+
+
+def answers(prompts, completions):
+    """A batch as GRPO makes them, 21 tokens wide: 12 of prompts padded on the left, 9 of completions on the right."""
+    ids, mask = torch.zeros(len(prompts), 21, dtype=torch.long), torch.zeros(len(prompts), 21, dtype=torch.long)
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        place = slice(12 - len(prompt), 12 + len(completion))
+        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
+    return ids, mask
+
+
+def dpo(folder, model, data=None, **changes):
+    config = arguments(folder, trl.DPOConfig, max_length=None, **changes)
+    reference = None if hasattr(model, "peft_config") else moved(model)
+    data = pairs() if data is None else data
+    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from own_batches import answers, dpo, grpo, step, texts
 from padded_models import SEQUENCE, padded
 from patched_models import patched_tiny
 from tiers import fast_only
 from training_by_hand import gradients_of, largest_difference
+from whole_rows import answers, dpo, grpo, pairs, step
 
 import hf_packing as hfp
 from hf_packing.attention import inner_model, share_prefixes
@@ -104,17 +104,12 @@ def test_what_shares_nothing():
     assert rows.sharing_prefixes({"input_ids": ids, "types": ids}, 1).layout.tokens == 1
 
 
-def long_prompts():
-    rows = texts(6, prompt=20, chosen=6, rejected=5)
-    return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
-
-
 def proven_policy():
     return patched_tiny("llama", "causal", torch.float64, trees=True).train()
 
 
 def test_pairs_share_their_prompt(tmp_path):
-    trainer = dpo(tmp_path, proven_policy(), long_prompts())
+    trainer = dpo(tmp_path, proven_policy(), pairs(prompt=20, chosen=6))
     with hfp.unpatch_model(trainer.model), hfp.unpatch_model(trainer.ref_model):
         expected, gradients = step(trainer)
     shared = hfp.attach(trainer, None, share_prefixes=True)
@@ -129,7 +124,7 @@ def test_pairs_share_their_prompt(tmp_path):
 
 
 def test_pairs_share_their_prompt_in_rows_of_a_budget(tmp_path):
-    trainer = dpo(tmp_path, proven_policy(), long_prompts())
+    trainer = dpo(tmp_path, proven_policy(), pairs(prompt=20, chosen=6))
     summary = hfp.attach(trainer, hfp.TokenBudget(512, share_prefixes=2))
     assert "prefixes that rows share are computed once" in str(summary)
     seen = computed_tokens(trainer.model)

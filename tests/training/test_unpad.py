@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 import trl
-from own_batches import answers, dpo, grpo, moved, pairs, policy, step, texts
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
@@ -18,7 +17,7 @@ from torch.nn.functional import kl_div
 from trainers import documents, documents_in, tokenizer, trainer_of
 from training_by_hand import largest_difference
 from transformers import CLIPVisionConfig, CLIPVisionModel, Trainer, TrainerCallback
-from whole_rows import arguments
+from whole_rows import answers, arguments, dpo, grpo, moved, pairs, policy, step, texts
 from whole_rows import trainer_of as rows_trainer_of
 
 import hf_packing as hfp
