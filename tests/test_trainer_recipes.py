@@ -104,11 +104,9 @@ def test_classify(pair, tmp_path, capsys):
     metrics = classify.main([*flags, "--match_documents_per_step", "9"])
     assert 0 <= metrics["eval_accuracy"] <= 1
     said = capsys.readouterr().out
-    assert "of 60 texts have 20 tokens or were truncated to it" in said
     assert not said.startswith("0 of 60")
-    assert "the loss is a mean of labeled rows" in said
-    assert "each with 9.0 documents" in said
-    assert "accuracy on 6 rows" in said
+    for text in ("of 60 texts have 20", "a mean of labeled rows", "each with 9.0 documents", "accuracy on 6 rows"):
+        assert text in said
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.label2id == {"no": 0, "yes": 1}
 
 
@@ -328,17 +326,12 @@ FUNCTIONS = [
 
 
 def test_squad(tmp_path, capsys):
-    data = write(tmp_path / "rows.jsonl", questions())
-    flags = ["--data", data, "--max_length", 32, "--doc_stride", 8, "--num_train_epochs", 1]
-    flags = [*map(str, flags), "--output_dir", str(tmp_path / "out")]
-    metrics = squad.main(flags)
+    metrics = squad.main(flags_of("squad", tmp_path, "--num_train_epochs", 1))
     assert 0 <= metrics["eval_exact_match"] <= metrics["eval_f1"] <= 100
     said = capsys.readouterr().out
-    assert "36 questions, 29 answered, in " in said
-    assert "4 questions, 3 answered, in " in said
     assert said.count(" windows have no answer, 0 answers are in no window") == 2
-    assert "its tokens run as one packed row" in said
-    assert "on 4 questions: exact match" in said
+    for text in ("36 questions, 29", "4 questions, 3", "run as one packed row", "on 4 questions: exact match"):
+        assert text in said
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

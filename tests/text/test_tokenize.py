@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, tokenizer_with
+from chat_templates import CHAT, CHATML, FROM_TRL, MARKED, OPENED, PLAIN, STRIPPED, TOOLS, tokenizer_with
 from tiny_models import build
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -17,12 +17,6 @@ from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
-    "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 CHATS = [{"messages": PLAIN}, {"messages": PLAIN[:2]}, {"messages": [*PLAIN, *PLAIN]}]
 PAIRS = [{"prompt": PLAIN[:3], "completion": PLAIN[3:]}, {"prompt": PLAIN[:1], "completion": PLAIN[1:]}]
 TEXTS = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "four<|im_end|>"}]

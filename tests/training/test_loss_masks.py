@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from chat_templates import tokenizer_with
+from chat_templates import MARKED, PLAIN, WITH_TOOLS, tokenizer_with
 from tiers import fast_only
 from tiny_models import build
 from trainers import arguments, attached, loader_of, trainer_of
@@ -14,62 +14,17 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content or '' }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-TOKENIZER = tokenizer_with(CHATML)
-
-
-def said(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
-CHATS = [
-    [
-        said("user", "Where is Bonn?"),
-        said("assistant", "On the Rhine."),
-        said("user", "Thanks"),
-        said("assistant", "!"),
-    ],
-    [said("system", "Be short."), said("user", "2 + 2?"), said("assistant", "4")],
-    [said("user", "a"), said("assistant", "b")],
-]
-TOOLS = [
-    [
-        said("user", "How is the weather in Bonn?"),
-        said("assistant", "", tool_calls=[CALL]),
-        said("tool", '{"rain": true}'),
-        said("assistant", "It rains."),
-    ],
-    [said("user", "And now?"), said("assistant", "Still.")],
-]
-COMPLETIONS = [("2 + 2 =", " 4"), ("The capital of France is", " Paris."), ("a", "b")]
-
+TOKENIZER = tokenizer_with(MARKED)
+CHATS = [PLAIN, [WITH_TOOLS[0], *PLAIN[:2]], PLAIN[2:]]
+TEXTS = [("2 + 2 =", " 4"), ("The capital of France is", " Paris."), ("a", "b")]
+COMPLETIONS = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]
+ASSISTANT_ONLY = {"assistant_only_loss": True}
 KINDS = {
-    "chats": (datasets.Dataset.from_dict({"messages": CHATS}), {"assistant_only_loss": True}),
-    "tool calls": (
-        datasets.Dataset.from_list([{"messages": messages} for messages in TOOLS]),
-        {"assistant_only_loss": True},
-    ),
-    "completions": (
-        datasets.Dataset.from_list([{"prompt": given, "completion": wanted} for given, wanted in COMPLETIONS]),
-        {},
-    ),
-    "completions of chats": (
-        datasets.Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]),
-        {},
-    ),
-    "completions and assistants": (
-        datasets.Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]),
-        {"assistant_only_loss": True},
-    ),
+    "chats": ([{"messages": chat} for chat in CHATS], ASSISTANT_ONLY),
+    "tool calls": ([{"messages": messages} for messages in (WITH_TOOLS, PLAIN)], ASSISTANT_ONLY),
+    "completions": ([{"prompt": given, "completion": wanted} for given, wanted in TEXTS], {}),
+    "completions of chats": (COMPLETIONS, {}),
+    "completions and assistants": (COMPLETIONS, ASSISTANT_ONLY),
 }
 
 
@@ -116,7 +71,8 @@ def trained_on(trainer):
 
 @pytest.mark.parametrize("kind", fast_only(KINDS, "chats", "completions"))
 def test_labels_are_those_of_trl(tmp_path, kind):
-    documents, settings = KINDS[kind]
+    rows, settings = KINDS[kind]
+    documents = datasets.Dataset.from_list(rows)
     expected = trained_on(sft(tmp_path, documents, **settings))
     labels = [label for each in expected.values() for label in each]
     assert len(expected) == len(documents)

@@ -19,7 +19,7 @@ from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
-from trainers import documents, trainer_of
+from trainers import documents, logged, on_each_batch, trainer_of
 from training_by_hand import gradients_of, largest_difference
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -252,27 +252,16 @@ class Trained(NamedTuple):
 
 
 def train(tmp_path, case, model, accumulation, **settings) -> Trained:
-    seen = Gradients()
+    seen, batches = Gradients(), []
     arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "max_grad_norm": 0.0}
     arguments["label_smoothing_factor"] = case.smoothing
     trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45), **arguments)
     case.prepare(trainer)
     trainer.add_callback(seen)
     hfp.attach(trainer, BUDGET, **settings)
-    loader, batches = type(trainer).get_batch_samples, []
-
-    def noting(self, *given):
-        found = loader(self, *given)
-        batches.extend(found[0])
-        return found
-
-    type(trainer).get_batch_samples = noting  # the class is this trainer's own
-    try:
-        trainer.train()
-    finally:
-        type(trainer).get_batch_samples = loader
-    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(loss, seen.gradients, batches[:accumulation])
+    on_each_batch(trainer, lambda batch: batches.append(dict(batch)))
+    (loss,) = logged(trainer)
+    return Trained(loss, seen.gradients, batches)
 
 
 def documents_in(batch):
