@@ -17,41 +17,24 @@ lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning")
 
 WORDS = ["ocean", "apple", "river", "cloud", "stone", "amber", "eagle", "winter", "lantern", "meadow"]
+
+
+def task(kind, text, target, *metrics, **more):
+    metrics = [{"metric": each} for each in metrics]
+    return {"output_type": kind, "doc_to_text": text, "doc_to_target": target, "metric_list": metrics, **more}
+
+
+WORD, THREE_TOKENS = "{{choices[answer]}}", {"until": ["."], "max_gen_toks": 3}
 TASKS = {
-    "continuations": {  # choices of several tokens
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "letters": {  # choices that share all tokens but the last one
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}} Answer:",
-        "doc_to_choice": ["A", "B", "C", "D"],
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}],
-    },
-    "last_word": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{choices[answer]}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    },
-    "texts": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-    "written": {  # generated, not packed
-        "output_type": "generate_until",
-        "doc_to_text": "Say {{question}}",
-        "doc_to_target": "{{choices[answer]}}",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 3},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+    "continuations": task("multiple_choice", "{{question}}", "answer", "acc", "acc_norm", doc_to_choice="choices"),
+    "letters": task(  # choices that share all tokens but the last one
+        "multiple_choice", "{{question}} Answer:", "answer", "acc", "acc_mutual_info", doc_to_choice=[*"ABCD"]
+    ),
+    "last_word": task("loglikelihood", "{{question}}", WORD, "perplexity", "acc"),
+    "texts": task("loglikelihood_rolling", "", "{{text}}", "word_perplexity", "bits_per_byte"),
+    "written": task("generate_until", "Say {{question}}", WORD, "exact_match", generation_kwargs=THREE_TOKENS),
 }
+"""The last one is generated, not packed."""
 
 
 @pytest.fixture(autouse=True)

@@ -208,12 +208,8 @@ def test_loaders_that_are_prepared():
 
 def test_what_trainers_call_and_compute():
     """training.trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
-    assert list(inspect.signature(Trainer.get_batch_samples).parameters) == [
-        "self",
-        "epoch_iterator",
-        "num_batches",
-        "device",
-    ]
+    taken = list(inspect.signature(Trainer.get_batch_samples).parameters)
+    assert taken == ["self", "epoch_iterator", "num_batches", "device"]
     source = inspect.getsource(Trainer)
     for call in ("self.get_train_dataloader()", "self.get_eval_dataloader(", "self.get_batch_samples("):
         assert call in source

@@ -7,7 +7,8 @@ import numpy as np
 from accelerate import Accelerator
 from patched_models import patched
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from training_by_hand import gradients_of
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
@@ -70,6 +71,13 @@ def loader_of(data=None, batching=None, accumulation=1, **how):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     data = documents(45) if data is None else data
     return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **how)
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the last optimizer step."""
+
+    def on_pre_optimizer_step(self, *_, model=None, **__):
+        self.gradients = gradients_of(model)
 
 
 def on_each_batch(trainer, call):

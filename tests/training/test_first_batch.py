@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from leaky_models import LEAKS, leaky
+from padded_models import documents as random_documents
 from patched_models import patched
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
@@ -31,9 +32,7 @@ LONG = {"max_position_embeddings": 1024, "num_hidden_layers": 1}
 
 
 def documents(lengths=LENGTHS):
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 120, (length,), generator=generator).tolist() for length in lengths]
-    return datasets.Dataset.from_dict({"input_ids": rows})
+    return datasets.Dataset.from_dict({"input_ids": random_documents(lengths=lengths)})
 
 
 def long_llama():

@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
+from padded_models import documents as random_documents
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
@@ -24,9 +25,7 @@ LENGTHS = [30, 12, 9, 25, 7, 18, 32, 14, 3, 21, 17, 26]
 
 
 def documents():
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 99, (length,), generator=generator).tolist() for length in LENGTHS]
-    return datasets.Dataset.from_dict({"input_ids": ids})
+    return datasets.Dataset.from_dict({"input_ids": random_documents(lengths=LENGTHS)})
 
 
 class Seen(TrainerCallback):

@@ -19,9 +19,9 @@ from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
-from trainers import documents, logged, on_each_batch, trainer_of
+from trainers import Gradients, documents, logged, on_each_batch, trainer_of
 from training_by_hand import gradients_of, largest_difference
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
@@ -232,17 +232,6 @@ CASES |= {f"super of {name}": CASES[name]._replace(kind=CallsSuper) for name in 
 SFT = ("plain", "no items", "capped", "smoothed", "compute_loss_func", "Qwen3-MoE")
 """TRL itself fails with AdaptionPrompt."""
 CASES |= {f"SFTTrainer of {name}": CASES[name]._replace(kind=SFTTrainer) for name in SFT}
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients of the first optimizer step, and the batches of the whole training."""
-
-    def __init__(self):
-        self.gradients = {}
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_):  # noqa: ARG002
-        if not self.gradients:
-            self.gradients = gradients_of(model)
 
 
 class Trained(NamedTuple):

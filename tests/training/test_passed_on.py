@@ -11,9 +11,9 @@ from plain_dataset import Plain
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
-from trainers import attached, loader_of, logged, trainer_of
+from trainers import Gradients, attached, loader_of, logged, trainer_of
 from training_by_hand import gradients_of, largest_difference
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer
 
 import hf_packing as hfp
 
@@ -174,16 +174,9 @@ def test_an_own_loop_with_the_collator():
 @pytest.mark.parametrize("accumulation", fast_only([1, 3], 3))
 def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
     """One step over all documents, in float64; each document alone by hand."""
-    data, gradients = weighted(), {}
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, *_, model=None, **__):
-            gradients.update(gradients_of(model))
-
-    model = patched(dtype=torch.float64)
+    data, model, seen = weighted(), patched(dtype=torch.float64), Gradients()
     step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
-    trainer = trainer_of(tmp_path, Checked, model=model, data=data, **step)
-    trainer.add_callback(Gradients())
+    trainer = trainer_of(tmp_path, Checked, model=model, data=data, callbacks=[seen], **step)
     summary = hfp.attach(trainer, hfp.TokenBudget(400), match_documents_per_step=len(data))
     assert (summary.optimizer_steps, summary.num_micro_batches) == (1, accumulation)
     alone = build("Llama", torch.float64)
@@ -195,4 +188,4 @@ def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
         (losses @ (tokens[0, :-1] / 100).to(losses) / labels).backward()
     trainer.train()
     assert trainer.seen == accumulation
-    assert largest_difference(gradients, gradients_of(alone)) <= 1e-7
+    assert largest_difference(seen.gradients, gradients_of(alone)) <= 1e-7
