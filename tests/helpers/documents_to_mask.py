@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from trainers import documents_in, on_each_batch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-CLS, SEP = 2, 3
+CLS, SEP, MASK = 2, 3, 4
 WORD_TOKENS = 3
 """Tokens in a word."""
 
@@ -39,6 +39,15 @@ def documents(number=40, columns=("input_ids",), longest=40):
         words = [[place + place // WORD_TOKENS, place + place // WORD_TOKENS + 1] for place in range(length)]
         rows.append({"input_ids": ids, "special_tokens_mask": special, "offset_mapping": [[0, 0], *words, [0, 0]]})
     return datasets.Dataset.from_list(rows).select_columns(list(columns))
+
+
+def hidden(row, share=0.3):
+    """80 % of what is asked for is hidden, 10 % another token, 10 % kept."""
+    ids = np.array(row["input_ids"])
+    rng = np.random.default_rng(int(ids.sum()))
+    asked, how = rng.random(len(ids)) < share, rng.random(len(ids))
+    given = np.where(how < 0.8, MASK, np.where(how < 0.9, rng.integers(5, 99, len(ids)), ids))
+    return {"input_ids": np.where(asked, given, ids), "labels": np.where(asked, ids, -100)}
 
 
 def bert():

@@ -7,46 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patched_models import patched_tiny
-from tiers import slow
 from torch.nn import functional as F
 from whole_rows import bert
 
 import hf_packing as hfp
-from hf_packing.training.losses import weights_of
-from hf_packing.training.model_loss import own_loss_of, predicts_next
 from hf_packing.training.step_counts import StepCounts, micro_batch_counts
 from hf_packing.training.sum_of_chunks import sum_of_chunks
-
-
-def weighted_loss(logits, labels, weights, shift):
-    if shift:
-        logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses @ weights.flatten().to(losses)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "kind", "expected", "divided"),
-    [
-        ("llama", "causal", True, True),
-        slow("mixtral", "causal", True, True),
-        ("bert", "masked", False, False),
-        slow("xlm", "masked", False, False),
-        slow("bart", "causal", False, False),
-    ],
-)
-def test_a_models_own_loss_decides(architecture, kind, expected, divided):
-    model = patched_tiny(architecture, kind)
-    assert own_loss_of(model).is_divided == divided
-    assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
-    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
-    with torch.no_grad():
-        own, logits = model(**batch).loss, model(**{name: batch[name] for name in batch if name != "labels"}).logits
-    weights = weights_of(batch, "token") / 4
-    ours = [float(weighted_loss(logits, batch["labels"], weights, shift)) for shift in (expected, not expected)]
-    assert ours[0] == pytest.approx(float(own), rel=1e-4)
-    assert abs(ours[1] - float(own)) > 1e-3 * float(own)
 
 
 def test_a_token_classifiers_own_loss():

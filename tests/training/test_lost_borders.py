@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from documents_to_mask import hidden
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
@@ -290,16 +291,6 @@ def unpacked_losses(model, packed, shift=1):
     return losses
 
 
-def masked(rows, rng):
-    def hide_some(row):
-        hidden = rng.random(len(row["input_ids"])) < 0.3
-        hidden[0] = False  # packed rows have no label there
-        ids = np.array(row["input_ids"])
-        return {"input_ids": np.where(hidden, 4, ids), "labels": np.where(hidden, ids, -100)}
-
-    return rows.map(hide_some)
-
-
 FAST = [(llama, "varlen", False), (bert, "varlen", True)]
 
 
@@ -307,8 +298,8 @@ FAST = [(llama, "varlen", False), (bert, "varlen", True)]
     ("make", "route", "position_ids"),
     fast_only([(llama, "varlen", True), *FAST, (jamba, "varlen + segments", True)], *FAST),
 )
-def test_trainer(rng, tmp_path, make, route, position_ids):
-    rows, shift = (masked(labeled(60), rng), 0) if make is bert else (labeled(60), 1)
+def test_trainer(tmp_path, make, route, position_ids):
+    rows, shift = (labeled(60).map(hidden), 0) if make is bert else (labeled(60), 1)
     packed = hfp.pack(rows, hfp.BestFit(48), position_ids=position_ids)
     expected = unpacked_losses(make(), packed, shift)
     model = hfp.patch_model(make())

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from documents_to_mask import CLS, SEP, TOKENIZER, bert, collator, documents, on_each_document
+from documents_to_mask import CLS, MASK, SEP, TOKENIZER, bert, collator, documents, on_each_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainers import arguments
@@ -16,7 +16,6 @@ import hf_packing as hfp
 from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 
-MASK = 4
 ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
 
 

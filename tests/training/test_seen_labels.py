@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from documents_to_mask import hidden
 from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only
@@ -16,19 +17,10 @@ from hf_packing.attention.route import route_of
 from tools.tiny_model import tiny_model
 
 REPEATED = "labels: expected labels that differ from input_ids, got .* sees .* mask tokens before packing"
-MASK = 4
 
 
 def unlabeled():
     return documents(12).remove_columns("labels")
-
-
-def masked(row, share=0.3):
-    ids = np.array(row["input_ids"])
-    rng = np.random.default_rng(int(ids.sum()))
-    asked, how = rng.random(len(ids)) < share, rng.random(len(ids))
-    given = np.where(how < 0.8, MASK, np.where(how < 0.9, rng.integers(5, 99, len(ids)), ids))
-    return {"input_ids": np.where(asked, given, ids), "labels": np.where(asked, ids, -100)}
 
 
 def bert():
@@ -40,7 +32,7 @@ def patched_bert():
 
 
 def masked_rows(rows):
-    found = [masked({"input_ids": ids}) for ids in rows["input_ids"]]
+    found = [hidden({"input_ids": ids}) for ids in rows["input_ids"]]
     return {name: [row[name] for row in found] for name in ("input_ids", "labels")}
 
 
@@ -58,7 +50,7 @@ DATA = {
 @pytest.mark.parametrize("kind", DATA)
 def test_data_that_teaches_to_copy(tmp_path, kind):
     data, model = DATA[kind](), patched_bert()
-    for train, evaluated in ((data, None), (documents(12).map(masked), data)):
+    for train, evaluated in ((data, None), (documents(12).map(hidden), data)):
         trainer = trainer_of(tmp_path, model=model, data=train)
         trainer.eval_dataset = evaluated
         with pytest.raises(hfp.PackingError, match=REPEATED):
@@ -74,7 +66,7 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
 
 
 def test_masked_data_is_trained_on(tmp_path):
-    data = documents(12).map(masked)
+    data = documents(12).map(hidden)
     for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
         trainer = attached(tmp_path, model=patched_bert(), data=each)
         assert len(logged(trainer)) == 2
