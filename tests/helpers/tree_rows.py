@@ -90,3 +90,16 @@ def labeled_documents(draw, most=6, tokens=3):
         repeated = (trained * len(document))[: len(document)] or [False] * len(document)
         labels.append([token if used else -100 for token, used in zip(document, repeated, strict=True)])
     return documents, labels
+
+
+@st.composite
+def forests(draw, most=12):
+    """Lengths and parents of random trees in depth-first order."""
+    lengths, parents, path = [], [], []
+    for segment in range(draw(st.integers(1, most))):
+        depth = draw(st.integers(0, len(path)))
+        path = path[:depth]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+        lengths.append(draw(st.integers(1, 5)))
+    return tuple(lengths), tuple(parents)
