@@ -137,11 +137,6 @@ def losses(folder, rank=0):
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
 
 
-def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by optimizer step."""
-    return {line["step"]: line for line in read(folder, "logged", rank)}
-
-
 def epochs_seen(folder, ranks):
     """For each epoch, how often each document was trained on, over all ranks, and the order of the first rank."""
     counts, orders = {}, {}

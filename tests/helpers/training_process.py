@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -74,14 +75,9 @@ def segments(batch):
     return [[ids, bool(set(own) - {-100})] for ids, own in zip(documents_in(batch), labels, strict=True)]
 
 
-class Log:
-    def __init__(self, folder, rank):
-        self.folder, self.rank = folder, rank
-
-    def write(self, kind, **line):
-        with (self.folder / f"{kind}-{self.rank}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+def write(folder, rank, kind, **line):
+    with (folder / f"{kind}-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Recorder(TrainerCallback):
@@ -90,8 +86,8 @@ class Recorder(TrainerCallback):
 
     def on_log(self, _, state, __, logs=None, **___):
         if "loss" in logs:
-            self.log.write("losses", step=state.global_step, loss=logs["loss"])
-            self.log.write("logged", step=state.global_step, **logs)
+            self.log("losses", step=state.global_step, loss=logs["loss"])
+            self.log("logged", step=state.global_step, **logs)
 
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
         if state.global_step == 0 and self.settings["optimizer"] == "sgd":
@@ -162,24 +158,24 @@ def through_trainer(settings, folder, data, model):
         seed=3,
         dataloader_num_workers=settings["workers"],
     )
-    log = Log(folder, trainer.args.process_index)
+    log = partial(write, folder, trainer.args.process_index)
     trainer.add_callback(Recorder(log, folder, settings))
     hfp.attach(trainer, budget_of(settings), loss=settings["loss"], **settings["shapes"])
 
     def see(batch):
         state = trainer.state
-        log.write("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(batch))
+        log("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(batch))
 
     on_each_batch(trainer, see)
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
-        log.write("evaluated", rows=size, loss=trainer.evaluate(data_of(folder, settings))["eval_loss"])
+        log("evaluated", rows=size, loss=trainer.evaluate(data_of(folder, settings))["eval_loss"])
 
 
 def through_loop(settings, folder, data, model):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
-    log = Log(folder, accelerator.process_index)
+    log = partial(write, folder, accelerator.process_index)
     how = {"loss": settings["loss"], "model": model, "num_workers": settings["workers"], **settings["shapes"]}
     loader = hfp.prepare_dataloader(accelerator, data, budget_of(settings), **how)
     kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
@@ -191,7 +187,7 @@ def through_loop(settings, folder, data, model):
     while step != settings["steps"] and (loader.epoch < settings["epochs"] or settings["steps"] > 0):
         epoch, total = loader.epoch, 0.0
         for batch in loader:
-            log.write("seen", epoch=epoch, step=step, documents=segments(batch))
+            log("seen", epoch=epoch, step=step, documents=segments(batch))
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)
                 accelerator.backward(loss)
@@ -200,7 +196,7 @@ def through_loop(settings, folder, data, model):
                     if step == 0 and settings["optimizer"] == "sgd":
                         save_gradients(accelerator.unwrap_model(model), folder)
                     step += 1
-                    log.write("losses", step=step, loss=total)
+                    log("losses", step=step, loss=total)
                     total = 0.0
                 optimizer.step()
                 optimizer.zero_grad()
@@ -213,7 +209,7 @@ def through_loop(settings, folder, data, model):
                     break
     for size in settings["eval_batch_sizes"]:
         loss = hfp.evaluation_loss(accelerator, model, data_of(folder, settings), rows_per_batch=size)
-        log.write("evaluated", rows=size, loss=loss)
+        log("evaluated", rows=size, loss=loss)
 
 
 def train(folder, **changes):

@@ -35,14 +35,6 @@ def documents(lengths=LENGTHS):
     return datasets.Dataset.from_dict({"input_ids": random_documents(lengths=lengths)})
 
 
-def long_llama():
-    return build("Llama", **LONG)
-
-
-def proven_llama():
-    return patched(**LONG)
-
-
 def attached_to(folder, model, how=None, **changes):
     return attached(folder, BUDGET, how, model=model, data=documents(), **changes)
 
@@ -75,13 +67,15 @@ def test_evaluations_and_loops_refuse_a_leak_too(tmp_path):
 
 
 def test_training_is_the_same_as_without_the_proof(tmp_path):
-    losses = [logged(attached_to(tmp_path, long_llama(), {"prove": prove})) for prove in ("first batch", "model")]
+    losses = [
+        logged(attached_to(tmp_path, build("Llama", **LONG), {"prove": prove})) for prove in ("first batch", "model")
+    ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
 
 
 def test_a_batch_of_one_document_proves_nothing(tmp_path):
-    trainer = trainer_of(tmp_path, model=proven_llama(), data=documents([210] * 4), max_steps=1)
+    trainer = trainer_of(tmp_path, model=patched(**LONG), data=documents([210] * 4), max_steps=1)
     summary = hfp.attach(trainer, hfp.TokenBudget(210))
     trainer.train()
     assert str(summary).endswith("isolation: to be proven on the first batch")
@@ -93,7 +87,7 @@ PROVEN = "isolation: proven on the first "
 @pytest.mark.parametrize(("kind", "stream"), [(Trainer, True), (SFTTrainer, False)])
 def test_one_line_for_each_mode_is_printed(tmp_path, capsys, kind, stream):
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
-    trainer = trainer_of(tmp_path, kind, proven_llama(), data, logging_strategy="no")
+    trainer = trainer_of(tmp_path, kind, patched(**LONG), data, logging_strategy="no")
     summary = hfp.attach(trainer, BUDGET)
     capsys.readouterr()
     for _ in range(2):
@@ -112,7 +106,7 @@ def test_loops_print_one_line(capsys):
     rows = documents()
     for data in (rows, rows.to_iterable_dataset(num_shards=2)):
         accelerator = accelerate.Accelerator(cpu=True)
-        model = proven_llama()
+        model = patched(**LONG)
         loader = hfp.prepare_dataloader(accelerator, data, BUDGET, model=model)
         accelerator.prepare(model)
         capsys.readouterr()
@@ -122,7 +116,7 @@ def test_loops_print_one_line(capsys):
 
 
 def test_a_progress_bar_goes_on_below_the_line(tmp_path, capfd):
-    model = proven_llama()
+    model = patched(**LONG)
     attached_to(tmp_path, model, disable_tqdm=False, logging_strategy="no").train()
     printed, drawn = capfd.readouterr()
     assert printed.count(PROVEN) == 1
@@ -138,7 +132,7 @@ def test_a_progress_bar_goes_on_below_the_line(tmp_path, capfd):
 )
 def test_the_summary_says_that_isolation_was_proven_before(tmp_path, prove, said, stream):
     data = documents().to_iterable_dataset(num_shards=2) if stream else documents()
-    trainer = trainer_of(tmp_path, Trainer, long_llama(), data)
+    trainer = trainer_of(tmp_path, Trainer, build("Llama", **LONG), data)
     assert str(hfp.attach(trainer, BUDGET, prove=prove)).endswith(f"\nisolation: proven {said}")
 
 
@@ -156,7 +150,7 @@ class Smooth(nn.Module):
 def test_modules_that_a_small_copy_lacks_are_refused_unless_they_are_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
     for prove in ("first batch", "model"):
-        model = long_llama()
+        model = build("Llama", **LONG)
         model.model.layers[0].mlp = Smooth(model.model.layers[0].mlp)
         trainer = attached_to(tmp_path, model, {"prove": prove})
         if prove == "model":
@@ -185,7 +179,7 @@ OF_RANKS = [600, 100, 200, 310, 310, 450] + [20] * 60
 
 
 def with_adapters(case):
-    model = long_llama() if case == "stock" else leaky(case)[0]
+    model = build("Llama", **LONG) if case == "stock" else leaky(case)[0]
     enable_checkpointing(model, use_reentrant=False)
     model.enable_input_require_grads()
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))

@@ -9,7 +9,7 @@ from datasets import concatenate_datasets, load_from_disk
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from trainers import documents, loader_of
-from training_by_hand import gradients_of, gradients_of_a_padded_batch, largest_difference
+from training_by_hand import batch_of, gradients_of, gradients_of_a_padded_batch, largest_difference
 
 import hf_packing as hfp
 from tools.tiny_model import tiny_model
@@ -173,10 +173,6 @@ HALVES = (PLAIN[:1], PLAIN[1:])
 NUMBERS = {"token": 28, "sequence": 4}
 
 
-def plain_batch(documents):
-    return hfp.PackingCollator()([{"input_ids": ids} for ids in documents])
-
-
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_a_plain_loop(loss):
     """The loss of a batch of a PackingCollator is that of one padded batch, at once or in accumulated parts."""
@@ -191,7 +187,7 @@ def test_a_plain_loop(loss):
         (HALVES, {"loss": loss, "num_items_in_batch": torch.tensor([float(number)])}),
     ):
         model.zero_grad()
-        losses = [hfp.compute_loss(model, plain_batch(part), **options) for part in parts]
+        losses = [hfp.compute_loss(model, batch_of(part), **options) for part in parts]
         for each in losses:
             each.backward()
         assert largest_difference(gradients_of(model), expected) <= 1e-12
@@ -202,7 +198,7 @@ def test_accumulation_without_the_number_of_items_is_refused():
     """The error comes with the backward pass that would add to the gradients of another batch."""
     model = patched()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batches = [plain_batch(half) for half in HALVES]
+    batches = [batch_of(half) for half in HALVES]
     for set_to_none in (True, False):
         for batch in batches:  # steps of one batch each
             loss = hfp.compute_loss(model, batch)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from processes import documents_of_steps, epochs_seen, logged, losses, read, run, steps_of
+from processes import documents_of_steps, epochs_seen, losses, read, run, steps_of
 from tiers import fast_only
 from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
@@ -106,7 +106,7 @@ def test_every_document_once_in_every_epoch_on_two_ranks(on_two_ranks, name):
 def test_logs_are_about_all_ranks(on_two_ranks, through):
     folder, tokens = on_two_ranks / through, sum(map(len, documents(NUMBER)["input_ids"]))
     for rank in range(2):
-        of_first_epoch = list(logged(folder, rank).values())[: len(losses(folder)) // 3]
+        of_first_epoch = read(folder, "logged", rank)[: len(losses(folder)) // 3]
         assert sum(facts["documents_per_step"] for facts in of_first_epoch) == NUMBER
         assert sum(facts["tokens_per_step"] for facts in of_first_epoch) == tokens
         assert all(0.5 < facts["token_utilization"] <= 1 for facts in of_first_epoch)

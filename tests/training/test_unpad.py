@@ -28,14 +28,6 @@ from tools.tiny_model import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def reward(folder, model):
-    data = pairs().map(
-        lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")}, remove_columns="prompt"
-    )
-    config = arguments(folder, trl.RewardConfig, max_length=None)
-    return trl.RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer())
-
-
 def kto(folder, model):
     data = texts(6, prompt=9, completion=8)
     data = data.add_column("label", [True, False] * 3)
@@ -92,8 +84,7 @@ def test_experts_of_pairs(tmp_path):
 
 
 def test_reward(tmp_path):
-    model = tiny_model("gpt2", "sequence classification", torch.float64, num_labels=1).train()
-    check_step(reward(tmp_path, model), ["model"])
+    check_step(rows_trainer_of("reward", tmp_path), ["model"], close=1e-6)
 
 
 @pytest.mark.slow
