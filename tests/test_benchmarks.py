@@ -31,10 +31,7 @@ TOY = {
     "samplers.py": ("--documents 3000 --ranks 2", "TokenBudget(16384)"),
     "by_segment.py": ("--steps 2 --documents 4 --max-length 32 --sample 200 --threads 1", "Jamba: route: varlen"),
     "shapes.py": ("--batches 3 --documents 2000", "BestFit(16384, max_documents=255)"),
-    "head.py": (
-        "--tokens 1024 --vocabulary 20000 --hidden 64 --rounds 1 --steps 1 --threads 1",
-        "time of in chunks",
-    ),
+    "head.py": ("--tokens 1024 --vocabulary 20000 --hidden 64 --rounds 1 --steps 1 --threads 1", "time of in chunks"),
     "training.py": (
         "--documents 40 --max-length 512 --longest 256 --hidden 64 --layers 1 --rounds 1 --steps 1 --sample 200",
         "times as fast as TRL packing",
@@ -47,10 +44,7 @@ TOY = {
     "score_trees.py": ("--questions 0 --max-tokens 512 --hidden 16 --rounds 1", "16 + 500 tokens"),
     "streams.py": ("--packs 20 --tokens 200000 --rounds 1 --documents 30", "64 logical"),
     "mixtures.py": ("--tokens 200000 --streams 2 --rounds 1", "2 logical streams, after 200,000"),
-    "fleet_pack.py": (
-        "--tokens 400000 --rounds 1 --sides local pack",
-        "times as fast as load_dataset",
-    ),
+    "fleet_pack.py": ("--tokens 400000 --rounds 1 --sides local pack", "times as fast as load_dataset"),
     "lockstep.py": ("--steps 20 --rounds 1", "a step of 5 milliseconds in lockstep"),
     "masking.py": ("--documents 20 --tokens 1024 --rounds 1", "ms for 16,384 tokens"),
     "gpu_train.py": ("--tokens 256 --row 64 --hidden 128 --layers 2 --vocabulary 256 --steps 2", "ideal"),

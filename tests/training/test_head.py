@@ -336,11 +336,7 @@ def test_functions_of_single_logits_are_kept_for_later(change):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(changed, change) for change in (without_some, in_place, written_out)),
-        with_a_trained_scale,
-    ],
+    "make", [*(partial(changed, change) for change in (without_some, in_place, written_out)), with_a_trained_scale]
 )
 def test_all_other_functions_get_the_values(make):
     model = make()

@@ -14,11 +14,7 @@ from tiny_models import build
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 from trainers import arguments, logged, tokenizer, trainer_of
 from trainers import documents as labeled
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
-    Trainer,
-)
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp

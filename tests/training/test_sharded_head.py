@@ -22,10 +22,7 @@ from hf_packing.training import head as module
 
 pytestmark = pytest.mark.slow
 
-DOCUMENTS = (
-    [[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]],
-    [[41, 42, 43]],
-)
+DOCUMENTS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43]])
 """The documents of the second process fit into one chunk."""
 STEPS = 2
 """More than one, since wrappers keep state from step to step."""

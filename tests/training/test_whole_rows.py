@@ -33,12 +33,7 @@ from tools.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-KINDS = {
-    "classifier": "labeled rows",
-    "tokens": "labeled tokens",
-    "reward": "rows",
-    "dpo": "rows",
-}
+KINDS = {"classifier": "labeled rows", "tokens": "labeled tokens", "reward": "rows", "dpo": "rows"}
 """Kinds of trainers, and what their loss is a mean of."""
 
 
@@ -80,8 +75,7 @@ def test_samples_per_second_count_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("losses", "unit"),
-    [slow(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")],
+    ("losses", "unit"), [slow(["sigmoid", "ipo"], "rows"), (["sft"], "tokens of chosen completions")]
 )
 def test_losses_of_dpo(losses, unit, tmp_path):
     weights = [1.0] * len(losses)
