@@ -14,7 +14,7 @@ import pretrain_stream
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_dataset
-from processes import HANGS, IN_THE_FAMILY, run_script
+from processes import HANGS, IN_THE_FAMILY, RECIPES, run_script
 from recipe_inputs import save_tiny_model, texts, weights, write
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 
 import hf_packing as hfp
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 CPU = RECIPES / "configs" / "cpu.yaml"
 
 
@@ -42,16 +41,9 @@ LAST = ("--resume_from_checkpoint", "last")
 @pytest.mark.slow
 def test_all_processes_have_the_same_bucket_each_time(tiny_model, tmp_path):
     command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", CPU]
-    command += [
-        RECIPES / "pretrain_bucket.py",
-        "--data",
-        write(tmp_path / "text.jsonl", texts()),
-        "--model",
-        tiny_model,
-        "--max_tokens",
-        512,
-    ]
+    command += [RECIPES / "pretrain_bucket.py", "--data", write(tmp_path / "text.jsonl", texts()), "--max_tokens", 512]
     command += ["--buckets", 64, 128, 256, 512, "--output_dir", tmp_path / "out", "--max_steps", -1]
+    command += ["--model", tiny_model]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=HANGS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "on 2 processes, the same bucket on all of them each time: True" in done.stdout

@@ -1,7 +1,6 @@
 """The recipes that train, run as a user runs them: what each does, what it refuses, and how it stops and goes on."""
 
 import shutil
-from pathlib import Path
 
 import accelerate_loop
 import classify
@@ -18,7 +17,7 @@ import sft
 import squad
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from processes import run_script
+from processes import RECIPES, run_script
 from recipe_inputs import SMALLER, prompts, questions, save_tiny_model, weights, write
 from safetensors.torch import load_file
 from tiers import fast_only
@@ -33,7 +32,6 @@ import hf_packing as hfp
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 CPU = ("--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--disable_tqdm", "True")
 
 
