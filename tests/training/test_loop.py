@@ -258,8 +258,9 @@ SOURCES = {
 def check_same(packed, lazy, batching=None, **how):
     one, other = (list(loader_of(rows, batching or hfp.TokenBudget(128), **how)) for rows in (packed, lazy))
     assert len(one) == len(other) > 0
-    for ours, theirs in zip(one, other, strict=True):
-        torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
+    for batches in zip(one, other, strict=True):
+        ours, theirs = ({name: torch.as_tensor(batch[name]) for name in batch} for batch in batches)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:pack applies:UserWarning")
