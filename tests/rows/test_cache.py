@@ -98,6 +98,19 @@ def test_another_process_hits(folder):
     assert first == f"planned\n{second}"
 
 
+@pytest.mark.slow
+def test_two_processes_at_once(folder):
+    script = (
+        "import sys, datasets, hf_packing as hfp\n"
+        "for _ in range(10):\n"
+        "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", script, str(folder)]) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    assert hfp.unpack(pack(folder)[1])["input_ids"][:] == ROWS
+    assert not list(folder.glob(".*"))
+
+
 def cut(file, how):
     if how == "missing":
         file.unlink()

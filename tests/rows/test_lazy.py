@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 from any_documents import any_documents, with_masks_applied
 from any_strategy import few_examples
 from datasets import Dataset, concatenate_datasets
@@ -134,6 +135,18 @@ TRANSFORMATIONS = {
 def test_what_datasets_does_with_rows(pair, transformation):
     packed, lazy = map(TRANSFORMATIONS[transformation], pair)
     assert same_rows(lazy, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers(pair, context):
+    options = {"batch_size": 2, "collate_fn": hfp.PackingCollator()}
+    expected, *others = (
+        list(torch.utils.data.DataLoader(rows, **options, **more))
+        for rows, more in zip(pair, ({}, {"num_workers": 2, "multiprocessing_context": context}), strict=True)
+    )
+    for batch, other in zip(*others, expected, strict=True):
+        assert all(torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(other[name])) for name in other)
 
 
 LOST = {
