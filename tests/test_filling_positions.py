@@ -85,7 +85,6 @@ def flat_batches(draw, way):
 
 
 def sampled(rows, chosen):
-    """The rows that a sampler has chosen: pairs (number, True if the row is a copy)."""
     dataset = datasets.Dataset.from_list(rows)
     sampler = RankBatchSampler(hfp.TokenBudget(999), sizes_of(dataset))
     return SampledRows(dataset, sampler).__getitems__([*chosen])

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:pack :UserWarning")
 
 
 def check_law(packed, strategy=STRATEGY, **settings):
-    """Check that each packed file has the rows that `pack` makes of the files of its task, and return all rows."""
     tables = []
     for file, place in zip(packed.files, packed.data_files, strict=True):
         tables.append(rows_of_file(place))

@@ -89,7 +89,6 @@ class Bucket:
         return {each["Key"].removeprefix("out/") for each in listed}
 
     def check(self, expected):
-        """Check that the manifest, and the objects, are those of the run on a local disk."""
         files = json.loads(self.read("manifest.json"))["files"]
         assert {file["name"]: file["sha256"] for file in files} == expected
         assert {name for name in self.found() if name.endswith(".parquet")} == set(expected)

@@ -17,7 +17,6 @@ def digest(value: Any) -> str:
 
 
 def digest_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the number of rows and a digest of their values by column name, whatever the order of the columns."""
     found = list(rows)
     return f"{len(found)} rows {digest(found)}"
 

@@ -65,7 +65,6 @@ def _padded(rows: list[dict[str, list[int]]], side: str) -> dict[str, torch.Tens
 
 
 def _numbers_of(model: PreTrainedModel, batch: dict[str, torch.Tensor], tokens: int) -> list[float]:
-    """Return a sum of the logits of the documents' tokens with signs, their norm, and numbers of the gradients."""
     with torch.no_grad():
         logits = model.eval()(**batch).logits
     real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()

@@ -64,7 +64,6 @@ def stored(name: str) -> Cases:
 
 
 def differences(old: Cases, new: Cases) -> list[str]:
-    """Return a line for each case that differs, is missing or is new."""
     names = dict.fromkeys([*old, *new])
     found = [(name, old.get(name, "not stored"), new.get(name, "not made")) for name in names]
     return [f"{name}: {before} -> {after}" for name, before, after in found if not _equal(before, after)]

@@ -66,7 +66,6 @@ def _packed(opened: _Open, strategy: Any, **options: Any) -> _Open:
 
 
 def _add(found: dict[str, str], case: str, opened: _Open) -> None:
-    """Add the digest of all rows, and the one of the rest after a state that was saved in the middle."""
     rows = list(opened())
     found[case] = digest_of_rows(rows)
     middle = len(rows) // 2
@@ -79,7 +78,6 @@ def _add(found: dict[str, str], case: str, opened: _Open) -> None:
 
 
 def _lines(folder: Path, name: str, files: int, number: int = 160, seed: int = 0) -> _Open:
-    """Write documents into JSON lines of several files; return a function that opens them as a stream."""
     parts = [documents(number, seed)[first::files] for first in range(files)]
     return _opened(folder / name, [[{"input_ids": ids} for ids in part if ids] for part in parts])
 

@@ -10,7 +10,6 @@ WHOLE = None
 
 @contextmanager
 def chunks_summed():
-    """Within the block, note the number of tokens of every sum over chunks, and the size of its chunks."""
     found, stock = [], module.sum_of_chunks
 
     def noting(loss_of_chunk, hidden, size):

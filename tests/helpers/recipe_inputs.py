@@ -40,7 +40,6 @@ def chats(number=24):
 
 
 def questions(number=40, none_every=5):
-    """Questions about long and short texts; some have no answer."""
     rng = np.random.default_rng(0)
     rows = []
     for n in range(number):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import datasets
 import numpy as np
+import torch
 from accelerate import Accelerator
 from patched_models import patched
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -67,21 +68,17 @@ def attached(folder, batching=None, how=None, **settings):
 
 
 def loader_of(data=None, batching=None, accumulation=1, **how):
-    """What prepare_dataloader returns for a loop in this process."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     data = documents(45) if data is None else data
     return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **how)
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradients of the last optimizer step."""
-
     def on_pre_optimizer_step(self, *_, model=None, **__):
         self.gradients = gradients_of(model)
 
 
 def on_each_batch(trainer, call):
-    """Make the trainer call a function with each micro-batch, before its step."""
     step = trainer.training_step
 
     def noted(model, inputs, *args):
@@ -99,3 +96,16 @@ def documents_in(batch, name="input_ids"):
 def logged(trainer):
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Plain(torch.utils.data.Dataset):
+    """Map-style, with nothing but what torch asks for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]

@@ -75,7 +75,6 @@ def paired():
 
 
 def arguments(folder, kind, **changes):
-    """For a few optimizer steps of plain gradient descent, which are easily repeated by hand."""
     steps = {"max_steps": 3, "per_device_train_batch_size": 6, "gradient_checkpointing": False, "max_grad_norm": 0}
     descent = {"learning_rate": LEARNING_RATE, "optim": "sgd", "lr_scheduler_type": "constant"}
     return usual_arguments(folder, kind, **steps | descent | changes)

@@ -45,7 +45,6 @@ def trained(tokenizer, documents):
 
 
 def check(tokenizer, documents, messages, turns, end="\n", **settings):
-    """Compare documents with what the template writes for each turn."""
     assert len(documents["input_ids"]) == len(documents["labels"]) == len(turns)
     generated = trained(tokenizer, documents)
     for ids, labels, text, turn in zip(*documents.values(), generated, turns, strict=True):

@@ -61,8 +61,6 @@ def zipped(*texts):
 
 @pytest.fixture
 def read(tmp_path, words):
-    """A function that returns the texts of documents, and what it has read them with."""
-
     def read_texts(data, **options):
         documents = Documents(str(data), **options)
         tokens = documents.tokens(replace(text_tokenizer(words), end=None), tmp_path / "tokens.arrow")

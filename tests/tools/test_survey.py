@@ -62,7 +62,6 @@ def rows_of(text: str) -> Rows:
 
 
 def rows_of_measured(measured: Measured | MeasuredPictures | MeasuredTrees) -> Rows:
-    """What the page says of one model, without the column of heads."""
     if isinstance(measured, MeasuredPictures):
         return rows_of(page([], "", [], [measured]))
     if isinstance(measured, MeasuredTrees):
@@ -253,7 +252,6 @@ GROWN = [
 
 
 def read(text, title):
-    """The table of each architecture that one part of the page has, and its cells."""
     titles = (title, f"Refused: {title.lower()}", f"Not measured: {title.lower()}")
     return {name: (table, cells) for (table, name), cells in rows_of(text).items() if table in titles}
 

@@ -137,8 +137,6 @@ def test_the_summary_says_that_isolation_was_proven_before(tmp_path, prove, said
 
 
 class Smooth(nn.Module):
-    """A module of the user, which mixes neighbours."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -186,7 +184,6 @@ def with_adapters(case):
 
 
 def train_case(case, folder):
-    """Train an epoch, and write the losses, what was proven or refused, and what was printed."""
     accelerator = accelerate.Accelerator(cpu=True)
     model = with_adapters(case)
     loader = hfp.prepare_dataloader(accelerator, documents(OF_RANKS), BUDGET, model=model)

@@ -54,7 +54,6 @@ def from_parquet(folder, dataset):
 
 @cache
 def loss_alone():
-    """The mean loss over all labels of the stock model that runs each document alone."""
     model, documents = build("Llama", torch.float64), [torch.tensor([each]) for each in DOCUMENTS]
     with torch.no_grad():
         losses = [float(model(ids, labels=ids).loss) * (ids.numel() - 1) for ids in documents]
@@ -318,7 +317,6 @@ def test_sft_trainer(rows, tmp_path, make, checkpointing):
 
 
 def test_that_losses_would_show_a_leak(rows, tmp_path):
-    """The same training with a stock model and an attention mask of ones gives other losses."""
     expected = unpacked_losses(llama(), rows)
 
     def leaky(rows):

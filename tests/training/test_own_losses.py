@@ -38,8 +38,6 @@ BUDGET = hfp.TokenBudget(64)
 
 
 class Alone(NamedTuple):
-    """The outputs of the stock model for the documents of a micro-batch, one by one."""
-
     logits: torch.Tensor
     """Of the tokens that predict, float [labels, vocabulary]."""
     labels: torch.Tensor
@@ -102,8 +100,6 @@ class Mean(Trainer):
 
 
 class PopsLabels(Trainer):
-    """Keeps the labels from the model, shifts them itself, and divides by the number of items as a float."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")[..., 1:].reshape(-1)
         outputs = model(**inputs)
@@ -377,7 +373,6 @@ def on_two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_steps_on_two_ranks(on_two_ranks, name, accumulation):
-    """All ranks have the gradients of all micro-batches, weighted by their labels."""
     found = [torch.load(on_two_ranks / f"{name}-{accumulation}-{rank}.pt", weights_only=False) for rank in range(2)]
     batches = [batch for each in found for batch in each["batches"]]
     assert len(batches) == 2 * accumulation

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 from patched_models import patched, patched_once
-from plain_dataset import Plain
 from tiers import fast_only
 from tiny_models import build
 from torch.nn import functional as F
-from trainers import Gradients, attached, loader_of, logged, trainer_of
+from trainers import Gradients, Plain, attached, loader_of, logged, trainer_of
 from training_by_hand import gradients_of, largest_difference
 from transformers import LlamaForCausalLM, Trainer
 
@@ -38,7 +37,6 @@ def weighted(**changes):
 
 
 def with_more():
-    """Also columns that do not have one number for each token."""
     rows = weighted()["input_ids"]
     return weighted(text=["text"] * 30, pairs=[[[token, 1] for token in row] for row in rows])
 
@@ -173,7 +171,6 @@ def test_an_own_loop_with_the_collator():
 @pytest.mark.filterwarnings("ignore:attach leaves out the columns")
 @pytest.mark.parametrize("accumulation", fast_only([1, 3], 3))
 def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
-    """One step over all documents, in float64; each document alone by hand."""
     data, model, seen = weighted(), patched(dtype=torch.float64), Gradients()
     step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
     trainer = trainer_of(tmp_path, Checked, model=model, data=data, callbacks=[seen], **step)

@@ -50,7 +50,6 @@ EVALUATIONS = {
 
 
 def check_every_document_once_an_epoch(folder, number, ranks):
-    """Each with at least one label to train on, in another order in each epoch."""
     rows = documents(number)
     pairs = zip(rows["input_ids"], rows["labels"], strict=True)
     counts, orders = epochs_seen(folder, ranks)
@@ -140,7 +139,6 @@ def runs(ranks, order=THROUGH, **changes):
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory):
-    """The folder with the results of runs on one rank, with an accumulation of 4."""
     folder = tmp_path_factory.mktemp("one")
     for through, settings in runs(1).items():
         train(folder / through, **settings)

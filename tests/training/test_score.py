@@ -13,7 +13,7 @@ from patched_models import patched_tiny
 from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
-from tree_documents import DOCUMENTS, LABELS
+from tree_rows import DOCUMENTS, LABELS
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -30,7 +30,6 @@ def documents():
 
 
 def alone(model, rows, labels=None):
-    """Log-likelihood, number of scored tokens, whether they are greedy, and hidden states, by a loop over documents."""
     found = []
     for number, tokens in enumerate(rows):
         states = []
@@ -67,7 +66,6 @@ class Seen:
 
 
 def related(rng):
-    """Twelve documents of up to 50 tokens that begin with the same 30, in groups that share a few more."""
     prompt = rng.integers(8, 100, 30).tolist()
     groups = [prompt + rng.integers(8, 100, each).tolist() for each in (0, 4, 9)]
     return [groups[number % 3] + rng.integers(8, 100, rng.integers(0, 11)).tolist() for number in range(12)]

@@ -23,8 +23,7 @@ from training_by_hand import gradients_of, largest_difference
 from training_process import segments
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
-from tree_documents import DOCUMENTS, LABELS, OTHER
-from tree_rows import documents_of, labeled_documents, tree_row
+from tree_rows import DOCUMENTS, LABELS, OTHER, documents_of, labeled_documents, tree_row
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -48,7 +47,6 @@ def exact(name):
 
 
 def patched_with_stock(name):
-    """Return a patched model; its attribute `stock` has one without a patch that has the same parameters."""
     stock, model = exact(name), copy.deepcopy(patched_once(exact, True, name))
     share_parameters(stock, model)
     model.stock = [stock]  # in a list, so that it is no module of the model
@@ -323,7 +321,6 @@ def test_checkpointing_and_lora(name, loss):
 
 
 def log_probabilities_on_rank(folder):
-    """Write the gradients of the documents of this rank, which come in a row of trees of its own."""
     rank = Accelerator(cpu=True).process_index
     model = DistributedDataParallel(hfp.patch_model(exact("Llama")))
     hfp.document_logps(model, batch_of([(DOCUMENTS, LABELS), OTHER][rank])).sum().backward()
@@ -432,7 +429,6 @@ def packed(streams=2):
 
 
 def epoch_of(data, budget, loss="token"):
-    """The batches of an epoch in a loop, and the gradients of all of them in float64."""
     model = patched("GPT2", torch.float64, trees=True)
     batches = list(hfp.prepare_dataloader(Accelerator(cpu=True), data, budget, loss=loss))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(batches))
