@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from goldens.digests import digest, digest_of_batch
-from goldens.inputs import LONGEST, dataset, labeled, related
+from goldens.inputs import LONGEST, dataset, digest, digest_of_batch, labeled, related
 from goldens.inside import epochs_of, trees_of
 
 import hf_packing as hfp

@@ -8,8 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from goldens.digests import digest, digest_of_dataset
-from goldens.inputs import documents, related, save_tokenizer, words, write_lines
+from goldens.inputs import digest, digest_of_dataset, documents, related, save_tokenizer, words, write_lines
 from transformers import AutoTokenizer
 
 import hf_packing as hfp

@@ -25,8 +25,8 @@ if __name__ == "__main__":
 
 import datasets
 import torch
-from goldens import batches, command, forwards, plans, rows, streams, trainings
-from goldens.digests import Cases
+from goldens import batches, command, forwards, plans, rows, trainings
+from goldens.inputs import Cases
 
 Subject = Callable[[Path], Cases]
 
@@ -37,8 +37,8 @@ SUBJECTS: dict[str, Subject | Callable[[Path], dict[str, str]]] = {
     "rows": rows.packed,
     "mapped_rows": rows.mapped,
     "trees": rows.with_shared_prefixes,
-    "streams": streams.packed,
-    "mixtures": streams.mixed,
+    "streams": rows.packed_streams,
+    "mixtures": rows.mixed,
     "command": command.packed,
     "epochs": batches.planned,
     "batches": batches.collated,

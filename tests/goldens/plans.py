@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import scipy
-from goldens.digests import digest
-from goldens.inputs import LONGEST, dataset, related, sets_of_lengths
+from goldens.inputs import LONGEST, dataset, digest, related, sets_of_lengths
 
 import hf_packing as hfp
 

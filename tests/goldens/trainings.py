@@ -21,7 +21,7 @@ import torch
 import trainers
 import transformers
 from accelerate import Accelerator
-from goldens.models import built, draw, signs_like
+from goldens.forwards import built, draw, signs_like
 from peft import LoraConfig
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
