@@ -26,29 +26,25 @@ OPEN_TABLES = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pyte
 ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
 
 
-def write_lines(file, rows):
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
-
-
-def write_array(file, rows):
-    file.write_text(json.dumps(rows))
-    return file
-
-
-def write_parquet(file, rows):
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    return file
-
-
-def write_saved(folder, rows):
-    datasets.Dataset.from_list(rows).save_to_disk(folder)
-    return folder
-
-
-def write_splits(folder, rows):
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder)
-    return folder
+def write(path, rows):
+    """Write rows in the format that the name says; return the path."""
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    if path.name in ("saved", "splits"):
+        data = datasets.Dataset.from_list(rows)
+        (data if path.name == "saved" else datasets.DatasetDict({"train": data})).save_to_disk(path)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif path.suffix == ".csv":
+        path.write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in rows))
+    elif path.suffix == ".tsv":
+        path.write_text("text\tn\n" + "".join(f"{row['text']}\t1\n" for row in rows))
+    elif path.name == "array.json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text(lines)
+    return path
 
 
 def zipped(*texts):
@@ -71,22 +67,13 @@ def read(tmp_path, words):
 
 @OPEN_TABLES
 @pytest.mark.parametrize(
-    ("name", "write"),
+    "name",
     [
-        ("a.jsonl", write_lines),
-        ("A.NDJSON", write_lines),
-        ("a.json", write_lines),
-        ("a.json", write_array),
-        ("a.jsonl.gz", lambda file, rows: file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))),
-        ("a.parquet", write_parquet),
-        ("saved", write_saved),
-        ("splits", write_splits),
-        ("data.v2/a.jsonl", write_lines),
-        ("a.csv", lambda file, rows: file.write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in rows))),
-        ("a.tsv", lambda file, rows: file.write_text("text\tn\n" + "".join(f"{row['text']}\t1\n" for row in rows))),
+        *("a.jsonl", "A.NDJSON", "a.json", "array.json", "a.jsonl.gz", "a.parquet", "saved", "splits"),
+        *("data.v2/a.jsonl", "a.csv", "a.tsv"),
     ],
 )
-def test_rows_of_every_format(tmp_path, read, name, write):
+def test_rows_of_every_format(tmp_path, read, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     write(tmp_path / name, ROWS)
     found, documents = read(tmp_path / name)
@@ -103,8 +90,8 @@ def test_values_are_not_changed(tmp_path):
 
     rows = [{"messages": [call(a=1, b=2)]}, {"messages": [call(b=2, a=1.5)]}, {"messages": [call(a="1")]}]
     rows += [{"text": "2024-01-01", "number": 2**70}, {"text": 3}]
-    for write in (write_lines, write_array):
-        documents = Documents(str(write(tmp_path / "a.json", rows)))
+    for name in ("a.json", "array.json"):
+        documents = Documents(str(write(tmp_path / name, rows)))
         assert [repr(row) for _, row in documents._lines()] == list(map(repr, rows))
 
 
@@ -123,7 +110,7 @@ def test_text_files_and_folders_of_one_kind(tmp_path, read):
         assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
     assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
     (tmp_path / "rows").mkdir()
-    write_lines(tmp_path / "rows" / "b.jsonl", ROWS)
+    write(tmp_path / "rows" / "b.jsonl", ROWS)
     (tmp_path / "rows" / "README.md").write_text("about the rows")
     with pytest.raises(hfp.PackingError, match="data: expected files of one kind, got JSON and text"):
         Documents(str(tmp_path / "rows"))
@@ -192,9 +179,9 @@ def test_the_format_of_a_saved_dataset_does_not_change_rows(tmp_path, read, form
 )
 def test_refused(tmp_path, words, options, argument):
     (tmp_path / "a.txt").write_text("one")
-    write_lines(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2]}])
-    write_splits(tmp_path / "splits", ROWS)
-    write_saved(tmp_path / "saved", ROWS)
+    write(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2]}])
+    write(tmp_path / "splits", ROWS)
+    write(tmp_path / "saved", ROWS)
     options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
     tokenizer = options.pop("tokenizer", words)
     with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
@@ -211,17 +198,17 @@ def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
     monkeypatch.setattr("hf_packing.text.read._CHARACTERS_AT_ONCE", 10)
     rows = [{"prompt": "one " * number, "completion": " two"} for number in range(9)]
     seen = []
-    documents = Documents(str(write_lines(tmp_path / "a.jsonl", rows)))
+    documents = Documents(str(write(tmp_path / "a.jsonl", rows)))
     found = documents.tokens(text_tokenizer(words), tmp_path / "tokens.arrow", seen.append)
     assert found.to_dict() == hfp.tokenize(datasets.Dataset.from_list(rows), words).to_dict()
     assert sum(seen) == 9
     assert len(seen) > 3
 
 
-@pytest.mark.parametrize("write", [write_lines, write_parquet, write_saved])
-def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, write):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "saved"])
+def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, name):
     rows = [{"input_ids": [5, 6], "labels": [-100, 6], "text": "one"}, {"input_ids": [7], "labels": [7], "text": "two"}]
-    data = str(write(tmp_path / "a.jsonl" if write is write_lines else tmp_path / "a.parquet", rows))
+    data = str(write(tmp_path / name, rows))
     assert Documents(data).tokens(None, tmp_path / "tokens.arrow").to_list() == rows
     tokenizer = text_tokenizer(words, text_field="text")
     tokenized = Documents(data).tokens(tokenizer, tmp_path / "tokens.arrow")

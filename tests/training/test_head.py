@@ -1,27 +1,37 @@
 """Losses of logits that are computed in chunks are those of whole logits, and so are their gradients.
 
-Whoever else reads the logits gets the values of the whole row, with a place in the graph.
+Whoever else reads the logits gets the values of the whole row, with a place in the graph. So it is inside of DDP and
+FSDP, on two processes with different documents.
 """
 
 import copy
+import json
 import logging
 import pickle
+import warnings
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from chunks import WHOLE, chunks_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
+from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build, exact
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import attached, logged
-from training_by_hand import gradients_of
+from training_by_hand import gradients_of, largest_difference
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -653,3 +663,125 @@ def test_logits_of_a_whole_row_are_never_in_memory_of_a_device(monkeypatch):
             hfp.compute_loss(model, batch).backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] <= 0.25 * peaks[0]
+
+
+OF_RANKS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43]])
+"""The documents of the second process fit into one chunk."""
+STEPS = 2
+"""More than one, since wrappers keep state from step to step."""
+
+
+def sharded(model, *groups, **options):
+    """FSDP2 on every layer, on groups of modules, and on the rest."""
+    policy = {"mp_policy": options.pop("mp_policy")} if "mp_policy" in options else {}
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    for group in groups:
+        fully_shard(group, **options, **policy)
+    return fully_shard(model, **policy)
+
+
+def first_version(model, *kinds):
+    policy = ModuleWrapPolicy(set(kinds)) if kinds else None
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=True, auto_wrap_policy=policy, device_id=cpu)
+
+
+def as_accelerate(model):
+    """The units that accelerate makes; the last norm and the output layer stay in memory for the backward pass."""
+    fully_shard(model.model.embed_tokens)
+    return sharded(model, [model.model.norm, model.lm_head], reshard_after_forward=False)
+
+
+IN_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+CASES = {
+    "DDP": lambda model: DistributedDataParallel(model),
+    "DDP that looks for unused weights": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "DDP with a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "FSDP2, head in the root": sharded,
+    "FSDP2, head alone": lambda model: sharded(model, model.lm_head),
+    "FSDP2, head alone and kept": lambda model: sharded(model, model.lm_head, reshard_after_forward=False),
+    "FSDP2, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
+    "FSDP2 as accelerate does": as_accelerate,
+    "FSDP2, tied": lambda model: sharded(
+        model, [model.model.norm, model.model.embed_tokens, model.lm_head], reshard_after_forward=False
+    ),
+    "FSDP2 in bfloat16": lambda model: sharded(model, [model.model.norm, model.lm_head], mp_policy=IN_BFLOAT16),
+    "FSDP1, head in the root": lambda model: first_version(model, type(model.model.layers[0])),
+    "FSDP1, head alone": lambda model: first_version(model, torch.nn.Linear),
+}
+
+
+def gradients_of_sharded(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {name: each.grad.clone() for name, each in model.named_parameters()}
+    return {name: getattr(each.grad, "full_tensor", each.grad.clone)() for name, each in model.named_parameters()}
+
+
+def result_of_sharded(case, batch, tokens):
+    inner = hfp.patch_model(build("Llama", tie_word_embeddings=True)) if "tied" in case else patched()
+    with chunks_of(tokens, inner) as chunks, patch.object(module, "_warn_once") as warn:
+        model = CASES[case](inner.train())
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = hfp.compute_loss(model, batch, num_items_in_batch=5)
+            loss.backward()
+    in_chunks = tokens == 3 and case != "FSDP1, head alone"
+    assert [of_chunk for _, of_chunk in chunks[-1:]] == [3] * in_chunks
+    return loss.item(), gradients_of_sharded(model), warn.call_args and warn.call_args.args[1]
+
+
+def measure(case, batch):
+    """Losses with whole logits and in chunks, the difference of their gradients, and why logits were whole."""
+    expected, gradients, _ = result_of_sharded(case, batch, WHOLE)
+    loss, of_sharded, reason = result_of_sharded(case, batch, 3)
+    return expected, loss, largest_difference(of_sharded, gradients), reason
+
+
+def refusal(batch):
+    model = DistributedDataParallel(patched())
+    with torch.no_grad():
+        hfp.compute_loss(model, batch)
+    hfp.compute_loss(model, batch, num_items_in_batch=10 / dist.get_world_size()).backward()
+    try:
+        hfp.compute_loss(model, batch)
+    except hfp.PackingError as error:
+        return str(error)
+
+
+def measure_on_rank(folder):
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # with whole logits
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    state = PartialState(cpu=True)
+    batch = hfp.PackingCollator()([{"input_ids": ids} for ids in OF_RANKS[state.process_index]])
+    of_sharded = {case: measure(case, batch) for case in CASES}
+    of_sharded["compute_loss"] = refusal(batch)
+    if state.is_main_process:
+        (folder / "of_sharded.json").write_text(json.dumps(of_sharded))
+
+
+@pytest.fixture(scope="module")
+def of_sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    on_ranks(measure_on_rank, folder, ranks=2)
+    return json.loads((folder / "of_sharded.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_whole_logits(of_sharded, case):
+    expected, loss, difference, reason = of_sharded[case]
+    rounded = case == "FSDP2 in bfloat16"
+    assert loss == pytest.approx(expected, rel=1e-3 if rounded else 1e-6)
+    assert difference <= (2e-2 if rounded else 5e-6)
+    alone = "the first version of FSDP shards the output layer on its own"
+    assert reason == (alone if case == "FSDP1, head alone" else None)
+
+
+@pytest.mark.slow
+def test_a_batch_is_no_whole_step_on_two_ranks(of_sharded):
+    message = "num_items_in_batch: expected the number of items of the whole optimizer step divided by the 2"
+    assert of_sharded["compute_loss"].startswith(message)

@@ -1,4 +1,4 @@
-"""Training on streams: rows, states, logs, refusals, dispatching; test_elastic_streams has several processes."""
+"""Training on streams: rows, states, logs, refusals, dispatching; test_processes has several processes."""
 
 import copy
 import json
