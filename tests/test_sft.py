@@ -7,7 +7,6 @@ import pytest
 import sft
 import torch
 import yaml
-from processes import run_script
 from recipe_inputs import chats, prompts, save_tiny_model, write
 
 import hf_packing as hfp
@@ -84,14 +83,6 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
             train("--train_on", "all", data=tmp_path / name, output=tmp_path / f"{name}-other")
         with pytest.raises(ValueError, match="--train_on: .* not both, got None"):
             train("--per_turn", "True", data=tmp_path / name, output=tmp_path / f"{name}-turns")
-
-
-def test_an_error_is_printed_on_one_process(tiny_model):
-    flags = ("--data", "nowhere.jsonl", "--model_name_or_path", tiny_model, "--use_cpu", "True")
-    done = run_script(sft.__file__, *flags, ranks=2)
-    assert done.returncode
-    assert (done.stdout + done.stderr).count("--data: expected a file or a dataset's name, got 'nowhere.jsonl'") == 1
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", sft.WITHOUT_EFFECT)

@@ -304,6 +304,7 @@ def test_two_processes(recipe, tmp_path):
     code, said = run(*short)
     assert code == 1
     assert said.count("has some of an earlier run") == 1
+    assert "Traceback" not in said
     if short:
         first = ("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-1", "--output_dir", tmp_path / "rest")
         code, said = run(*short, *first)

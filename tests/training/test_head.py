@@ -269,6 +269,16 @@ def test_logits_of_a_whole_row_are_never_in_memory(dtype):
         assert largest.bytes == expected
 
 
+def test_a_backward_pass_may_run_again():
+    model = patched("Llama", torch.float64)
+    with chunks_of(5, model):
+        loss = hfp.compute_loss(model, batch_for(model), num_items_in_batch=LABELED)
+        loss.backward(retain_graph=True)
+        once = gradients_of(model)
+        loss.backward()
+    assert largest_difference(gradients_of(model), {name: 2 * each for name, each in once.items()}) <= 1e-12
+
+
 def test_the_model_is_left_as_it_was():
     model = patched().train()
     before = [dict(vars(each)) for each in model.modules()]
