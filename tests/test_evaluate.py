@@ -44,7 +44,6 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three kinds of models in folders, which take 96 tokens: GPT-2 has no positions beyond."""
     root = tmp_path_factory.mktemp("models")
     save_tiny_model(root / "Llama", max_position_embeddings=96)
     save_tiny_model(root / "GPT2", "GPT2", n_positions=96)

@@ -114,7 +114,6 @@ def test_lora(train, tmp_path):
 
 
 def trained(trainer):
-    """The text that is trained on in each document."""
     return [
         trainer.processing_class.decode([label for label in labels if label != IGNORED])
         for labels in trainer.train_dataset["labels"]

@@ -58,7 +58,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """A folder with files, and what a run on a local disk leaves of them: sha256 by name."""
     folder = tmp_path_factory.mktemp("fleet")
     files = write_files(folder / "in", (40, 3, 60))
     with pytest.warns(UserWarning, match="pack "):

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import datasets
 import torch
-from goldens import batches, command, forwards, plans, rows, trainings
+from goldens import command, forwards, plans, rows, trainings
 from goldens.inputs import Cases
 
 Subject = Callable[[Path], Cases]
@@ -40,8 +40,8 @@ SUBJECTS: dict[str, Subject | Callable[[Path], dict[str, str]]] = {
     "streams": rows.packed_streams,
     "mixtures": rows.mixed,
     "command": command.packed,
-    "epochs": batches.planned,
-    "batches": batches.collated,
+    "epochs": rows.planned_epochs,
+    "batches": rows.collated_batches,
     "reports": plans.reported,
     "forwards": forwards.computed,
     "trainings": trainings.computed,

@@ -33,7 +33,6 @@ LEARNING_RATE = 0.02
 
 
 def computed(folder: Path) -> dict[str, list[float]]:
-    """Losses and weights of each run in this process, and of one on two ranks."""
     found = {name: run(folder / str(number)) for number, (name, run) in enumerate(RUNS.items())}
     return found | {"Trainer on two ranks": on_ranks(folder / "ranks")}
 
@@ -110,7 +109,6 @@ def settings(folder: Path, kind: type = TrainingArguments, **changes: Any) -> An
 
 
 def trained(trainer: Trainer, batching: hfp.TokenBudget | None, **how: Any) -> list[float]:
-    """Attach and train; return the losses of all steps, and two numbers of the weights."""
     hfp.attach(trainer, batching, **how)
     return trainers.logged(trainer) + weights(trainer.model)
 

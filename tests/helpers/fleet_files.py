@@ -67,7 +67,6 @@ def pack_here(files, output, strategy=STRATEGY, **settings):
 
 
 def rows_of_pack(files, strategy=STRATEGY, **settings):
-    """Return the rows that `pack` makes of all documents of files, as a table."""
     documents = datasets.Dataset(pa.concat_tables([pq.read_table(file) for file in files]))
     packed = hfp.pack(documents, strategy, load_from_cache_file=False, **settings)
     return packed.data.table.replace_schema_metadata().combine_chunks()

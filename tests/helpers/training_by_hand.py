@@ -33,13 +33,11 @@ def gradients_of(model):
 
 
 def losses_alone(model):
-    """Of each document in a row of its own, on a model that is not patched."""
     rows = [torch.tensor([tokens]) for tokens in DOCUMENTS]
     return losses_and_gradients(model, [{"input_ids": row, "labels": row, "use_cache": False} for row in rows])
 
 
 def check_packed(model, alone, close=1e-4):
-    """Compare loss and gradients of a packed row with those of the documents alone."""
     loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     assert loss == pytest.approx(alone[0], rel=close)
     assert largest_difference(gradients, alone[1]) <= close

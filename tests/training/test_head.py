@@ -698,7 +698,6 @@ def first_version(model, *kinds):
 
 
 def as_accelerate(model):
-    """The units that accelerate makes; the last norm and the output layer stay in memory for the backward pass."""
     fully_shard(model.model.embed_tokens)
     return sharded(model, [model.model.norm, model.lm_head], reshard_after_forward=False)
 
@@ -743,7 +742,6 @@ def result_of_sharded(case, batch, tokens):
 
 
 def measure(case, batch):
-    """Losses with whole logits and in chunks, the difference of their gradients, and why logits were whole."""
     expected, gradients, _ = result_of_sharded(case, batch, WHOLE)
     loss, of_sharded, reason = result_of_sharded(case, batch, 3)
     return expected, loss, largest_difference(of_sharded, gradients), reason

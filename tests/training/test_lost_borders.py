@@ -61,7 +61,6 @@ def loss_alone():
 
 
 def trainer(folder, dataset, kind=Trainer, collator=None, **changes):
-    """A stock trainer whose step has all rows, on a patched model."""
     known = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 24}
     stock = trainer_of(folder, kind, patched("Llama", torch.float64), dataset, **known | changes)
     stock.data_collator = collator or stock.data_collator

@@ -64,7 +64,6 @@ class Rank:
         self.last = rank == ranks - 1
 
     def at_fault(self, error):
-        """What this rank is told where the last one alone is at fault."""
         ranks = self.ranks
         return f"^PackingError: {error}" if self.last else f"rank {ranks - 1} of {ranks} raised PackingError: {error}"
 
@@ -335,7 +334,6 @@ def drawn_case(random):
 
 
 def expected(held, fails_at):
-    """The steps of every rank, and which of them is the first that a rank cannot read, if any."""
     agreed = [max(answers) for answers in zip_longest(*held, fillvalue=Answer.ENDED)]
     first = min((step for step in fails_at if step is not None), default=len(agreed) + 1)
     steps = [[step, answer == Answer.ROW] for step, answer in enumerate(agreed[:first])]

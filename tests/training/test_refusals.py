@@ -222,7 +222,6 @@ def dpo(of, *losses, **settings):
 
 
 def precomputing(of):
-    """Pairs that are cut, whose losses of the reference model are known before."""
     trainer = dpo(of, "sigmoid", max_length=14)
     trainer.args.precompute_ref_log_probs = True
     return trainer

@@ -114,7 +114,6 @@ def losses_alone(model, documents, labels):
 
 
 def loss_alone(model, documents, labels, loss):
-    """Return the mean over tokens, or over the means of documents that have labels, and the number of these items."""
     losses = losses_alone(model, documents, labels)
     if loss == "sequence":
         losses = [each.mean()[None] for each in losses if len(each)]

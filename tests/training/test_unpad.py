@@ -238,7 +238,6 @@ def test_a_model_that_is_not_of_transformers_is_refused_by_name(tmp_path):
 
 
 def computed_tokens(model):
-    """A list, to which every forward of the first layer's norm adds its number of tokens."""
     seen = []
     norm = next(each for each in inner_model(model).modules() if "Norm" in type(each).__name__)
     norm.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
