@@ -34,7 +34,6 @@ TASKS = {
     "texts": task("loglikelihood_rolling", "", "{{text}}", "word_perplexity", "bits_per_byte"),
     "written": task("generate_until", "Say {{question}}", WORD, "exact_match", generation_kwargs=THREE_TOKENS),
 }
-"""The last one is generated, not packed."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,6 @@ def packed(path, **options):
 
 
 SHARES = ([(None, [5], [6, 7]), (None, [8, 9], [5]), (None, [8, 9], [6])], [(None, [5, 7, 7], [9, 8, 6])])
-"""Requests of two processes."""
 
 
 def evaluated(model, tasks):

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import CHAT, FROM_TRL, tokenizer_with
-from fleet_driver import HANGS, run_driver, start_driver
 from fleet_files import (
+    HANGS,
     STRATEGY,
     Killed,
     Together,
@@ -28,6 +28,8 @@ from fleet_files import (
     pack_here,
     rows_of_file,
     rows_of_pack,
+    run_driver,
+    start_driver,
     write_files,
 )
 from hypothesis import given

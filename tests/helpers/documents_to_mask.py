@@ -10,7 +10,6 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 CLS, SEP, MASK = 2, 3, 4
 WORD_TOKENS = 3
-"""Tokens in a word."""
 
 
 def tokenizer(vocabulary=99):

@@ -156,7 +156,3 @@ def documents_of_steps(folder):
         for line in read(folder, "seen", rank):
             steps.setdefault(line["step"], set()).update(tuple(ids) for ids, trained in line["documents"] if trained)
     return steps
-
-
-def steps_of(folder, rank):
-    return [line["step"] for line in read(folder, "seen", rank)]

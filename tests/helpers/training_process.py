@@ -1,8 +1,7 @@
-"""Runs of the training tests: documents of a seed, trained on with attached or prepared batches.
+"""Runs of the training tests, by name: documents of a seed, trained on with attached or prepared batches.
 
-Each run has a name and settings, those of SETTINGS. Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl,
-one line for each micro-batch, and its losses into FOLDER/NAME/losses-RANK.jsonl, one line for each optimizer step. An
-error of a run that expects one goes into FOLDER/NAME/error-RANK.txt. `train` does one run in the process that calls it.
+Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl, one line for each micro-batch, its losses into
+losses-RANK.jsonl, one for each optimizer step, and an error that a run expects into error-RANK.txt.
 """
 
 import gc

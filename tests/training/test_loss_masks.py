@@ -318,7 +318,6 @@ MODELS = {
     "a state": (lambda: tiny_model("mamba", "causal"), False),
     "a causal model in half precision": (lambda: build("Llama").to(torch.bfloat16), False),
 }
-"""By kind, a function that makes a model, and whether it sees what labels ask for."""
 
 
 @pytest.mark.parametrize(

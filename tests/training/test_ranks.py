@@ -300,13 +300,6 @@ def test_different_accumulations_and_models_of_a_loop(monkeypatch):
     check_on_ranks(monkeypatch, r"batching: .* rank 0 has .*linear_cost=240.0", calls)
 
 
-def test_different_data_of_an_evaluation(monkeypatch):
-    model = patched()
-    shards = [DATA.shard(2, rank) for rank in range(2)]
-    calls = [lambda each=each: hfp.evaluation_loss(Accelerator(cpu=True), model, each) for each in shards]
-    check_on_ranks(monkeypatch, f"{DIFFERENT}rank 0 has", calls)
-
-
 @pytest.mark.slow
 def test_three_ranks(tmp_path):
     """Each says what it should: what differs is refused on all of them, also after training, and no rank waits."""

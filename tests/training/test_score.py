@@ -207,8 +207,6 @@ SCORED = [
     [token if label != -100 else -100 for token, label in zip(tokens, labels, strict=True)]
     for tokens, labels in zip(DOCUMENTS, LABELS, strict=True)
 ]
-"""Only answers are scored, each document's own."""
-
 ANSWERS = [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(DOCUMENTS, SCORED, strict=True)]
 
 
