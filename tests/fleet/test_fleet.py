@@ -309,13 +309,8 @@ def undisturbed(complete):
     return contents(complete)
 
 
-OPERATIONS = {
-    "write_table": pack_files.pq.ParquetWriter,
-    "write_text": Path,
-    "link": os,
-    "mkdir": Path,
-    "unlink": Path,
-}
+OPERATIONS = {"link": os, "write_table": pack_files.pq.ParquetWriter}
+OPERATIONS |= dict.fromkeys(("write_text", "mkdir", "unlink"), Path)
 """What changes files, and where it is."""
 
 

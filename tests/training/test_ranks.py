@@ -239,10 +239,7 @@ class NotedError(Exception):
 
 
 def check_on_ranks(monkeypatch, pattern, calls):
-    """Make a call for each rank, as if each of them were a process, and check what each of them is told.
-
-    Every call runs twice: until it has to wait for the other ranks, and with what all of them have said.
-    """
+    """Make a call for each rank, until it has to wait for the others, and again with what all of them have said."""
     reports = []
 
     def note(own):
@@ -269,11 +266,6 @@ def test_different_data_of_a_loop(monkeypatch, case):
     if case == "40 against 48":
         pattern += r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens"
     check_on_ranks(monkeypatch, pattern, [partial(loader_of, each) for each in data])
-
-
-@pytest.mark.parametrize("case", SAME)
-def test_the_same_data_of_a_loop(monkeypatch, case):
-    check_on_ranks(monkeypatch, None, [lambda: loader_of(SAME[case]())] * 2)
 
 
 @pytest.mark.parametrize("case", Rank(0, 2).batching())
