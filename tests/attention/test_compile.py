@@ -204,10 +204,11 @@ KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
-@pytest.mark.usefixtures("as_on_cuda", "on_cpu")
 @pytest.mark.parametrize(("architecture", "kernel"), [("bert", "none"), *(("llama", kernel) for kernel in KERNELS)])
-def test_no_graph_break_in_a_layer(monkeypatch, architecture, kernel):
+def test_no_graph_break_in_a_layer(request, monkeypatch, architecture, kernel):
     """Also with its backward pass; a break in a layer that all layers share would be counted once for all of them."""
+    for fixture in ("as_on_cuda", "on_cpu") if KERNELS[kernel] else ():
+        request.getfixturevalue(fixture)
     kernels.KERNELS[:] = KERNELS[kernel]
     model = hfp.patch_model(tiny_model(architecture, "masked" if architecture == "bert" else "causal"))
     for other in ("attend_exactly", "attend_exactly_compiled") if KERNELS[kernel] else ():

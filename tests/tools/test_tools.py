@@ -113,7 +113,7 @@ def masked(reason: str) -> str:
 
 def same_reason(one: str, other: str) -> bool:
     """Whether two reasons are the same but for numbers, which may shift where a long one is cut."""
-    if one.endswith("...") and other.endswith("..."):
+    if one.endswith("...") or other.endswith("..."):
         one, other = masked(one[:-10]), masked(other[:-10])
         shorter = min(len(one), len(other))
         return one[:shorter] == other[:shorter]
