@@ -12,7 +12,6 @@ import pytest
 import torch
 from any_strategy import few_examples
 from compare_trees import CHAT, inputs_of
-from forests import forests
 from forms import check as check_documents
 from forms import tree
 from hypothesis import given
@@ -33,6 +32,7 @@ from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 from training_by_hand import batch_of
+from tree_rows import forests
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels, patch, prove_on_batch
