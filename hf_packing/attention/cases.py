@@ -69,7 +69,7 @@ class Run:
 
 @dataclass
 class Alone:
-    """What a model without its patch computes for documents alone, and the effect of rounding on it."""
+    """The runs of documents alone on a model without its patch, and the effect of rounding on them."""
 
     runs: dict[int, Run]
     """The run of each document; empty if documents cannot be compared."""

@@ -164,7 +164,7 @@ class Layout:
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
-        """What `once_for_all_layers` keeps."""
+        """The results that `once_for_all_layers` keeps."""
         return {}
 
     @cached_property

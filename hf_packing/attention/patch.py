@@ -99,8 +99,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False, pa
     replacing a segment must change nothing but the segment and what is below it. A batch of a kind that is not proven
     raises PackingError.
 
-    The proof takes about thirty forwards of few tokens, and more if a model needs several searches. It covers only the
-    kernel for the model's current device and dtype, so move the model there first.
+    The proof takes twenty to thirty forwards of few tokens, and more if a model needs several searches. It covers only
+    the kernel for the model's current device and dtype, so move the model there first.
 
     Args:
         model: a model of transformers with any head, on any device, in any dtype. The model may be wrapped by PEFT, and

@@ -81,14 +81,14 @@ class ModuleSnapshot:
             The names and the new values of the changed attributes and items.
         """
         changed: dict[str, Any] = {}
-        for now, before in () if self.is_current else zip(self._dictionaries, self._before, strict=True):
-            for name in {**now, **before}.keys() - set(_NOT_RESTORED):
-                if name not in now or name not in before or now[name] is not before[name]:
-                    changed[name] = now.get(name)
+        for current, before in () if self.is_current else zip(self._dictionaries, self._before, strict=True):
+            for name in {**current, **before}.keys() - set(_NOT_RESTORED):
+                if name not in current or name not in before or current[name] is not before[name]:
+                    changed[name] = current.get(name)
                     if name in before:
-                        now[name] = before[name]
+                        current[name] = before[name]
                     else:
-                        del now[name]
+                        del current[name]
         for name, each, kept in self._collections:
             if not _have_same_items(each, kept):
                 changed[name] = copy(each)

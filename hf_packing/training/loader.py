@@ -53,7 +53,7 @@ def on_device(loader: DataLoader[Any], accelerator: Accelerator) -> Any:
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """What your own training loop needs beside batches: a proof of isolation, and each batch's share of the loss.
+    """The needs of your own training loop beside batches: a proof of isolation, and each batch's share of the loss.
 
     Attributes:
         keep_labels: whether labels stay in batches, so that the model can compute the loss itself.

@@ -52,7 +52,7 @@ Takes = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of datasets are read."""
+    """The options with which the rows of datasets are read."""
 
     takes: Takes
     """Which columns with one number for each token reach the model or the loss."""
