@@ -1,19 +1,26 @@
-"""Benchmarks that train, attend or need trainers run at toy size; the figures mean nothing there.
+"""Benchmarks, and the reproductions of papers, run at toy size; the figures mean nothing there.
 
 They run on one thread: two that wait for each other, beside tests on the other cores, take ten times as long.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import internals
+import numpy as np
 import pytest
-from processes import run_script
+import torch
+from datasets import Dataset
+from processes import HANGS, run_script
+
+import hf_packing as hfp
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -31,10 +38,7 @@ TOY = {
     "samplers.py": ("--documents 3000 --ranks 2", "TokenBudget(16384)"),
     "by_segment.py": ("--steps 2 --documents 4 --max-length 32 --sample 200 --threads 1", "Jamba: route: varlen"),
     "shapes.py": ("--batches 3 --documents 2000", "BestFit(16384, max_documents=255)"),
-    "head.py": (
-        "--tokens 1024 --vocabulary 20000 --hidden 64 --rounds 1 --steps 1 --threads 1",
-        "time of in chunks",
-    ),
+    "head.py": ("--tokens 1024 --vocabulary 20000 --hidden 64 --rounds 1 --steps 1 --threads 1", "time of in chunks"),
     "training.py": (
         "--documents 40 --max-length 512 --longest 256 --hidden 64 --layers 1 --rounds 1 --steps 1 --sample 200",
         "times as fast as TRL packing",
@@ -47,10 +51,7 @@ TOY = {
     "score_trees.py": ("--questions 0 --max-tokens 512 --hidden 16 --rounds 1", "16 + 500 tokens"),
     "streams.py": ("--packs 20 --tokens 200000 --rounds 1 --documents 30", "64 logical"),
     "mixtures.py": ("--tokens 200000 --streams 2 --rounds 1", "2 logical streams, after 200,000"),
-    "fleet_pack.py": (
-        "--tokens 400000 --rounds 1 --sides local pack",
-        "times as fast as load_dataset",
-    ),
+    "fleet_pack.py": ("--tokens 400000 --rounds 1 --sides local pack", "times as fast as load_dataset"),
     "lockstep.py": ("--steps 20 --rounds 1", "a step of 5 milliseconds in lockstep"),
     "masking.py": ("--documents 20 --tokens 1024 --rounds 1", "ms for 16,384 tokens"),
     "gpu_train.py": ("--tokens 256 --row 64 --hidden 128 --layers 2 --vocabulary 256 --steps 2", "ideal"),
@@ -114,3 +115,160 @@ def test_the_page_is_that_of_the_results():
     code = "from write_readme import page; print(page(), end='')"
     made = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     assert made.stdout == (BENCHMARKS / "README.md").read_text()
+
+
+REPRODUCE = Path(__file__).parents[1] / "recipes" / "reproduce"
+LPFHP_PACKS = {"2": 10_099_081, "3": 9_090_154, "8": 8_207_569, "any": 8_138_483}
+"""Of the authors' code on the same histogram (arXiv 2107.02027)."""
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPRODUCE))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    yield
+    sys.modules.pop("common", None)
+
+
+def call(script, folder, *options, **environment):
+    known = {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(REPRODUCE / f"{script}.py"), "--quick", "--output", str(folder), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | known | environment, timeout=HANGS
+    )
+
+
+def tables(script, folder, *options, result=None):
+    """Run a script and read the tables it wrote: for each caption, cut at a colon or comma, the rows below the head."""
+    done = call(script, folder, *options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    written = (folder / f"{result or script}.md").read_text()
+    assert f"Python 3.{sys.version_info.minor}" in written.splitlines()[0]
+    assert f"hf-packing {hfp.__version__}" in written.splitlines()[0]
+    assert written.strip() in done.stdout.replace("\n\n\n", "\n\n")
+    found = {}
+    for section in written.split("\n## ")[1:]:
+        caption, *lines = section.splitlines()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        found[caption] = rows[2:]
+    return lambda begins: next(rows for caption, rows in found.items() if caption.startswith(begins))
+
+
+def number(cell):
+    return float(cell.strip("%").replace(",", ""))
+
+
+@pytest.mark.slow
+def test_bucket_pre_training(tmp_path):
+    table = tables("bucket_pretraining", tmp_path)
+    plans = {row[0]: row for row in table("Table 1")}
+    for name, row in plans.items():
+        if row[4] and name != "buckets":
+            assert number(row[3]) == pytest.approx(number(row[4]), rel=0.05), name
+    assert number(plans["buckets"][3]) < 0.3 < number(plans["multi-bucket"][3])
+    assert [row[0] for row in table("Table 2")] == ["256", "512", "1024", "2048"]
+
+
+@pytest.mark.slow
+def test_krell(tmp_path, shared_data):  # noqa: ARG001
+    table = tables("krell", tmp_path, "--data", "wikipedia")
+    packs = {(row[0], row[1]): row for row in table("16,279,552 sequences")}
+    assert {depth: int(number(packs["LPFHP", depth][2])) for depth in LPFHP_PACKS} == LPFHP_PACKS
+    assert all(row[3] in ("", row[2]) for row in packs.values())
+    losses = table("A BERT")
+    assert all(abs(number(row[4])) < 1e-4 for row in losses)
+    assert any(abs(number(row[5])) > 1e-4 for row in losses), "sequences that see each other train just as well"
+
+
+@pytest.mark.slow
+def test_packed_squad(tmp_path):
+    table = tables("krell", tmp_path, "--data", "squad", result="packed_squad")
+    packs = table("88,641 lengths like SQuAD's, 172.")
+    assert len(packs) == 6
+    assert all(number(row[2]) == pytest.approx(number(row[3]), rel=0.006) for row in packs)
+    assert "is the same in all four: yes" in " ".join((tmp_path / "packed_squad.md").read_text().split())
+
+
+@pytest.mark.slow
+def test_fewer_truncations(tmp_path):
+    table = tables("fewer_truncations", tmp_path)
+    for row in table("Table 2"):
+        concatenated, best_fit, longer = map(number, row[5:8])
+        assert best_fit == longer < concatenated
+    lengths = {row[0]: row for row in table("Documents cut")}
+    assert number(lengths["513 to 1024"][2]) > 20 > number(lengths["513 to 1024"][3]) == 0
+    assert (tmp_path / "fewer_truncations.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_packing_with_flash_attention(tmp_path, shared_data):  # noqa: ARG001
+    table = tables("packing_with_flash_attention", tmp_path, "--sets", "math")
+    methods = {row[0]: row for row in table("math: 24 documents")}
+    assert len(methods) == 11
+    padded, flat = methods["random + padding"], methods["minibatch + PosID"]
+    assert (padded[1], flat[1]) == ("6", "6")
+    assert [number(flat[place]) for place in (3, 4)] == pytest.approx(
+        [number(padded[place]) for place in (3, 4)], abs=1e-3
+    )
+    assert methods["fixed length"][4] != methods["fixed length + PosID"][4]
+    assert len(table("The paper's claims")) == 12
+    assert [row[0] for row in table("math: validation loss by row length")] == ["64", "128"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("krell", "bert_wikipedia_512_histogram.json"), ("packing_with_flash_attention", "math.jsonl.gz")],
+)
+def test_data_that_is_not_there_is_named(tmp_path, script, file):
+    done = call(script, tmp_path, HF_PACKING_DATA=str(tmp_path))
+    assert done.returncode == 1
+    assert f"expected {file} in {tmp_path}" in done.stderr
+    assert not list(tmp_path.glob("*.md"))
+
+
+@pytest.mark.parametrize("max_length", [8, 100, 1024])
+def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length):  # noqa: ARG001
+    from fewer_truncations import best_fit_packs
+
+    for documents in (1, 7, 400):
+        lengths = rng.integers(1, 2 * max_length, documents)
+        assert best_fit_packs(lengths, max_length) == hfp.plan_packing(lengths, hfp.BestFit(max_length)).num_packs
+
+
+def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
+    from krell import IGNORED, masked, mean_over_sequences
+
+    tokens, mask = rng.integers(0, 100, 2000), 100
+    document = masked(tokens.copy(), mask, rng)
+    asked = document["labels"] != IGNORED
+    assert asked.mean() == pytest.approx(0.15, abs=0.01)
+    assert not asked[0]
+    assert (document["labels"][asked] == tokens[asked]).all()
+    assert (document["input_ids"][~asked] == tokens[~asked]).all()
+    assert (document["input_ids"][asked] == mask).mean() == pytest.approx(0.8, abs=0.1)
+
+    logits = torch.from_numpy(rng.normal(size=(1, 6, 9))).float()
+    labels = torch.tensor([[3, 4, IGNORED, IGNORED, 5, IGNORED]])
+    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED)
+    loss = mean_over_sequences(logits, labels, torch.tensor([[0, 0, 0, 1, 2, 2]]))
+    assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
+
+
+def test_every_method_trains_on_every_token_once_and_needs_position_ids(modules, rng):  # noqa: ARG001
+    from packing_with_flash_attention import METHODS, batch_of, rows_of
+
+    documents = Dataset.from_dict({"input_ids": [rng.integers(1, 50, n).tolist() for n in rng.integers(1, 40, 60)]})
+    tokens = Counter(token for document in documents["input_ids"] for token in document)
+    assert len(METHODS) == 8
+    for method in METHODS:
+        rows = rows_of(method, documents, 64)
+        batches = [batch_of(method, rows[begin : begin + 4])["input_ids"] for begin in range(0, len(rows), 4)]
+        assert Counter(token for ids in batches for token in ids[ids > 0].tolist()) == tokens, method
+    from packing_with_flash_attention import WITH, WITHOUT, batch_of, rows_of
+
+    documents = Dataset.from_dict({"input_ids": [np.arange(1, 6).tolist()] * 8})
+    borders = {
+        method: batch_of(method, rows_of(method, documents, 20))["cu_seq_lens_q"].tolist() for method in (WITH, WITHOUT)
+    }
+    assert borders == {WITH: list(range(0, 45, 5)), WITHOUT: [0, 20, 40]}

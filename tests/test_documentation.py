@@ -49,7 +49,6 @@ PYTHON = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 QUICK = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
 QUICK |= {"dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no"}
-"""Arguments of trainers that keep a test short, beside those of the page."""
 
 
 def names(page: Path) -> str:
@@ -146,7 +145,6 @@ def test_python_runs_and_prints_what_the_page_says(page, page_names):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

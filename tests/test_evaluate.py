@@ -17,40 +17,22 @@ lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning")
 
 WORDS = ["ocean", "apple", "river", "cloud", "stone", "amber", "eagle", "winter", "lantern", "meadow"]
+
+
+def task(kind, text, target, *metrics, **more):
+    metrics = [{"metric": each} for each in metrics]
+    return {"output_type": kind, "doc_to_text": text, "doc_to_target": target, "metric_list": metrics, **more}
+
+
+WORD, THREE_TOKENS = "{{choices[answer]}}", {"until": ["."], "max_gen_toks": 3}
 TASKS = {
-    "continuations": {  # choices of several tokens
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "letters": {  # choices that share all tokens but the last one
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}} Answer:",
-        "doc_to_choice": ["A", "B", "C", "D"],
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}],
-    },
-    "last_word": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{choices[answer]}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    },
-    "texts": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-    "written": {  # generated, not packed
-        "output_type": "generate_until",
-        "doc_to_text": "Say {{question}}",
-        "doc_to_target": "{{choices[answer]}}",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 3},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+    "continuations": task("multiple_choice", "{{question}}", "answer", "acc", "acc_norm", doc_to_choice="choices"),
+    "letters": task(  # choices that share all tokens but the last one
+        "multiple_choice", "{{question}} Answer:", "answer", "acc", "acc_mutual_info", doc_to_choice=[*"ABCD"]
+    ),
+    "last_word": task("loglikelihood", "{{question}}", WORD, "perplexity", "acc"),
+    "texts": task("loglikelihood_rolling", "", "{{text}}", "word_perplexity", "bits_per_byte"),
+    "written": task("generate_until", "Say {{question}}", WORD, "exact_match", generation_kwargs=THREE_TOKENS),
 }
 
 
@@ -61,11 +43,10 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three kinds of models in folders, which take 96 tokens: GPT-2 has no positions beyond."""
     root = tmp_path_factory.mktemp("models")
     save_tiny_model(root / "Llama", max_position_embeddings=96)
-    save_tiny_model(root / "GPT2", n_positions=96)
-    save_tiny_model(root / "Gemma2", max_position_embeddings=96)
+    save_tiny_model(root / "GPT2", "GPT2", n_positions=96)
+    save_tiny_model(root / "Gemma2", "Gemma2", max_position_embeddings=96)
     return root
 
 
@@ -101,7 +82,6 @@ def packed(path, **options):
 
 
 SHARES = ([(None, [5], [6, 7]), (None, [8, 9], [5]), (None, [8, 9], [6])], [(None, [5, 7, 7], [9, 8, 6])])
-"""Requests of two processes."""
 
 
 def evaluated(model, tasks):
@@ -131,14 +111,15 @@ def test_metrics_and_answers_are_those_of_the_harness(folder, tasks, name, share
     assert {task for task, _ in numbers_of(found)} == set(TASKS)
     for task in TASKS:
         for ours, theirs in zip(found["samples"][task], expected["samples"][task], strict=True):
-            for answer, other in zip(ours["resps"], theirs["resps"], strict=True):
-                check_answer(answer[0], other[0])
+            check_answers(*([answer[0] for answer in each["resps"]] for each in (ours, theirs)))
 
 
-def check_answer(ours, theirs):
-    ours, theirs = (each if isinstance(each, (tuple, list)) else (each,) for each in (ours, theirs))
+def check_answers(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
-        assert one == (pytest.approx(other, abs=1e-4, rel=1e-5) if isinstance(other, float) else other)
+        if isinstance(other, (tuple, list)):
+            check_answers(one, other)
+        else:
+            assert one == (pytest.approx(other, abs=1e-4, rel=1e-5) if isinstance(other, float) else other)
 
 
 def requests_of(model):
@@ -172,12 +153,10 @@ def test_requests(folder, name, max_tokens, share):
     kept = {}
     model.cache_hook = SimpleNamespace(add_partial=lambda kind, key, answer: kept.update({(kind, key): answer}))
     found = model._loglikelihood_tokens(requests, disable_tqdm=True)
-    for ours, theirs in zip(found, other._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
-        check_answer(ours, theirs)
+    check_answers(found, other._loglikelihood_tokens(requests, disable_tqdm=True))
     assert sum(greedy for _, greedy in found) == 7
     assert kept == {("loglikelihood", key): answer for (key, _, _), answer in zip(requests, found, strict=True) if key}
-    for ours, theirs in zip(model.loglikelihood(strings), other.loglikelihood(strings), strict=True):
-        check_answer(ours, theirs)
+    check_answers(model.loglikelihood(strings), other.loglikelihood(strings))
     assert model._loglikelihood_tokens([], disable_tqdm=True) == []
 
 
@@ -231,7 +210,6 @@ def test_requests_that_are_cut_or_wrong(folder):
 
 
 def answer_share(folder):
-    """Answer a process's share of the requests."""
     accelerator = Accelerator(cpu=True)
     model = packed(folder / "Llama", max_tokens=16)
     model._rank, model._world_size = accelerator.process_index, accelerator.num_processes
@@ -246,8 +224,7 @@ def test_each_process_gets_its_own_answers(tmp_path):
     expected = stock(tmp_path / "Llama")
     for rank, requests in enumerate(SHARES):
         found = json.loads((tmp_path / f"answers-{rank}.json").read_text())
-        for ours, theirs in zip(found, expected._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
-            check_answer(ours, theirs)
+        check_answers(found, expected._loglikelihood_tokens(requests, disable_tqdm=True))
 
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -33,13 +33,8 @@ from hf_packing.sampling.sizes import sizes_of
 
 
 def check(positions, lengths, filling=0, period=1):
-    """Check the positions of a row with documents of these lengths, and padding after them.
-
-    Args:
-        positions: integers [tokens].
-        lengths: number of tokens of each document, or of each copy of one.
-        filling: number of tokens of padding, whose positions restart after every `period` tokens.
-    """
+    """Check the positions of a row with documents of these lengths, or copies of them, and so many tokens of padding
+    after them, whose positions restart after every `period` tokens."""
     positions, tokens = positions.long(), sum(lengths)
     assert len(positions) == tokens + filling
     begins = np.cumsum([0, *lengths[:-1]])
@@ -90,7 +85,6 @@ def flat_batches(draw, way):
 
 
 def sampled(rows, chosen):
-    """The rows that a sampler has chosen: pairs (number, True if the row is a copy)."""
     dataset = datasets.Dataset.from_list(rows)
     sampler = RankBatchSampler(hfp.TokenBudget(999), sizes_of(dataset))
     return SampledRows(dataset, sampler).__getitems__([*chosen])
@@ -178,7 +172,7 @@ def test_documents_in_rows_of_their_own():
         row = Layout.of(lengths)
         axes = TokenAxes("Module (name)", row.tokens)
         axes.found_in(row.position_ids)
-        axes.freeze()
+        axes.row_length = None
         calls = [(call.lengths, cut_inputs(row.position_ids, axes, call.places)) for call in calls_of(row, "ragged")]
         for way, of_rows in (("calls", calls), ("readers", [(lengths, into_rows(row.position_ids, row))])):
             for documents, positions in of_rows:

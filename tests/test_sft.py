@@ -7,11 +7,9 @@ import pytest
 import sft
 import torch
 import yaml
-from processes import run_script
 from recipe_inputs import chats, prompts, save_tiny_model, write
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from tools.tiny_model import tiny_model as tiny_model_of
 
 pytestmark = [
@@ -41,8 +39,6 @@ def chat_data(tmp_path_factory):
 
 @pytest.fixture
 def train(tiny_model, data, tmp_path):
-    """Runs the recipe in this process."""
-
     def run(*flags, data=data, model=tiny_model, output=tmp_path / "output", steps=2):
         known = ["--data", data, "--model_name_or_path", model, "--output_dir", output]
         known += ["--max_steps", steps, "--max_tokens", 160]
@@ -89,14 +85,6 @@ def test_tokens_and_packed_rows_are_trained_on_as_they_are(train, tmp_path):
             train("--per_turn", "True", data=tmp_path / name, output=tmp_path / f"{name}-turns")
 
 
-def test_an_error_is_printed_on_one_process(tiny_model):
-    flags = ("--data", "nowhere.jsonl", "--model_name_or_path", tiny_model, "--use_cpu", "True")
-    done = run_script(sft.__file__, *flags, ranks=2)
-    assert done.returncode
-    assert (done.stdout + done.stderr).count("--data: expected a file or a dataset's name, got 'nowhere.jsonl'") == 1
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("name", sft.WITHOUT_EFFECT)
 def test_flags_without_effect_are_refused(train, name):
     value = {"dataset_kwargs": '{"a": 1}', "length_column_name": "n", "truncation_mode": "keep_end"}.get(name, "3")
@@ -126,7 +114,6 @@ def test_lora(train, tmp_path):
 
 
 def trained(trainer):
-    """The text that is trained on in each document."""
     return [
         trainer.processing_class.decode([label for label in labels if label != IGNORED])
         for labels in trainer.train_dataset["labels"]
@@ -177,7 +164,7 @@ def test_what_cannot_share_prefixes(train, chat_data, tmp_path, tmp_path_factory
     batch = next(iter(train("--share_prefixes", "True", data=chat_data, steps=1).get_train_dataloader()))
     assert (batch["parents"] >= 0).any()
     flags = ("--per_turn", "True", "--loss_type", "dft")
-    with pytest.raises(PackingError, match="expected the cross-entropy as the loss for documents that share prefixes"):
+    with pytest.raises(hfp.PackingError, match="the cross-entropy as the loss for documents that share prefixes"):
         train(*flags, data=chat_data, output=tmp_path / "dft")
     assert losses(train(*flags, "--share_prefixes", "False", data=chat_data, output=tmp_path / "alone"))
     model = save_tiny_model(tmp_path_factory.mktemp("looks_ahead"))

@@ -234,7 +234,7 @@ def _rows(name: str, versions: dict[str, str]) -> Iterator[str]:
 
 def _cells(kernel: VarlenKernel) -> list[str]:
     cells = ["no" if kernel.refusal(call(*case)) else "yes" for case in CASES.values()]
-    return [*cells, "are repeated" if kernel.is_torch and not kernel.takes("grouped") else "yes"]
+    return [*cells, "are repeated" if kernel.is_torch and "grouped" not in kernel.arguments else "yes"]
 
 
 def _runs_with_torch_alone(signatures: dict[str, Signatures], version: str) -> list[str]:

@@ -6,7 +6,7 @@ without padding. In a row of trees, a shared prefix is computed once, as if ever
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import find_last_of_tokens
 from hf_packing.attention.cases import DocumentTokens, RowCase, examine_in_training
-from hf_packing.attention.forward import Patch, install_unpadding
+from hf_packing.attention.forward import Patch, backbones_of, install_unpadding
 from hf_packing.attention.layout import CACHES
-from hf_packing.attention.model import embedding_of, has_local_weights, pad_token_of
+from hf_packing.attention.model import Arguments, Inputs, embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.padded import SIDES, Side, Unpadding
 from hf_packing.attention.proof import Proof, require
 from hf_packing.attention.route import PATCH
@@ -63,17 +63,18 @@ class PaddedCase(RowCase):
         self.lay_out(partial(_padded, pad_token=pad_token_of(self.model) or 0, side=side))
         self.replacements = [[each] for each in range(len(self.paths))] if side == "right" else []
 
-    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        taken, shape = self.runner.signature.names, inputs["input_ids"].shape
+    def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         # some models pass their own use_cache
-        given = {name: each for name, each in inputs.items() if name != "use_cache" or name in taken}
+        given = {
+            name: each for name, each in inputs.items() if name != "use_cache" or name in self.runner.signature.names
+        }
         if self.has_choices:
             given |= {name: each[:, None] for name, each in given.items() if isinstance(each, Tensor)}
         parts = []
         for name, value in self.runner(given).items():
             if name not in _NOT_COMPARED and isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(torch.promote_types(value.dtype, torch.float32))
-                is_of_tokens = value.shape[:2] == shape
+                is_of_tokens = value.shape[:2] == inputs["input_ids"].shape
                 parts.append(torch.split(value.flatten(0, 1)[places], [*lengths]) if is_of_tokens else value)
         return [torch.cat([each.flatten() for each in row])[:, None] for row in zip(*parts, strict=True)]
 
@@ -137,10 +138,9 @@ def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
         for unpadding in _candidates(model, by_length, evaluation):
             install_unpadding(model, unpadding)
             try:
-                for side in SIDES:
-                    for case in (evaluation, training):
-                        case.pad_on(side)
-                        require(case)
+                for side, case in product(SIDES, (evaluation, training)):
+                    case.pad_on(side)
+                    require(case)
                 return
             except ModelNotSupportedError as error:
                 failures.append(error)
@@ -153,9 +153,8 @@ def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
 def _candidates(model: PreTrainedModel, by_length: bool, case: PaddedCase) -> Iterator[Unpadding]:
     """Yield ways in which a model may run padded batches, the fastest first: its backbones, the innermost first, on a
     packed row or, with `by_length` only, on the rows of equal length together."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    modules = [*([decoder] if isinstance(decoder, PreTrainedModel) else []), model.base_model]
-    names = dict.fromkeys(name for module in modules for name, each in model.named_modules() if each is module)
+    backbones = [each for each in backbones_of(model) if isinstance(each, PreTrainedModel)]
+    names = dict.fromkeys(name for module in backbones for name, each in model.named_modules() if each is module)
     for together in (True,) if by_length else (False, True):
         for name in names:
             unpadding = Unpadding(name, by_length=together)
@@ -170,13 +169,10 @@ def _with_poolers(model: PreTrainedModel, unpadding: Unpadding, case: PaddedCase
     install_unpadding(model, unpadding)
     module = model.get_submodule(unpadding.backbone)
     forward: Any = module.forward
-
-    def run() -> Any:
-        with case.undisturbed():
-            return forward.run_packed({"input_ids": case.tokens[None]}, replace(case.row, is_unpadded=True))
-
-    with suppress(Exception):  # the backbone may take no packed rows by itself
-        return replace(unpadding, rows_after=find_last_of_tokens(model, module, run, case.row))
+    row = replace(case.row, is_unpadded=True)
+    with suppress(Exception), case.undisturbed():  # the backbone may take no packed rows by itself
+        run = partial(forward.run_packed, {"input_ids": case.tokens[None]}, row)
+        return replace(unpadding, rows_after=find_last_of_tokens(model, module, run, row))
     return unpadding
 
 
@@ -193,9 +189,9 @@ class TreeCase(RowCase):
     leaks = "changing one segment of a tree changed the logits of tokens that are not below it"
 
 
-def _row_of_trees(segments: DocumentTokens) -> dict[str, Any]:
-    tokens = torch.tensor([[*chain(*segments)]])
-    return {"input_ids": tokens, SEGMENT_LENGTHS: torch.tensor(TREES.lengths), PARENTS: torch.tensor(TREES.parents)}
+def _row_of_trees(segments: DocumentTokens) -> Arguments:
+    columns = {"input_ids": [[*chain(*segments)]], SEGMENT_LENGTHS: TREES.lengths, PARENTS: TREES.parents}
+    return {name: torch.tensor(values) for name, values in columns.items()}
 
 
 @torch.inference_mode(False)  # gradients are compared
@@ -235,7 +231,7 @@ def _refuse_unstable_prefixes(case: TreeCase) -> None:
     for one, other in pairwise(alone):
         shared = sum(case.trees.lengths[each] for each in case.paths[one] if each in case.paths[other])
         before, after = (alone[each].outputs[0][:shared] for each in (one, other))
-        if not replace(case.tolerance(), noise=math.inf).explains(apart(after, before)):
+        if not case.tolerance()._replace(noise=math.inf).explains(apart(after, before)):
             raise ModelNotSupportedError(
                 f"{type(case.model).__name__}: the outputs for a prefix are not stable: without any packing, the "
                 f"logits of a prefix differ by {float((after - before).abs().max()):.2g} between two documents that "

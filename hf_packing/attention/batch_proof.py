@@ -73,7 +73,7 @@ class BatchCase(Case):
         self.places = torch.arange(len(tokens), device=runner.device)
         super().__init__(runner, training, trees, [*ends], tokens, _other_tokens(tokens, runner.model))
         self.replacements = [_segments_to_replace(trees)]
-        replaced = {*self.replacements[0]}
+        replaced = self.replacements[0]
         kept_trees = {path[0]: number for number, path in enumerate(self.paths) if path[-1] not in replaced}
         self.graded = [[*kept_trees.values()] or [0]]
         """One document of each tree, which is not replaced."""
@@ -109,8 +109,8 @@ def _segments_to_replace(trees: TreeSegments) -> list[int]:
     earlier document is visible.
     """
     leaves = trees.leaves if len(trees.leaves) > 1 else ()
-    is_few = len(leaves) < _FEW
-    return [leaf for number, leaf in enumerate(leaves) if (number if is_few else number.bit_count()) % 2 == 0]
+    count = int if len(leaves) < _FEW else int.bit_count
+    return [leaf for number, leaf in enumerate(leaves) if count(number) % 2 == 0]
 
 
 def sampled_documents(lengths: Sequence[int], documents: Sequence[int], tokens: int) -> list[int]:
@@ -228,16 +228,16 @@ def _record(model: nn.Module, tokens: int, places: Any, run: Callable[..., Any],
             if each.dtype != torch.bool and each.ndim > 1 and tokens in (len(each), each.shape[:2].numel())
         ]
 
-    def record(name: str) -> Callable[..., None]:
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if found := sums(output):
-                records.setdefault(name, (sums((args, kwargs)), found))
+    names = {module: name for name, module in model.named_modules()}
 
-        return after
+    def record(module: nn.Module, *given: Any) -> None:
+        *inputs, output = given
+        if found := sums(output):
+            records.setdefault(names[module], (sums(inputs), found))
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.enter_context(module.register_forward_hook(record(name), with_kwargs=True))
+        for module in names:
+            stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
         run(*options)
     return records
 

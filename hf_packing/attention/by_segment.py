@@ -10,16 +10,14 @@ returns a value for every token makes these rows.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
 from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, current_layout, within
-from hf_packing.attention.model import GATHERED, is_fsdp
+from hf_packing.attention.model import GATHERED, Arguments, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
@@ -29,8 +27,7 @@ from hf_packing.attention.token_axes import (
     cut_inputs,
     join_outputs,
     leaves,
-    map_leaves,
-    split_outputs,
+    map_tensors,
     tensors_in,
 )
 from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
@@ -39,6 +36,10 @@ from hf_packing.errors import PackingError
 _GATHERED_AT_ONCE = "_z3_leaf"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
 including the parameters of inner modules, at once."""
+
+
+Given = tuple[Any, Any]
+"""The positional and the keyword arguments of a call."""
 
 
 class ReplacedForward:
@@ -63,9 +64,8 @@ class ReplacedForward:
     __name__ = "forward"  # torch.export reads this and __code__
 
     @property
-    def __code__(self) -> CodeType:
-        code: CodeType = (self.before or type(self.module).forward).__code__
-        return code
+    def __code__(self) -> Any:
+        return (self.before or type(self.module).forward).__code__
 
     def install(self) -> None:
         setattr(self.module, self.attribute, self)
@@ -132,13 +132,13 @@ class ModulePlan:
     """The inner modules, such as input projections, that run once on the whole packed row, before the module runs
     segment by segment and uses their outputs. Their names, relative to the module, are mapped to where the input comes
     from: the path of an argument of the module, or the name of an earlier inner module, whose output is the input."""
-    after: tuple[str, Path] | None = None
+    after: dict[Path, str] = field(default_factory=dict)
     """The last inner module, such as an output projection, if the module runs segment by segment without it, and it
-    then runs once on the whole packed row. Its name, and the path of its output in the nested output of the module."""
+    then runs once on the whole packed row: the path of its output in the nested output of the module, and its name."""
 
     def packed_modules(self) -> list[str]:
         """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
-        return [*self.ahead, *([self.after[0]] if self.after else [])]
+        return [*self.ahead, *self.after.values()]
 
 
 class SegmentedForward(ReplacedForward):
@@ -152,7 +152,6 @@ class SegmentedForward(ReplacedForward):
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
         super().__init__(module, plan.name)
         self.plan = plan
-        self.hook: Any = None
 
     def install(self) -> None:
         super().install()
@@ -161,14 +160,13 @@ class SegmentedForward(ReplacedForward):
 
     def remove(self) -> None:
         super().remove()
-        if self.hook is not None:
-            self.hook.remove()
+        self.hook.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
-    def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_by_segment(self, args: Any, kwargs: Arguments) -> Any:
         row, plan, inputs = current_layout.get(), self.plan, (args, kwargs)
         if row is None and current_rows.get() is None:
             raise PackingError(
@@ -184,44 +182,33 @@ class SegmentedForward(ReplacedForward):
         plan.inputs.check_row(inputs, row.tokens)
         return self.run_paths(inputs, row, plan.sharing)
 
-    def run_paths(self, inputs: tuple[Any, Any], row: Layout, sharing: Sharing) -> Any:
+    def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
         the output that it has on the first path."""
-        name, after = self.plan.after or ("", None)
 
-        def finish(path: Path, leaf: Any) -> Any:
-            if row.has_branches and isinstance(leaf, Tensor):
-                for axis in self.plan.outputs.of(path, leaf):
-                    leaf = leaf.index_select(axis, row.first_places)
-            return self.module.get_submodule(name)(leaf) if path == after else leaf
+        def finish(path: Path, leaf: Tensor) -> Any:
+            for axis in self.plan.outputs.of(path, leaf) if row.has_branches else ():
+                leaf = leaf.index_select(axis, row.first_places)
+            return self.module.get_submodule(self.plan.after[path])(leaf) if path in self.plan.after else leaf
 
-        output, parts = self.run_calls(inputs, calls_of(row, sharing))
-        return map_leaves(join_outputs(output, self.plan.outputs, parts), finish)
+        return map_tensors(self.run_calls(inputs, calls_of(row, sharing)), finish)
 
-    def run_calls(
-        self, inputs: tuple[Any, Any], calls: list[SharedCall], fill: Fill = Tensor.new_zeros
-    ) -> tuple[Any, list[dict[Path, Any]]]:
-        """Call the module on the segments of a packed row, and return the outputs without joining them.
+    def run_calls(self, inputs: Given, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
+        """Call the module on parts of a row, and return the joined outputs.
 
         Args:
             inputs: positional and keyword arguments of the module for the whole row.
-            calls: the calls to make, each of which covers one or more segments.
-            fill: function that makes the padding of shorter segments in a call.
-
-        Returns:
-            The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
-            segment. The dictionary maps a path in the nested output to the segment's value at that path.
+            calls: the calls to make, each of which covers one or more parts.
+            fill: function that makes the padding of shorter parts in a call.
         """
-        parts: dict[int, dict[Path, Any]] = {}
-        plan, output = self.plan, None
-        ahead = self._run_ahead(inputs)
+        ahead, outputs = self._run_ahead(inputs), []
         for call in calls:
-            args, kwargs, results = cut_inputs((*inputs, ahead), plan.inputs, call.places, fill)
+            args, kwargs, results = cut_inputs((*inputs, ahead), self.plan.inputs, call.places, fill)
             with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
-            parts |= zip(call.segments, split_outputs(output, plan.outputs, call.lengths), strict=True)
-        return output, [parts[segment] for segment in sorted(parts)]
+            outputs.append((call.segments, call.lengths, output))
+        return join_outputs(outputs, self.plan.outputs)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
         """Call the module's original forward, and return the output. If the module is stateful, restore its state after
@@ -229,7 +216,7 @@ class SegmentedForward(ReplacedForward):
         with restored(*self.module.modules()) if self.plan.is_stateful else nullcontext():
             return self.forward(*args, **kwargs)
 
-    def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
+    def _run_ahead(self, inputs: Given) -> dict[str, Tensor]:
         """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
         known: dict[Path | str, Any] = dict(leaves(inputs)) if self.plan.ahead else {}
         for name, source in self.plan.ahead.items():
@@ -244,9 +231,8 @@ class SegmentedForward(ReplacedForward):
 
         `run_paths` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
-        after = {self.plan.after[0]: None} if self.plan.after else {}
         with ExitStack() as stack:
-            for name, result in {**ahead, **after}.items():
+            for name, result in {**ahead, **dict.fromkeys(self.plan.after.values())}.items():
                 known = _KnownResult(self.module.get_submodule(name), result)
                 known.install()
                 stack.callback(known.remove)
@@ -268,12 +254,12 @@ def _do_nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-def _with_borders(row: Layout, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_borders(row: Layout, kwargs: Arguments) -> Arguments:
     """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
     Arguments that are missing or None are not added."""
     given = {name: value for name, value in kwargs.items() if value is not None}
-    borders: dict[str, Any] = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
-    return kwargs | borders | {name: row.longest for name in MAX_LENGTHS if name in given}
+    borders = {name: row.cu_seq_lens.to(given[name].device) for name in CU_SEQ_LENS if name in given}
+    return {**kwargs, **borders, **{name: row.longest for name in MAX_LENGTHS if name in given}}
 
 
 def is_inside(name: str, outer: str) -> bool:
@@ -326,13 +312,12 @@ class RowsInBackbone(ReplacedForward):
 def into_rows(value: Any, layout: Layout) -> Any:
     """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
     each segment in a row of its own, padded on the right with zeros."""
-    real = np.arange(layout.longest) < np.array(layout.lengths)[:, None]
+    rows = PaddedRows.of(layout)
 
-    def cut(_: Path, leaf: Any) -> Any:
-        is_of_tokens = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, layout.tokens)
-        return PaddedRows(real, leaf.device).spread(leaf[0]) if is_of_tokens else leaf
+    def cut(_: Path, leaf: Tensor) -> Tensor:
+        return rows.spread(leaf[0]) if leaf.shape[:2] == (1, layout.tokens) else leaf
 
-    return map_leaves(value, cut)
+    return map_tensors(value, cut)
 
 
 def find_last_of_tokens(model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: Layout) -> str | None:

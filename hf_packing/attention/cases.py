@@ -6,12 +6,13 @@ here, and what they show of a model's own loss; padded rows and trees (batch_kin
 are beside their proofs.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import isfinite
 from typing import Any, Self
 
 import numpy as np
@@ -20,8 +21,8 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.layout import Layout, roots
-from hf_packing.attention.model import distinctive_lengths, embedding_of
+from hf_packing.attention.layout import Layout
+from hf_packing.attention.model import Arguments, Inputs, distinctive_lengths, embedding_of
 from hf_packing.attention.route import READ_ARGUMENTS
 from hf_packing.attention.runs import (
     Embedded,
@@ -36,7 +37,6 @@ from hf_packing.attention.tolerance import (
     Tolerance,
     apart,
     comparable,
-    effect_of_rounding,
     has_experts,
     spread,
 )
@@ -102,7 +102,7 @@ class Case:
     """True if gradients are compared at each token, which one call of the embedding embeds together with all others.
     Otherwise, they are compared at each token id, in any number of calls of any shape."""
 
-    inputs: Mapping[str, Any]
+    inputs: Inputs
     """The model's inputs for the batch, with input_ids [rows, tokens]."""
     places: Tensor
     """Where the tokens of the segments are in the flattened input_ids, int64 [tokens]."""
@@ -147,10 +147,6 @@ class Case:
         """Return which tokens belong to some segments, bool [tokens]."""
         return _is_any(self.segment, segments)
 
-    def by_segment(self, values: Tensor) -> list[Tensor]:
-        """Return values [tokens, ...] of the batch, segment by segment."""
-        return [*torch.split(values, [*self.trees.lengths])]
-
     def may_notice(self, replaced: Sequence[int]) -> list[int]:
         """Return replaced segments and those below them."""
         return [below for each in replaced for below in range(each, self.trees.ends_below[each])]
@@ -162,7 +158,7 @@ class Case:
     def outputs(self, tokens: Tensor, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the model on the batch with these tokens or their embeddings, and return the outputs of each segment,
         [values, width]."""
-        ids: Tensor = self.inputs["input_ids"]
+        ids = self.inputs["input_ids"]
         inputs = {**self.inputs, **options, "input_ids": ids.flatten().index_copy(0, self.places, tokens).view_as(ids)}
         if embedded:
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
@@ -171,21 +167,18 @@ class Case:
     def outputs_alone(self, tokens: Tensor) -> Tensor:
         """Run the model on a document that has these tokens of the batch, int64 [tokens of the document], and return
         its outputs, [values, width]."""
-        ids: Tensor = self.inputs["input_ids"]
+        shape = self.inputs["input_ids"].shape
         inputs = {
             name: value.flatten(0, 1)[self.places[tokens]][None]
             for name, value in self.inputs.items()
-            if isinstance(value, Tensor) and value.shape[:2] == ids.shape and name not in self.only_of_batch
-        }
-        inputs["input_ids"] = self.tokens[tokens][None]
-        return self.ask({**inputs, "use_cache": False}, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[
-            0
-        ]
+            if isinstance(value, Tensor) and value.shape[:2] == shape and name not in self.only_of_batch
+        } | {"input_ids": self.tokens[tokens][None], "use_cache": False}
+        return self.ask(inputs, torch.arange(len(tokens), device=tokens.device), [len(tokens)])[0]
 
-    def ask(self, inputs: Mapping[str, Any], places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def ask(self, inputs: Inputs, places: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Run the model, and return the outputs of each segment, [values, width], whose tokens are in these places."""
-        logits = logits_of(self.runner.called, self.runner(inputs))
-        return [*torch.split(logits.flatten(0, 1)[places], [*lengths])]
+        logits = logits_of(self.runner.called, self.runner(inputs)).flatten(0, 1)
+        return [*torch.split(logits[places], [*lengths])]
 
     @cached_property
     def owners(self) -> Tensor:
@@ -254,8 +247,9 @@ class Case:
             longest = max(runs, key=lambda each: 0 if each is None else self.lengths[each])
             noisy = self.run_alone(longest, noisy=True)
         unit = spread(torch.cat([run.outputs[0] for run in runs.values()]))
-        noise = effect_of_rounding(noisy.outputs[0], runs[longest].outputs[0], unit)
-        return Alone({document: run for document, run in runs.items() if document is not None}, noise)
+        noise = float(apart(noisy.outputs[0], runs[longest].outputs[0], unit).max())
+        found = {document: run for document, run in runs.items() if document is not None}
+        return Alone(found, noise if isfinite(noise) else 0.0)  # 0 if it cannot be measured
 
     def run_alone(self, document: int | None, noisy: bool = False) -> Run:
         """Run a document alone, with the gradients with respect to its tokens, if there are any."""
@@ -265,9 +259,10 @@ class Case:
             tokens = self.has_tokens(self.paths[document]).nonzero()[:, 0]
         with self._leaves(tokens, noisy) as embedded:
             outputs = self.outputs_alone(tokens)
-            wanted = self.wants_gradients and not noisy
-            own, _ = self.gradients([outputs], embedded, [document or 0], tokens) if wanted else ({}, 0)
-        return Run([outputs.detach()], own)
+            run = Run([outputs.detach()])
+            if self.wants_gradients and not noisy:
+                run.gradients, run.reach = self.gradients([outputs], embedded, [document or 0], tokens)
+        return run
 
 
 def _is_any(numbers: Tensor, wanted: Sequence[int]) -> Tensor:
@@ -316,7 +311,7 @@ def random_documents(
     return documents, others
 
 
-def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
+def pack_in_one_row(documents: DocumentTokens) -> Arguments:
     """Return model inputs for documents packed in one row, whose borders a patched model reads, as of any collator."""
     batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
     return batch | dict.fromkeys(MAX_LENGTHS, int(batch[MAX_LENGTHS[0]]))
@@ -336,12 +331,10 @@ def _find_documents(documents: Sequence[Tensor], input_ids: Tensor) -> Tensor:
     return torch.cat(places)
 
 
-MakeBatch = Callable[[DocumentTokens], Mapping[str, Any]]
+MakeBatch = Callable[[DocumentTokens], Inputs]
 """A function that turns documents, or segments of trees, into a model's inputs."""
 
 RANDOM = "the model draws random numbers in training mode even with dropout switched off"
-_NO_GRADIENTS = "the model's gradients cannot be computed in training mode, so only logits were compared"
-_NOT_CALLABLE = "the model cannot be called in training mode with input_ids alone"
 
 
 class RowCase(Case):
@@ -366,8 +359,7 @@ class RowCase(Case):
         seed: int = 0,
         ends: Sequence[int] | None = None,
     ) -> None:
-        lengths = lengths or distinctive_lengths(runner.model)
-        trees = lengths if isinstance(lengths, TreeSegments) else roots(lengths)
+        trees = Layout.of(lengths or distinctive_lengths(runner.model)).trees
         documents = random_documents(runner.model, trees.lengths, seed)
         tokens, others = (torch.tensor([*chain(*each)], device=runner.device) for each in documents)
         super().__init__(runner, training, trees, ends or range(len(trees.lengths)), tokens, others)
@@ -377,7 +369,7 @@ class RowCase(Case):
 
     def lay_out(self, make_batch: MakeBatch) -> None:
         """Make the model's inputs."""
-        segments = self.by_segment(self.tokens)
+        segments = torch.split(self.tokens, [*self.trees.lengths])
         batch = make_batch([each.tolist() for each in segments])
         self.inputs = send_to_device(
             {name: each for name, each in batch.items() if name != "labels"}, self.runner.device
@@ -389,6 +381,11 @@ class RowCase(Case):
         case = copy(self)
         case.training, case.wants_gradients, case.known = True, True, [*self.known]
         return case
+
+    @property
+    def width(self) -> int:
+        """The number of outputs for each token, such as the size of the vocabulary, once documents have run alone."""
+        return self.known[0].runs[0].outputs[0].shape[-1]
 
     @property
     def row(self) -> Layout:
@@ -428,7 +425,10 @@ class RowCase(Case):
                 self.unproven = RANDOM
                 return Alone({}, found.noise)
             if not found.runs[0].gradients:
-                self.unproven, self.wants_gradients = _NO_GRADIENTS, False
+                self.unproven = (
+                    "the model's gradients cannot be computed in training mode, so only logits were compared"
+                )
+                self.wants_gradients = False
         return found
 
 
@@ -438,7 +438,8 @@ def examine_in_training(training: RowCase, evaluation: RowCase) -> None:
     try:
         training.examine()
     except NotCallableError as error:
-        training.known, training.unproven = [], f"{_NOT_CALLABLE}: {error.__cause__ or error}"
+        training.known, reason = [], error.__cause__ or error
+        training.unproven = f"the model cannot be called in training mode with input_ids alone: {reason}"
     if training.unproven:
         evaluation.wants_gradients = True
         evaluation.examine()
@@ -470,8 +471,8 @@ def sees_labels(case: RowCase, in_training: RowCase) -> bool:
     """
     ids, runner, own = case.inputs["input_ids"], case.runner, case.owned_by(1)
     begin, end = case.trees.begins[1:3]
-    labels, width = ids.new_full((2, *ids.shape), IGNORED_LABEL), case.known[0].runs[0].outputs[0].shape[-1]
-    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % width
+    labels = ids.new_full((2, *ids.shape), IGNORED_LABEL)
+    labels[:, 0, begin + 1 : end] = torch.stack([case.tokens, case.others])[:, begin + 1 : end] % case.width
     found = torch.zeros(len(case.owners), device=ids.device)
     training = bool(in_training.known)
     with suppress(Exception), runner.undisturbed(training), torch.enable_grad(), runner.leaves() as embedded:

@@ -6,7 +6,6 @@ different lengths costs n calls. Compiled code calls the same function as one op
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
 
@@ -70,21 +70,21 @@ def attend_exactly(
     parts = torch.split(query, lengths, dim=2), torch.split(key, keys, dim=2), torch.split(value, keys, dim=2)
     outputs: list[Tensor] = [query] * len(lengths)
     for runs, mask in calls:
-        q, k, v = (_cat([each[run] for run in runs], 0) for each in parts)
+        q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if softcap is None and sinks is None:
-            causal, gqa = is_causal and mask is None, q.shape[1] != k.shape[1]
+            causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         else:
             attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
         for run, output in zip(runs, torch.split(attended, 1), strict=True):
             outputs[run] = output
-    return _cat(outputs, 2)
+    return cat(outputs, 2)
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Iterator[tuple[int, Places]]:
-    """Yield the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[int], list[int], Places]:
+    """Return the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
     run attend to its prefix, the tokens above it, and to each other.
 
     A run is a chain of segments, each the first child of the one before it, or a part of a chain in one chunk. So the
@@ -94,16 +94,21 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> Itera
         trees: the segments of the row.
         window, chunk: arguments of `attend_exactly`.
 
-    Yields:
-        The number of tokens in the run, and the places of its keys in the row, int64 [prefix + tokens].
+    Returns:
+        The number of tokens in each run; the number of its keys, which are those of its prefix and its own; and the
+        places of the keys of all runs in the row, int64 [keys].
     """
     window, chunk = window or trees.tokens, chunk or trees.tokens
+    lengths: list[int] = []
+    keys: list[Places] = []
     firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
     for segment, end in pairwise([*firsts, len(trees.parents)]):
         depth, own = int(trees.depths[segment]), np.arange(trees.begins[segment], trees.begins[end])
         path = np.concatenate([trees.path_of(segment)[:depth], own]) if depth else own
         for first, last in pairwise([depth, *range((depth // chunk + 1) * chunk, len(path), chunk), len(path)]):
-            yield last - first, path[max(first - window + 1, first // chunk * chunk) : last]
+            lengths.append(last - first)
+            keys.append(path[max(first - window + 1, first // chunk * chunk) : last])
+    return lengths, [*map(len, keys)], np.concatenate(keys)
 
 
 _Plan = tuple[list[int], list[int], Tensor | None, list[tuple[list[int], Tensor | None]]]
@@ -114,14 +119,12 @@ have equal numbers of tokens and of keys, and the mask of `_mask`."""
 
 @once_for_all_layers
 def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    runs = list(runs_of(layout.trees, window, chunk))
+    lengths, keys, places = runs_of(layout.trees, window, chunk)
     calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, (length, places) in enumerate(runs):
-        calls[length, len(places)].append(number)
-    lengths, keys = [length for length, _ in runs], [len(places) for _, places in runs]
-    gathered = on_device(np.concatenate([places for _, places in runs]), device) if layout.has_branches else None
-    masks = [(numbers, _mask(*shape, is_causal, window, device)) for shape, numbers in calls.items()]
-    return lengths, keys, gathered, masks
+    for run, shape in enumerate(zip(lengths, keys, strict=True)):
+        calls[shape].append(run)
+    gathered = on_device(places, device) if layout.has_branches else None
+    return lengths, keys, gathered, [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
 
 
 def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
@@ -130,14 +133,9 @@ def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: t
     window = window or keys
     if length == keys <= window:
         return None
-    at = torch.arange(keys, device=device)
-    back = at[keys - length :, None] - at
-    return (back < window) & (back >= 0 if is_causal else back > -window)
-
-
-def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    own = keys - length  # the place of the first token among the keys
+    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(own - window + 1)
+    return near.tril(own if is_causal else own + window - 1)
 
 
 def attend_with_scores(
@@ -182,8 +180,7 @@ def gather_tokens(tensor: Tensor, places: Tensor) -> Tensor:
     In the backward pass, a shared token gets the sum of the gradients of all runs that attend to it. This sum is
     computed in float32.
     """
-    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return exact.index_select(2, places).to(tensor.dtype)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).index_select(2, places).to(tensor.dtype)
 
 
 _OPTIONS = ("scale", "is_causal", "window", "chunk", "softcap")

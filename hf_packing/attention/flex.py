@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,10 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from hf_packing.attention.exact import TracedRow
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import BoolArray, IntArray
 from hf_packing.trees.segments import TreeSegments
-
-BoolArray = npt.NDArray[np.bool_]
 
 BLOCK = 128
 """Number of tokens in a block, as in `create_block_mask`. It must be a multiple of FlexAttention's own tiles."""
@@ -126,8 +123,7 @@ def _compiled(kind: tuple[Any, ...]) -> Callable[..., Any]:  # noqa: ARG001
     torch counts how often it compiles a code object, and after 8 times it runs the slow version, or with `fullgraph`
     raises an error. So each kind of call has a code object of its own.
     """
-    own = FunctionType(_attend.__code__.replace(), globals())
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(FunctionType(_attend.__code__.replace(), globals()), fullgraph=True)
 
 
 def _scaled(scale: float, softcap: float | None, query: Tensor) -> Callable[..., Tensor]:

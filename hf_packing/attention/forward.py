@@ -6,7 +6,7 @@ run as without the patch. A batch of PackingCollator waits for the device not on
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,8 @@ from hf_packing.attention.layout import (
     without_first_labels,
 )
 from hf_packing.attention.model import (
+    Arguments,
+    Inputs,
     Signature,
     has_local_weights,
     has_vocabulary,
@@ -126,8 +128,7 @@ class Patch:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
-        is_tracing = torch.compiler.is_dynamo_compiling()  # which changes nothing
-        lock = nullcontext() if is_tracing else _lock
+        lock = nullcontext() if torch.compiler.is_dynamo_compiling() else _lock  # tracing changes nothing
         with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
 
@@ -214,13 +215,13 @@ class PatchedForward(ReplacedForward):
         return self.run(args, kwargs)
 
     @_itself_uncompiled
-    def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, args: Any, kwargs: Arguments) -> Any:
         """Run the forward on any inputs. What this method calls is compiled, so it calls no more than it must."""
         if id(self.model) in running.get() and self.installed:  # within the forward of the patched model
             rows = current_rows.get()
             if rows is None or not self.is_backbone:
                 return self.forward(*args, **kwargs)
-            return self._run_backbone(self._by_name(args, kwargs), rows)
+            return self._run_backbone(self.signature.by_name(args, kwargs), rows)
         with _lock:
             if not self.installed:
                 return self.forward(*args, **kwargs)
@@ -235,11 +236,13 @@ class PatchedForward(ReplacedForward):
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), layout))
 
     @_itself_uncompiled
-    def run_packed(self, inputs: dict[str, Any], layout: Layout) -> Any:
+    def run_packed(self, inputs: Arguments, layout: Layout) -> Any:
         """Run the forward on a packed row or a row of trees, and return the output."""
         inputs = self._prepare(inputs, layout)
-        with self._running(layout, None), _borders_known(self.patch.route.method.attention is not None):
-            output = self._run_uncompiled(inputs) if layout.has_branches else self.forward(**inputs)
+        with self._running(layout, None):
+            # the paths of trees have too many lengths to compile each
+            forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward  # type: ignore[no-untyped-call]
+            output = forward(**inputs)
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
                 f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} would also "
@@ -249,7 +252,7 @@ class PatchedForward(ReplacedForward):
         return output
 
     @_itself_uncompiled
-    def _run_padded(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
+    def _run_padded(self, inputs: Arguments, rows: PaddedRows) -> Any:
         """Run the forward on a padded batch, in which the backbone runs without padding."""
         unpadding = self.patch.facts.unpadding
         assert unpadding is not None
@@ -259,43 +262,38 @@ class PatchedForward(ReplacedForward):
         if self.is_backbone:
             return self._run_backbone(inputs, rows)
         with self._running(None, rows), use_attention(self.patch.attention_before):
-            return self.forward(**_without_unknown(self.signature, with_pad_tokens(self.model, inputs, rows)))
+            inputs = with_pad_tokens(self.model, inputs, rows)
+            return self.forward(**self.signature.without_unknown(inputs, READ_ARGUMENTS))
 
     @_itself_uncompiled
-    def _run_backbone(self, inputs: dict[str, Any], rows: PaddedRows) -> Any:
+    def _run_backbone(self, inputs: Arguments, rows: PaddedRows) -> Any:
         """Run the backbone on the tokens of a padded batch, and return its output for the padded batch."""
         inputs, facts = inputs_of_backbone(self.module, inputs, rows), self.patch.facts
         assert facts.unpadding is not None
         if facts.unpadding.by_length:
             with self.patch.suspended(), within(current_rows, None):
-                return run_by_length(self.forward, _without_unknown(self.signature, inputs), rows)
+                return run_by_length(self.forward, self.signature.without_unknown(inputs, READ_ARGUMENTS), rows)
         if facts.fewest_shared is not None:
             rows = rows.sharing_prefixes(inputs, facts.fewest_shared)
         with use_attention(self.patch.attention_during):
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.layout))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_uncompiled(self, inputs: dict[str, Any]) -> Any:
-        """Run the forward on a row of trees, whose paths have too many lengths to compile each."""
-        return self.forward(**inputs)
-
     @contextmanager
     def _running(self, layout: Layout | None, rows: PaddedRows | None) -> Iterator[None]:
-        """Context manager: within the block, the model's forward is running on a layout or on padded rows."""
-        before, self.patch.is_running = self.patch.is_running, True
+        """Context manager: within the block, the model's forward is running on a layout or on padded rows, and
+        transformers does not look for packed documents in position_ids, which would wait for the device. Layers attend
+        by the current layout, so a mask need not do this."""
+        before = self.patch.is_running, masking_utils.find_packed_sequence_indices
+        self.patch.is_running, masking_utils.find_packed_sequence_indices = True, _find_unknown_borders
         models = *running.get(), id(self.model)
         try:
             with within(running, models), within(current_layout, layout), within(current_rows, rows):
                 yield
         finally:
-            self.patch.is_running = before
+            self.patch.is_running, masking_utils.find_packed_sequence_indices = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return self.signature.by_name(args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _classify(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None, PaddedRows | None]:
+    def _classify(self, args: Any, kwargs: Arguments) -> tuple[Arguments, Layout | None, PaddedRows | None]:
         """Check the patch and the arguments of a call, and read where its tokens are.
 
         Returns:
@@ -310,11 +308,11 @@ class PatchedForward(ReplacedForward):
             return inputs, None, None
         self._check_patch(inputs)
         takes_packed_rows = patch.facts.takes_packed_rows or self.module is not self.model
-        has_media = patch.sees_media and bool(media_of(inputs))
-        rows = read_padded_rows(inputs, has_media or not takes_packed_rows)
+        are_documents = not takes_packed_rows or (patch.sees_media and bool(media_of(inputs)))
+        rows = read_padded_rows(inputs, are_documents)
         if rows is None:
             layout, rows = self._read_layout(inputs), packed_rows(inputs)
-        elif takes_packed_rows and not has_media and not rows.has_padding and patch.facts.unpadding is None:
+        elif not are_documents and not rows.has_padding and patch.facts.unpadding is None:
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
@@ -327,7 +325,7 @@ class PatchedForward(ReplacedForward):
             refuse_copied_labels(self.model, ids, labels, layout.cu_seq_lens)
         return inputs, layout, rows
 
-    def _read_layout(self, inputs: dict[str, Any]) -> Layout:
+    def _read_layout(self, inputs: Arguments) -> Layout:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
         refuse_earlier_tokens(inputs)
         known = None if has_trees(inputs) else layout_of_collator(inputs)
@@ -343,7 +341,7 @@ class PatchedForward(ReplacedForward):
             self.patch.trusts_collator = (known.lengths, known.padding) == (layout.lengths, layout.padding)
         return layout
 
-    def _check_rows(self, rows: PaddedRows, inputs: Mapping[str, Any]) -> None:
+    def _check_rows(self, rows: PaddedRows, inputs: Inputs) -> None:
         """Raise an error if it is not proven that the model takes a padded batch, or these arguments beside one.
 
         Raises:
@@ -383,20 +381,25 @@ class PatchedForward(ReplacedForward):
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    def _prepare(self, inputs: Arguments, layout: Layout) -> Arguments:
         """Return the keyword arguments for the model's own forward on a single row."""
-        facts = self.patch.facts
-        facts.check_tokens(inputs.get("input_ids"))
+        facts, ids = self.patch.facts, inputs.get("input_ids")
+        if (refused := facts.refused_token) is not None and ids is not None and bool((ids == refused).any()):
+            raise PackingError(
+                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
+                "even inside a document; remove the pad tokens from the documents before packing"
+            )
         if not facts.sees_labels and has_vocabulary(self.model):
             inputs = without_first_labels(inputs, layout)
         inputs = self.patch.route.method.build(self.signature, inputs, layout)
         if facts.takes_packed_rows:  # the route was proven with the arguments that the model takes
-            inputs = _without_unknown(self.patch.signature, inputs, (*BORDER_ARGUMENTS, "position_ids"))
-        if not layout.has_fixed_shape:
+            inputs = self.patch.signature.without_unknown(inputs, (*BORDER_ARGUMENTS, "position_ids"))
+        # a batch of fixed shapes has a constant max_length or empty segments at the end
+        if layout.bound <= layout.longest and len(layout.lengths) == len(layout.cu_seq_lens) - 1:
             mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: layout.cu_seq_lens}, layout.tokens)
         return inputs
 
-    def _check_patch(self, inputs: Mapping[str, Any]) -> None:
+    def _check_patch(self, inputs: Inputs) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
         call asks for attention weights."""
         refuse_weights((config for config, _ in self.patch.attention_before), inputs.get("output_attentions"))
@@ -412,47 +415,23 @@ class PatchedForward(ReplacedForward):
         if self.patch.route.by_segment:
             refuse_uneven_gathers(self.model, self.patch.route.by_segment)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Arguments) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
-
-
-def _without_unknown(
-    signature: Signature, inputs: dict[str, Any], names: Sequence[str] = READ_ARGUMENTS
-) -> dict[str, Any]:
-    """Return the arguments without those of some names that a forward does not take."""
-    return {name: value for name, value in inputs.items() if name not in names or signature.takes(name)}
 
 
 skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
 
 
-_knows_borders: ContextVar[bool] = ContextVar("_knows_borders", default=False)
-
 _find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
 
 
-def _find_unknown_borders(position_ids: Tensor) -> Tensor | None:
-    if not torch.compiler.is_compiling() and _knows_borders.get():
-        return None
-    found: Tensor | None = _find_packed_sequence_indices(position_ids)
-    return found
+def _find_unknown_borders(position_ids: Tensor) -> Any:
+    is_known = not torch.compiler.is_compiling() and running.get()
+    return None if is_known else _find_packed_sequence_indices(position_ids)
 
 
-@contextmanager
-def _borders_known(known: bool) -> Iterator[None]:
-    """Context manager: within the block, if the borders are `known`, transformers does not look for packed documents in
-    position_ids, which would wait for the device. Layers attend by the current layout, so a mask need not do this."""
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _find_unknown_borders
-    try:
-        with within(_knows_borders, known):
-            yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
-
-
-def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
+def needs_cache(inputs: Inputs, training: bool) -> bool:
     """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
     one explicitly in evaluation mode, and has no borders between packed documents."""
     given = {name: value for name, value in inputs.items() if value is not None}
@@ -504,11 +483,10 @@ def refuse_copied_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu
     if (labels != ids)[trained].any() or ends_within.any():
         getattr(model, PATCH).knows_labels = True
     elif trained.sum() >= _FEWEST:
-        name = type(model).__name__
         raise PackingError(
             f"labels: expected labels that differ from input_ids, got {trained.sum()} labels that only repeat "
-            f"input_ids. {name} sees the input token at each label's position, and would only learn to copy this "
-            "token. For a masked language model, mask tokens before packing, with Dataset.map or "
+            f"input_ids. {type(model).__name__} sees the input token at each label's position, and would only learn to "
+            "copy this token. For a masked language model, mask tokens before packing, with Dataset.map or "
             "Dataset.with_transform, and set the labels of all other tokens to -100, as "
             "DataCollatorForLanguageModeling does. For a causal model that does not shift labels itself, shift the "
             "labels by one token"
@@ -529,7 +507,7 @@ def install(model: PreTrainedModel, route: Route) -> None:
     """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
     inner models, and of the modules that run by segment. After an error, the model is left unpatched."""
     before = attention_of(model)
-    of_towers = {id(config) for config in tower_configurations(model)}
+    of_towers = tower_configurations(model)
     attention = [each for each in before if id(each[0]) not in of_towers]
     patch = Patch(model, route, attention, Signature(model), sees_media(model))
     setattr(model, PATCH, patch)
@@ -541,7 +519,7 @@ def install(model: PreTrainedModel, route: Route) -> None:
             patch.attention_during = attention_now(patch.attention_before)
         for plan in route.by_segment:
             patch.replace(SegmentedForward(model.get_submodule(plan.name), plan))
-        for module in _entry_modules(model):  # last, since an inner model may also run by segment
+        for module in dict.fromkeys([model, *backbones_of(model)]):  # last: an inner model may also run by segment
             patch.replace(PatchedForward(module, patch))
         if model.can_generate():
             patch.replace(StockGenerate(model))
@@ -578,25 +556,24 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 @contextmanager
-def unpatched_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: after an error or an interruption in the block, a model that was not patched before it is left
-    unpatched."""
+def unpatched_on_error(model: nn.Module, always: bool = False) -> Iterator[None]:
+    """Context manager: after an error or an interruption in the block or, if `always`, at its end, a model that was not
+    patched before it is left unpatched."""
     inner = inner_model(model)
-    was_patched = is_patched(inner)
+    was_patched, is_kept = is_patched(inner), False
     try:
         yield
-    except BaseException:
-        if is_patched(inner) and not was_patched:
+        is_kept = not always
+    finally:
+        if is_patched(inner) and not (was_patched or is_kept):
             remove(inner)
-        raise
 
 
-def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a model and the inner models that PEFT or other libraries may call directly, without duplicates."""
+def backbones_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the inner models that PEFT or other libraries may call directly, the innermost first."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
-    modules = [model, model.base_model, *([decoder] if is_model else [])]
-    return list({id(module): module for module in modules}.values())
+    return [*([decoder] if is_model else []), model.base_model]
 
 
 class StockGenerate(ReplacedForward):

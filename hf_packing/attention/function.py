@@ -21,9 +21,25 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 _HARMLESS = frozenset(
-    ["cache_position", "cu_seq_lens_k", "deterministic", "ignore_index", "labels", "margin", "max_length_k"]
-    + ["num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"]
-    + ["return_dict", "seq_idx", "shift_labels", "use_cache", *CACHES]
+    [
+        "cache_position",
+        "cu_seq_lens_k",
+        "deterministic",
+        "ignore_index",
+        "labels",
+        "margin",
+        "max_length_k",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "use_cache",
+        *CACHES,
+    ]
 )
 """Names of arguments that some models pass to their attention function, although attention does not depend on them, or
 on no more than on those for queries."""
@@ -86,16 +102,17 @@ def packed_varlen(
     where = type(module).__name__
     if isinstance(attention_mask, Tensor):
         raise PackingError(
-            f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
+            f"attention_mask: packed_varlen takes no mask, but {where} passed a mask of shape "
+            f"{list(attention_mask.shape)}"
         )
     if tokens != key.shape[2]:
         raise PackingError(
-            f"{where} has {tokens} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
+            f"{where} has {tokens} queries for {key.shape[2]} keys; packed_varlen supports neither generation nor "
             "cross-attention"
         )
     for name, other in others.items():
         if other is not None and other is not False and name not in _HARMLESS:
-            raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
+            raise PackingError(f"{name}: packed_varlen does not support this argument of {where}")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask(sliding_window)
@@ -129,9 +146,9 @@ def _current_row(module: torch.nn.Module, tokens: int) -> Layout:
             "model from its own copy.deepcopy(config), made before patch_model, or call "
             "model.set_attn_implementation('sdpa')"
         )
-    if layout.rows * layout.tokens != tokens:
+    if (known := layout.rows * layout.tokens) != tokens:
         raise PackingError(
-            f"{type(module).__name__}: expected the {layout.rows * layout.tokens} tokens of the row that the model "
+            f"{type(module).__name__}: expected the {known} tokens of the row that the model "
             f"currently processes, got {tokens} tokens"
         )
     return layout
@@ -178,7 +195,7 @@ def packed_varlen_mask(
         PackingError: the model adds mask functions of its own, which the borders of segments cannot replace.
     """
     if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
-        raise PackingError(f"attention_mask: {NAME} does not support a mask made of custom functions")
+        raise PackingError("attention_mask: packed_varlen does not support a mask made of custom functions")
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
     if padding is not None or local_size is None:
         return padding

@@ -15,11 +15,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +26,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from hf_packing.attention.exact import TracedRow, gather_tokens, runs_of
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
+from hf_packing.attention.model import Arguments
 
 DEVICES = {"cuda"}
 """The types of devices that have kernels."""
@@ -77,10 +76,6 @@ class Call(NamedTuple):
     """Whether documents in the row share prefixes."""
 
 
-Borders = tuple[Tensor, int]
-"""Cumulative lengths of segments, int32 [segments + 1], and the number of tokens in the longest one."""
-
-
 @dataclass(frozen=True, eq=False)
 class VarlenKernel:
     """A function that computes attention from cumulative segment lengths, as flash-attn and torch have it.
@@ -102,12 +97,9 @@ class VarlenKernel:
 
     @cached_property
     def arguments(self) -> dict[str, str]:
-        """The function's own names of arguments that it takes, with their meanings in `_NAMES`."""
+        """The arguments in `_NAMES` that the function takes, with the function's own names of them."""
         own = inspect.signature(self.function).parameters
-        return {name: meaning for meaning, names in _NAMES.items() for name in names if name in own}
-
-    def takes(self, meaning: str) -> bool:
-        return meaning in self.arguments.values()
+        return {meaning: name for meaning, names in _NAMES.items() for name in names if name in own}
 
     def refusal(self, call: Call) -> str:
         """Return why the kernel does not take a call; an empty string if it does."""
@@ -117,7 +109,7 @@ class VarlenKernel:
             return f"takes no {call.dtype}"
         if call.head_dim > _MAX_HEAD_DIM:
             return f"takes head dimensions up to {_MAX_HEAD_DIM}"
-        missing = [meaning for meaning in ("scale", *call.asked) if not self.takes(meaning)]
+        missing = [meaning for meaning in ("scale", *call.asked) if meaning not in self.arguments]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     def attend(
@@ -149,8 +141,7 @@ class VarlenKernel:
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
         if not row.has_branches:
-            of_row = row.cu_seq_lens.to(query.device, torch.int32), row.max_length
-            return self._call(query, key, value, of_row, of_row, options)
+            return self._call(query, key, value, row, row, options)
         places, queries, keys = keys_along_paths(row, window, query.device)
 
         def attend() -> Tensor:
@@ -162,20 +153,27 @@ class VarlenKernel:
         return gathered_again
 
     def _call(
-        self, query: Tensor, key: Tensor, value: Tensor, queries: Borders, keys: Borders, options: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        queries: Layout | TracedRow,
+        keys: Layout | TracedRow,
+        options: Arguments,
     ) -> Tensor:
         """Call the kernel's function. The queries of each segment belong to its last keys."""
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
         is_grouped = q.shape[1] != k.shape[1]
-        if is_grouped and self.is_torch and not self.takes("grouped"):
+        if is_grouped and self.is_torch and "grouped" not in self.arguments:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         given = options | {"query": q, "key": k, "value": v, "grouped": is_grouped}
-        for side, borders in (("q", queries), ("k", keys)):
-            given[f"cu_seq_lens_{side}"], given[f"max_length_{side}"] = borders
+        for side, row in (("q", queries), ("k", keys)):
+            given[f"cu_seq_lens_{side}"] = row.cu_seq_lens.to(query.device, torch.int32)
+            given[f"max_length_{side}"] = row.max_length
         attended = self.function(
-            **{name: given[meaning] for name, meaning in self.arguments.items() if given[meaning] is not None}
+            **{name: given[meaning] for meaning, name in self.arguments.items() if given[meaning] is not None}
         )
         attended = attended[0] if isinstance(attended, tuple) else attended  # some also return log-sum-exps
         output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
@@ -183,16 +181,11 @@ class VarlenKernel:
 
 
 @once_for_all_layers
-def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Borders, Borders]:
+def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Layout, Layout]:
     """Return the keys of the runs of a row of trees: for each key, the index of its token in the row, int64 [keys]; the
-    borders of the runs' queries; and those of their keys."""
-    runs = list(runs_of(row.trees, window, None))
-    places = on_device(np.concatenate([keys for _, keys in runs]), device)
-    lengths = [length for length, _ in runs], [len(keys) for _, keys in runs]
-    queries, keys = (
-        (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device), max(each)) for each in lengths
-    )
-    return places, queries, keys
+    layout of the runs' queries; and that of their keys."""
+    lengths, keys, places = runs_of(row.trees, window, None)
+    return on_device(places, device), Layout.of(lengths, device), Layout.of(keys, device)
 
 
 class FlexKernel:
@@ -291,7 +284,7 @@ def switched_off() -> AbstractContextManager[None]:
     return within(_is_off, True)
 
 
-def choose(layer: nn.Module, query: Tensor, value: Tensor, in_trees: bool, options: dict[str, Any]) -> Kernel | None:
+def choose(layer: nn.Module, query: Tensor, value: Tensor, in_trees: bool, options: Arguments) -> Kernel | None:
     """Return the kernel on which an attention call of a layer runs, or None for exact attention.
 
     Args:

@@ -5,7 +5,7 @@ have parents, and a document is a path from a root down to a segment. Modules th
 paths; in a packed row, each path is one segment. A batch costs one read of its borders, which waits for the device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,18 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.batch.collate import active_loader
 from hf_packing.batch.segments import LongestSegment
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
-    INPUT_IDS,
-    LABELS,
     MAX_LENGTHS,
     PADDING_SEGMENT,
     PARENTS,
-    POSITION_IDS,
     SEGMENT_LENGTHS,
     SEQ_IDX,
     SEQ_LENGTHS,
@@ -85,8 +83,7 @@ class Layout:
     ) -> "Layout":
         """Return the Layout of segments of these lengths, which share no prefixes, or of trees."""
         trees = segments if isinstance(segments, TreeSegments) else roots(segments)
-        borders = torch.tensor([0, *accumulate(trees.lengths)], dtype=torch.int32, device=device)
-        return cls(borders, trees, rows, **more)
+        return cls(torch.tensor([0, *accumulate(trees.lengths)], dtype=torch.int32, device=device), trees, rows, **more)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -120,19 +117,9 @@ class Layout:
         return max(self.longest, self.bound)
 
     @property
-    def has_fixed_shape(self) -> bool:
-        """True for a batch of fixed shapes, which has a constant max_length or empty segments at the end."""
-        return self.bound > self.longest or len(self.lengths) < len(self.cu_seq_lens) - 1
-
-    @property
-    def num_paths(self) -> int:
-        """The number of parts on which modules run that are not segment-local."""
-        return len(self.trees.leaves)
-
-    @property
     def is_one_path_per_row(self) -> bool:
         """True if every module may run on the rows as they are."""
-        return self.num_paths == self.rows
+        return len(self.trees.leaves) == self.rows
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
@@ -202,7 +189,7 @@ class SharedCall(NamedTuple):
 
     segments: list[int]
     """The indices of the paths in this call, which are the segments of packed rows."""
-    places: Sequence[Place]
+    places: list[Place]
     """Where the tokens of each path are."""
     lengths: list[int]
     batch: Layout
@@ -210,16 +197,18 @@ class SharedCall(NamedTuple):
 
     @classmethod
     def of(cls, segments: list[int], places: Sequence[Place], device: torch.device) -> "SharedCall":
-        lengths = list(map(length_of, places))
-        return cls(segments, places, lengths, Layout.of([max(lengths)] * len(lengths), device, rows=len(lengths)))
+        """Return the call of some of the paths in these places."""
+        own = [places[each] for each in segments]
+        lengths = [*map(length_of, own)]
+        return cls(segments, own, lengths, Layout.of([max(lengths)] * len(own), device, rows=len(own)))
 
 
 @once_for_all_layers
 def calls_of(layout: Layout, sharing: Sharing) -> list[SharedCall]:
     """Return module calls that together run each path of a layout once."""
     most = MOST_TOKENS_OF_CALL if layout.has_branches else inf
-    groups, device = group_lengths(layout.path_lengths, sharing, most), layout.cu_seq_lens.device
-    return [SharedCall.of(paths, [layout.places[path] for path in paths], device) for paths in groups]
+    device = layout.cu_seq_lens.device
+    return [SharedCall.of(each, layout.places, device) for each in group_lengths(layout.path_lengths, sharing, most)]
 
 
 MAX_PADDING = 4
@@ -279,12 +268,12 @@ def labels_of_trees() -> AbstractContextManager[None]:
     return within(_takes_labels, True)
 
 
-def has_trees(inputs: Mapping[str, Any]) -> bool:
+def has_trees(inputs: Inputs) -> bool:
     """Return whether the arguments of a model's forward are a row of trees."""
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
 
 
-def refuse_earlier_tokens(inputs: Mapping[str, Any]) -> None:
+def refuse_earlier_tokens(inputs: Inputs) -> None:
     """Raise PackingError if all documents of a row would attend to the tokens of a cache or to states of an encoder."""
     for name in ("encoder_hidden_states", "use_cache", *CACHES):
         if (value := inputs.get(name)) is not None and value is not False:
@@ -295,9 +284,9 @@ def refuse_earlier_tokens(inputs: Mapping[str, Any]) -> None:
             )
 
 
-def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
+def tokens_of(inputs: Inputs) -> Tensor:
     """Return input_ids, or a value of inputs_embeds for each token."""
-    ids, embeddings = inputs.get(INPUT_IDS), inputs.get("inputs_embeds")
+    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if isinstance(ids, Tensor):
         return ids
     if isinstance(embeddings, Tensor):
@@ -305,7 +294,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
     raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
 
 
-def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
+def read_layout(inputs: Inputs, training: bool = False) -> Layout:
     """Read the segments of packed rows, or of a row of trees, from a model's inputs, which waits for the device.
     Several rows are counted as one long row.
 
@@ -335,11 +324,11 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
                 "batch, such as a teacher. If every row is one document, pass an attention_mask of ones"
             )
         return Layout.of([length] * rows, tokens.device)
-    known, ends, bound = borders.tolist(), range(length, rows * length + 1, length), inputs.get(MAX_LENGTHS[0])
-    lengths = _lengths_between(known)
-    if known[:1] != [0] or known[-1] != rows * length or min(lengths) < 1 or not set(ends) <= set(known):
+    known, total, bound = borders.tolist(), rows * length, inputs.get(MAX_LENGTHS[0])
+    lengths, ends = _lengths_between(known), range(0, total + 1, length)
+    if sum(lengths) != total or min(lengths) < 1 or not {*ends} <= {*known}:
         raise PackingError(
-            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * length} tokens, with a border at "
+            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {total} tokens, with a border at "
             f"the end of every row of {length} tokens, got {known}"
         )
     return Layout(
@@ -350,26 +339,25 @@ def read_layout(inputs: Mapping[str, Any], training: bool = False) -> Layout:
     )
 
 
-def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
+def _read_trees(inputs: Inputs, tokens: Tensor) -> Layout:
     if inputs.get(SEGMENT_LENGTHS) is None or inputs.get(PARENTS) is None:
-        raise PackingError(f"{SEGMENT_LENGTHS}: expected both {SEGMENT_LENGTHS} and {PARENTS} beside a row of trees")
-    if inputs.get(LABELS) is not None and not _takes_labels.get():
+        raise PackingError("segment_lengths: expected both segment_lengths and parents beside a row of trees")
+    if inputs.get("labels") is not None and not _takes_labels.get():
         raise PackingError(
             "labels: expected None with a row of trees, since no model computes the loss of trees by itself; call "
             "hfp.compute_loss(model, batch)"
         )
     if borders := [name for name in (*CU_SEQ_LENS, SEQ_IDX) if inputs.get(name) is not None]:
         raise PackingError(
-            f"{borders[0]}: expected None with a row of trees, whose borders are given by {SEGMENT_LENGTHS} and "
-            f"{PARENTS}"
+            f"{borders[0]}: expected None with a row of trees, whose borders are given by segment_lengths and parents"
         )
     trees = TreeSegments.from_arrays(*(torch.as_tensor(inputs[name]).cpu() for name in (SEGMENT_LENGTHS, PARENTS)))
     if tokens.shape != (1, trees.tokens):
         raise PackingError(
-            f"{SEGMENT_LENGTHS}: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
+            f"segment_lengths: expected lengths that add up to a single row of {list(tokens.shape)} tokens, got "
             f"{trees.tokens}"
         )
-    layout, positions = Layout.of(trees, tokens.device), inputs.get(POSITION_IDS)
+    layout, positions = Layout.of(trees, tokens.device), inputs.get("position_ids")
     if positions is not None and not torch.equal(positions.to(tokens.device), layout.position_ids):
         raise PackingError(
             "position_ids: expected the depth of each token in its tree, or None, got positions that begin with "
@@ -378,7 +366,7 @@ def _read_trees(inputs: Mapping[str, Any], tokens: Tensor) -> Layout:
     return layout
 
 
-def layout_of_collator(inputs: Mapping[str, Any]) -> Layout | None:
+def layout_of_collator(inputs: Inputs) -> Layout | None:
     """Return the layout of a batch of PackingCollator without reading its tensors; None for other batches."""
     longest, borders, tokens = inputs.get(MAX_LENGTHS[0]), inputs.get(CU_SEQ_LENS[0]), tokens_of(inputs)
     if not isinstance(longest, LongestSegment) or borders is None or len(borders) <= len(longest.lengths):
@@ -407,12 +395,11 @@ def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
     Returns:
         Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
     """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + step
+    starts = F.pad(position_ids.diff(dim=1) != step, (1, 0), value=True)
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
-def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
+def read_borders(rows: int, inputs: Inputs) -> Tensor | None:
     """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, seq_idx, seq_lengths and position_ids.
 
     Args:
@@ -425,14 +412,14 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     Raises:
         PackingError: an argument has a wrong shape, or two arguments have different borders.
     """
-    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
+    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, "position_ids"))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
     if seq_idx is not None:
         found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
     if positions is not None and positions.ndim == 2 and not _ends_in_padding(inputs):  # where positions begin again
-        found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
+        found["position_ids"] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
@@ -448,27 +435,27 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     return found.get(first)
 
 
-def _ends_in_padding(inputs: Mapping[str, Any]) -> bool:
+def _ends_in_padding(inputs: Inputs) -> bool:
     """Return whether the last segment only fills a batch of fixed shapes, as PackingCollator marks it."""
     seq_idx = inputs.get(SEQ_IDX)
     return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
-def without_first_labels(inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
     predict from the document before. PackingCollator makes no such labels."""
-    labels = inputs.get(LABELS)
+    labels = inputs.get("labels")
     is_ours = isinstance(inputs.get(MAX_LENGTHS[0]), LongestSegment)
     if is_ours or not isinstance(labels, Tensor) or labels.shape != (1, layout.tokens):
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
-    return {**inputs, LABELS: labels.index_fill(1, first, IGNORED_LABEL)}
+    return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}
 
 
 _TWO_DOCUMENTS = {
-    INPUT_IDS: [1, 1, 1, 1],
-    LABELS: [-100, 1, -100, 1],
-    POSITION_IDS: [0, 1, 0, 1],
+    "input_ids": [1, 1, 1, 1],
+    "labels": [-100, 1, -100, 1],
+    "position_ids": [0, 1, 0, 1],
     SEQ_IDX: [0, 0, 1, 1],
     **{name: [0, 2, 4] for name in CU_SEQ_LENS},
     SEQ_LENGTHS: [2, 2],
@@ -504,13 +491,12 @@ def check_loader(layout: Layout) -> None:
     _checked.add(loader)
 
 
-def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> None:
+def _ask(collate: Callable[..., Any], names: list[str]) -> None:
     """Raise PackingError if a collator makes one document of a row of two documents with these columns."""
-    row = {name: values for name, values in _TWO_DOCUMENTS.items() if name in names}
     try:
         with torch.random.fork_rng(devices=[]):
-            batch = collate([row])
-        borders = read_borders(len(batch[INPUT_IDS]), batch)
+            batch = collate([{name: values for name, values in _TWO_DOCUMENTS.items() if name in names}])
+        borders = read_borders(len(batch["input_ids"]), batch)
     except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
         return
     if borders is None or borders.tolist()[:3] != [0, 2, 4]:

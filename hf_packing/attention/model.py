@@ -5,6 +5,7 @@ embedding, the place where the weights are stored, and modules that are built al
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.checks import refuse_older
 from hf_packing.errors import ModelNotSupportedError, PackingError
+
+Inputs = Mapping[str, Any]
+"""The arguments of a model's forward by name, or a batch."""
+
+Arguments = dict[str, Any]
+"""The arguments of a call by name."""
 
 GATHERED = "ds_id"
 """Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
@@ -81,17 +88,17 @@ def sees_media(model: nn.Module) -> bool:
     return any({*([kind] if isinstance(kind, str) else kind)} != {"text"} for kind in kinds)
 
 
-def tower_configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations of a model's towers, which are the inner models without the embedding of tokens in a
-    model that takes pictures or sound. Configurations that other modules share are left out."""
+def tower_configurations(model: PreTrainedModel) -> set[int]:
+    """Return the `id()` of each configuration of a model's towers, which are the inner models without the embedding of
+    tokens in a model that takes pictures or sound. Configurations that other modules share are left out."""
     if not sees_media(model):
-        return []
+        return set()
     embedding = embedding_of(model).weight
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     towers = [each for each in inner if embedding not in {*each.parameters()}]
     inside = {module for tower in towers for module in tower.modules()}
     shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
-    return [config for tower in towers for config in configurations(tower) if id(config) not in shared]
+    return {id(config) for tower in towers for config in configurations(tower)} - shared
 
 
 class Signature:
@@ -105,15 +112,21 @@ class Signature:
         parameters = next((each for each in found if all(p.kind is not p.VAR_POSITIONAL for p in each)), found[0])
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
-        self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
+        self.takes_types_from_buffer = self.takes("token_type_ids") and any(
+            name.endswith("token_type_ids") for name, _ in module.named_buffers()
+        )
         """True if the module, like BERT, reads token_type_ids from a buffer when no token_type_ids are passed. Such a
         buffer may be too short for a packed row, since it is only as long as the model's longest document."""
 
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
 
-    def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def without_unknown(self, inputs: Arguments, names: Sequence[str]) -> Arguments:
+        """Return the arguments without those of some names that the forward does not take."""
+        return {name: value for name, value in inputs.items() if name not in names or self.takes(name)}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def by_name(self, args: Any, kwargs: Arguments) -> Arguments:
         """Return all arguments of a call, positional arguments included, as a dictionary of keyword arguments."""
         if len(args) > len(self.names):
             raise PackingError(
@@ -209,8 +222,8 @@ def is_fsdp(module: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has compiled a model, or a module of the model."""
-    wrapped = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+    kinds = ((type(module).__name__, module._compiled_call_impl) for module in model.modules())
+    return any(name == "OptimizedModule" or compiled is not None for name, compiled in kinds)
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

@@ -4,14 +4,13 @@ Rows may share prefixes, such as the prompt of a pair of answers, which then run
 rows runs on the rows of equal length together. Reading a batch waits for the device once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,10 +24,11 @@ from hf_packing.attention.layout import (
     refuse_earlier_tokens,
     tokens_of,
 )
-from hf_packing.attention.model import pad_token_of
-from hf_packing.attention.token_axes import Path, leaves, map_leaves
-from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, PARENTS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.attention.model import Arguments, Inputs, pad_token_of
+from hf_packing.attention.token_axes import Path, leaves, map_tensors
+from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.planning.lengths import BoolArray
 from hf_packing.trees.find import BatchTrees, find_in_batch
 
 Side = Literal["right", "left", "both"]
@@ -74,12 +74,17 @@ class PaddedRows:
         shared: the trees of the rows, if they share prefixes.
     """
 
-    real: npt.NDArray[np.bool_]
+    real: BoolArray
     device: torch.device
     side: Side = "right"
     has_positions: bool = False
     media: tuple[str, ...] = ()
     shared: BatchTrees | None = None
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PaddedRows":
+        """Return rows that have the tokens of one segment each, with padding on the right."""
+        return cls(np.arange(layout.longest) < np.array(layout.lengths)[:, None], layout.cu_seq_lens.device)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -112,19 +117,12 @@ class PaddedRows:
         """The index of each token in the flattened batch, int64 [tokens]."""
         return on_device(np.flatnonzero(self.real), self.device)
 
-    @cached_property
-    def _taken(self) -> Tensor:
-        """The index in the flattened batch of each token that `lay_end_to_end` takes, int64 [tokens]."""
-        return self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
-
     def take(self, value: Any, places: Tensor) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by its values at some places
         of the flattened batch, [*places.shape, ...]. The same is done to position ids of shape [axes, rows, tokens],
         and to all places of rows of several choices, [rows, choices, tokens, ...]."""
 
-        def take(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def take(path: Path, leaf: Tensor) -> Tensor:
             if has_axes_first(path, leaf, self.shape):
                 return leaf.flatten(1)[:, places]
             if leaf.shape == (1, self.shape[1]):  # the same for all rows
@@ -135,12 +133,13 @@ class PaddedRows:
                 return leaf.flatten(0, 2)[places].view_as(leaf)  # several choices in each row
             return leaf
 
-        return map_leaves(value, take)
+        return map_tensors(value, take)
 
     def lay_end_to_end(self, value: Any) -> Any:
         """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
         [1, tokens without padding, ...]."""
-        return self.take(value, self._taken[None])
+        places = self._places if self.shared is None else self._places[on_device(self.shared.taken, self.device)]
+        return self.take(value, places[None])
 
     def put_back(self, value: Any) -> Any:
         """Return the outputs of the row in the shapes that they have for the padded batch, with zeros in padding.
@@ -150,22 +149,19 @@ class PaddedRows:
         """
         tokens, documents, longest = self.layout.tokens, len(self.layout.lengths), self.layout.longest
 
-        def put(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+        def put(path: Path, leaf: Tensor) -> Tensor:
+            if leaf.ndim < 2:
                 return leaf
             if leaf.ndim > 2 and leaf.shape[:2] == (1, tokens):
                 return self.spread(leaf[0])
             if leaf.ndim > 2 and leaf.shape[:2] == (documents, longest):  # RowsInBackbone has made rows
-                if (documents, longest, self.side) == (*self.shape, "right"):
-                    return leaf
-                real = np.arange(longest) < np.array(self.layout.lengths)[:, None]
-                return self.spread(leaf.flatten(0, 1)[on_device(np.flatnonzero(real), leaf.device)])
+                return self.spread(leaf.flatten(0, 1)[PaddedRows.of(self.layout)._places])
             if len(leaf) == documents and path[:1] != ("router_logits",):
                 places = on_device(np.flatnonzero(self.lengths), leaf.device)
                 return leaf.new_zeros(self.shape[0], *leaf.shape[1:]).index_copy(0, places, leaf)
             return self.spread(leaf).flatten(0, 1) if len(leaf) == tokens else leaf
 
-        return map_leaves(value, put)
+        return map_tensors(value, put)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values of the row, [tokens, ...], as [rows, tokens, ...], with zeros in padding."""
@@ -188,7 +184,7 @@ class PaddedRows:
         columns = (np.arange(tokens) + steps[:, None]) % tokens
         return self.take(value, on_device(np.arange(rows)[:, None] * tokens + columns, self.device))
 
-    def sharing_prefixes(self, inputs: Mapping[str, Any], fewest: int) -> "PaddedRows":
+    def sharing_prefixes(self, inputs: Inputs, fewest: int) -> "PaddedRows":
         """Return the rows as trees, if they share prefixes. They share none if a backbone gets labels, or anything for
         each token but integers, such as embeddings.
 
@@ -198,10 +194,10 @@ class PaddedRows:
         """
         values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.ndim}
         known = all(each.shape == self.shape and not each.is_floating_point() for each in values.values())
-        if not known or INPUT_IDS not in values or LABELS in values:
+        if not known or "input_ids" not in values or "labels" in values:
             return self
         tokens = {name: each.cpu().numpy()[self.real] for name, each in values.items()}
-        found = find_in_batch(tokens.pop(INPUT_IDS), tokens, self.layout.lengths, fewest)
+        found = find_in_batch(tokens.pop("input_ids"), tokens, self.layout.lengths, fewest)
         return replace(self, shared=found) if found.trees.tokens < self.layout.tokens else self
 
 
@@ -215,7 +211,7 @@ current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default
 running."""
 
 
-def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> PaddedRows | None:
+def read_padded_rows(inputs: Inputs, are_documents: bool = False) -> PaddedRows | None:
     """Read the places of the tokens from the attention_mask in a model's inputs.
 
     Args:
@@ -258,7 +254,7 @@ def read_padded_rows(inputs: Mapping[str, Any], are_documents: bool = False) -> 
     return PaddedRows(real, tokens.device, side, position_ids is not None, media_of(inputs))
 
 
-def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+def packed_rows(inputs: Inputs) -> PaddedRows | None:
     """Return the places of the tokens in several packed rows, which run as a single one; None for a single row.
 
     Raises:
@@ -278,7 +274,7 @@ def packed_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS, PARENTS)
 
 
-def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
+def _real(mask: Any, tokens: Tensor) -> BoolArray:
     """Return which tokens an attention_mask does not hide, bool [rows, tokens]. This waits for the device."""
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.is_floating_point():
         shown = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -287,7 +283,7 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
             f"for padding, got {shown}; call unpatch_model to use other masks"
         )
     given = mask.flatten(0, -2).cpu().numpy()
-    real: npt.NDArray[np.bool_] = given != 0
+    real: BoolArray = given != 0
     if (given != real).any():
         raise PackingError(
             "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
@@ -296,12 +292,12 @@ def _real(mask: Any, tokens: Tensor) -> npt.NDArray[np.bool_]:
     return real
 
 
-def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
+def _check_positions(position_ids: Tensor, real: BoolArray) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
     # of pictures, whose places share positions, the first axis is that of time; or, of four axes, that of the text
-    axes, positions = len(position_ids), position_ids[0] if position_ids.ndim == 3 else position_ids
-    step = np.diff(positions.expand(real.shape).cpu().numpy())
-    rises = step >= 0 if position_ids.ndim == 3 and axes < 4 else step == 1
+    has_axes = position_ids.ndim == 3
+    step = np.diff((position_ids[0] if has_axes else position_ids).expand(real.shape).cpu().numpy())
+    rises = step >= 0 if has_axes and len(position_ids) < 4 else step == 1
     if not rises[real[:, 1:] & real[:, :-1]].all():
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
@@ -310,15 +306,16 @@ def _check_positions(position_ids: Tensor, real: npt.NDArray[np.bool_]) -> None:
         )
 
 
-def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+def media_of(inputs: Inputs) -> tuple[str, ...]:
     """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
     numbers for whole rows, nor one number for each token."""
-    others, shape = inputs.keys() - {"inputs_embeds", LABELS}, tokens_of(inputs).shape
+    shape = tokens_of(inputs).shape
     floats = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.is_floating_point()}
-    return tuple(name for name, each in floats.items() if name in others and each.ndim > 1 and each.shape != shape)
+    has_places = [name for name, each in floats.items() if each.ndim > 1 and each.shape != shape]
+    return tuple(name for name in has_places if name not in ("inputs_embeds", "labels"))
 
 
-def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
+def with_pad_tokens(model: PreTrainedModel, inputs: Arguments, rows: PaddedRows) -> Arguments:
     """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
     ids, pad = inputs.get("input_ids"), pad_token_of(model)
     if ids is None or pad is None:
@@ -326,7 +323,7 @@ def with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: Padded
     return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
 
-def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: PaddedRows) -> dict[str, Any]:
+def inputs_of_backbone(backbone: nn.Module, inputs: Inputs, rows: PaddedRows) -> Arguments:
     """Return the arguments of a backbone's forward for a padded batch, without caches and without attention_mask.
 
     Position ids that only the model itself has made are left out, since they may count padding.
@@ -368,7 +365,7 @@ def _is_of_media(path: Path, leaf: Any, rows: PaddedRows) -> bool:
     return not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3)
 
 
-def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
+def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows) -> Any:
     """Call a forward once for all rows with the same number of tokens, without padding, and return its output for the
     padded batch, with zeros in padding.
 
@@ -382,8 +379,8 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
         group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
         places = group._places.view(-1, length)
 
-        def widen(_: Path, leaf: Any, shape: tuple[int, ...] = places.shape) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        def widen(_: Path, leaf: Tensor, shape: tuple[int, ...] = places.shape) -> Tensor:
+            if not leaf.is_floating_point():
                 return leaf
             if leaf.ndim < 2 or len(leaf) != shape[0]:
                 raise ModelNotSupportedError(
@@ -395,13 +392,13 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
             return leaf
 
         output = _without_caches(forward(**rows.take(dict(inputs), places)))
-        outputs.append(dict(leaves(group.put_back(map_leaves(output, widen)))))
+        outputs.append(dict(leaves(group.put_back(map_tensors(output, widen)))))
 
-    def join(path: Path, leaf: Any) -> Any:
-        parts = [each[path] for each in outputs]  # each of which has zeros in the rows of the others
-        return sum(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def join(path: Path, leaf: Tensor) -> Any:
+        # each of which has zeros in the rows of the others
+        return sum(each[path] for each in outputs) if leaf.is_floating_point() else leaf
 
-    return map_leaves(output, join)
+    return map_tensors(output, join)
 
 
 def _without_caches(output: Any) -> Any:

@@ -25,7 +25,6 @@ from hf_packing.attention.kernels import HUB_KERNEL, kernel_of, switched_off
 from hf_packing.attention.model import (
     Signature,
     configurations,
-    has_local_weights,
     has_vocabulary,
     inner_model,
     pad_token_of,
@@ -161,13 +160,13 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
             stacklevel=3,
         )
         return
-    is_local = has_local_weights(inner)
+    is_local = (location := weights_location(model)) == "in memory"
     is_small = is_local and sum(each.numel() for each in inner.parameters()) <= _FEW_PARAMETERS
     if prove == "first batch" and not is_small:
         with suppress(ModelNotSupportedError) if is_local else nullcontext():
             install(inner, find_on_small_copy(inner))
             return
-    if (location := weights_location(model)) != "in memory":
+    if not is_local:
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location}; call "
             "patch_model while the weights are in memory, or pass prove='small'"
@@ -175,8 +174,7 @@ def _patch(model: nn.Module, prove: ProveInTraining) -> None:
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
         find_and_prove(inner)
-        route = route_of(inner)
-        if not is_known and route is not None and route.by_segment and has_thresholds(inner.config):
+        if not is_known and getattr(inner, PATCH).route.by_segment and has_thresholds(inner.config):
             find_for_long_documents(inner)
 
 
@@ -232,9 +230,8 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
     check_choice("prove", prove, ProveInTraining)
     inner = inner_model(model)
     with unpatched_on_error(model):
-        if prove == "first batch" and not is_patched(inner):
+        if not is_patched(inner):
             _patch(model, prove)
-        patch_model(model, prove="small" if prove == "small" else "model")
         if prove != "model" or accelerator.mixed_precision == "no":
             return
         with accelerator.autocast():
@@ -307,13 +304,8 @@ def patched(model: Model) -> Iterator[Model]:
         ...     hfp.check_isolation(model).isolated
         True
     """
-    inner = inner_model(model)
-    was_patched = is_patched(inner)
-    try:
+    with unpatched_on_error(model, always=True):
         yield patch_model(model)
-    finally:
-        if is_patched(inner) and not was_patched:
-            remove(inner)
 
 
 _LENGTHS_WITH_PADS, _PLACES_OF_PADS = (18, 9, 9), [2, 17, 20, 26, 29, 35]
@@ -348,8 +340,7 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             _prove_on_packed_rows(model, model, only)
         return
     except ModelNotSupportedError as error:
-        takes_labels = "labels" in Signature(model).names
-        is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
+        is_backbone = model.base_model is model and model.base_model_prefix and "labels" not in Signature(model).names
         if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
             raise
     if model.base_model is not model:
@@ -357,8 +348,8 @@ def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
             _prove_on_packed_rows(model, model.base_model, only)
             return
     with unpatched_on_error(model):
-        facts = Facts(takes_packed_rows=False)
-        install(model, Route(Method(None, positions=False, borders=False), (), 0.0, facts=facts))
+        method = Method(None, positions=False, borders=False)
+        install(model, Route(method, (), 0.0, facts=Facts(takes_packed_rows=False)))
         prove_unpadding(model, by_length=True)
 
 
@@ -532,8 +523,9 @@ def find_on_small_copy(model: PreTrainedModel) -> Route:
                 f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
                 f"{found.__name__}"
             )
-    refused = None if route.facts.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
-    facts = replace(route.facts, refused_token=refused)
+    facts = replace(route.facts)
+    if facts.refused_token is not None:
+        facts.refused_token = pad_token_of(model)  # the copy has smaller token ids
     return replace(route, packed_share=packed_share(model, route.by_segment), facts=facts)
 
 

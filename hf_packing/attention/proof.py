@@ -48,13 +48,13 @@ class Proof:
     max_gradient_leak: float
     """The largest gradient of a document's outputs at another document, divided by the largest gradient at the document
     itself; nan if gradients were not computed."""
-    training: bool
-    dtype: torch.dtype
+    mode: str
+    """The mode of the model: "training" or "evaluation"."""
+    where: str
+    """The sizes of the batch, the mode and the dtype."""
     tokens: int
     documents: int
     """Number of documents; a piece of a document that was cut counts as a document."""
-    longest: int
-    """Number of tokens in the longest document."""
     alone: int
     """Number of documents that were compared with the same documents run alone."""
     gradients: bool
@@ -62,25 +62,13 @@ class Proof:
     kernel: str
     """The kernel on which the attention of a patched model ran; empty if the model computes attention itself."""
 
-    @property
-    def mode(self) -> str:
-        return "training" if self.training else "evaluation"
-
-    @property
-    def where(self) -> str:
-        return (
-            f"{self.documents:,} documents of up to {self.longest:,} tokens, {self.tokens:,} in all, in "
-            f"{self.mode} mode and {str(self.dtype).removeprefix('torch.')}"
-        )
-
     def __str__(self) -> str:
         if self.problem:
             return f"not isolated on {self.where}: {self.problem}"
-        compared = "logits or gradients" if self.gradients else "logits"
         kernel = f"; kernel: {self.kernel}" if self.kernel else ""
         return (
-            f"{self.where}; no document changes the {compared} of another (largest change {self.max_leak:.2g}); alone "
-            f"they are the same ({self.alone} compared){kernel}"
+            f"{self.where}; no document changes the logits{' or gradients' if self.gradients else ''} of another "
+            f"(largest change {self.max_leak:.2g}); alone they are the same ({self.alone} compared){kernel}"
         )
 
 
@@ -99,8 +87,8 @@ def prove(case: Case) -> Proof:
                 if not fall_back(str(error)):
                     raise
             else:
-                reason = proof.problem or "isolation is not proven on another rank"
-                if not (on_any_rank(case.model, bool(proof.problem)) and fall_back(reason)):
+                is_wrong = on_any_rank(case.model, bool(proof.problem))
+                if not (is_wrong and fall_back(proof.problem or "isolation is not proven on another rank")):
                     return proof
 
 
@@ -120,16 +108,19 @@ def _prove_on_one_kernel(case: Case) -> Proof:
             if other is not None and len(case.known) == 1 and case.known[0].runs:
                 case.known.append(case.alone(other))
             problem = _problem(case, packed, changes, repeated)
-    route = route_of(case.model)
+    route, tokens, documents = route_of(case.model), case.trees.tokens, len(case.paths)
+    mode, dtype = "training" if case.training else "evaluation", str(case.runner.dtype).removeprefix("torch.")
     return Proof(
         problem=problem,
         max_leak=_largest_leak(changes),
         max_gradient_leak=packed.reach,
-        training=case.training,
-        dtype=case.runner.dtype,
-        tokens=case.trees.tokens,
-        documents=len(case.paths),
-        longest=max(case.lengths),
+        mode=mode,
+        where=(
+            f"{documents:,} documents of up to {max(case.lengths):,} tokens, {tokens:,} in all, in {mode} mode "
+            f"and {dtype}"
+        ),
+        tokens=tokens,
+        documents=documents,
         alone=len(case.known[0].runs),
         gradients=bool(packed.gradients),
         kernel=kernel_of(case.model) if route is not None and route.method.attention else "",
@@ -152,8 +143,8 @@ def _change(case: Case, before: Run, replaced: list[int]) -> _Change:
     behind = (case.with_replaced(replaced) == case.tokens)[case.has_tokens(noticing)]
     if behind.shape == inside.shape and behind.any():
         inside, least = inside[behind], LEAST_SEEN * spread(torch.cat(before.outputs))
-    leak = left.new_zeros(1) if torch.equal(left, right) else differences(left, right)
-    return leak, bool(inside.max() > least)
+    same = torch.equal(left, right)
+    return left.new_zeros(1) if same else differences(left, right), bool(inside.max() > least)
 
 
 def _largest_leak(changes: list[_Change]) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from hf_packing.attention.proof import Proof, prove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.runs import NoLanguageModelError, NotCallableError, Runner
 from hf_packing.batch.collate import PackingCollator
-from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.strategies.sequential import FixedLength
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,16 @@ class IsolationReport:
     """The name of the kernel on which the attention of a patched model ran in the check; see `kernel_of`."""
 
     def __str__(self) -> str:
-        lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
-        lines.append(f"checked in {' and '.join(self.modes)} mode, with dropout off")
+        lines = [
+            f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}",
+            f"checked in {' and '.join(self.modes)} mode, with dropout off",
+        ]
         if self.unproven and not (self.route and self.route.unproven):
             lines.append(f"training mode not proven: {self.unproven}")
-        lines.append(f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}")
-        lines.append(self.route.describe() if self.route else "route: none, the model is not patched")
+        lines += [
+            f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}",
+            self.route.describe() if self.route else "route: none, the model is not patched",
+        ]
         if self.kernel:
             lines.append(f"kernel: {self.kernel}")
         return "\n".join(lines)
@@ -144,9 +147,14 @@ def check_isolation(
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     lengths = distinctive_lengths(model)
+    collate, pack = collator or PackingCollator(), FixedLength(sum(lengths), seed=None)
     lengths = [length for row in range(rows) for length in lengths[row % 3 :] + lengths[: row % 3]]
-    collate = collator or PackingCollator()
-    case = RowCase(Runner(model), lengths=lengths, make_batch=lambda rows: collate(_packed(rows)), seed=seed)
+
+    def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
+        packed = pack({"input_ids": documents})
+        return collate([dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)])
+
+    case = RowCase(Runner(model), lengths=lengths, make_batch=make_batch, seed=seed)
     route = route_of(model)
     try:
         if route is not None and not route.facts.takes_packed_rows:
@@ -182,9 +190,12 @@ def _check_rows(case: RowCase) -> IsolationReport:
     if report.isolated or route:
         return report
     config = case.model.config
-    setup = f", with attention {config._attn_implementation!r} and use_cache={getattr(config, 'use_cache', False)}"
-    advice = f"{setup}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
-    return replace(report, reason=report.reason + advice)
+    reason = (
+        f"{report.reason}, with attention {config._attn_implementation!r} and "
+        f"use_cache={getattr(config, 'use_cache', False)}. hf_packing.patch_model(model) keeps documents apart, or "
+        "raises an error"
+    )
+    return replace(report, reason=reason)
 
 
 def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: str = "") -> IsolationReport:
@@ -193,7 +204,7 @@ def _report(model: PreTrainedModel, proofs: list[Proof], reason: str, unproven: 
     return IsolationReport(
         isolated=not last.problem,
         max_leak=max(each.max_leak for each in proofs),
-        reason=("in training mode, " if last.training else "") + last.problem if last.problem else reason,
+        reason=("in training mode, " if last.mode == "training" else "") + last.problem if last.problem else reason,
         max_gradient_leak=float(np.fmax.reduce([each.max_gradient_leak for each in proofs])),
         route=route_of(model),
         modes=(last.mode,) if last.problem else tuple(each.mode for each in proofs),
@@ -210,11 +221,13 @@ def _check_trees(model: PreTrainedModel) -> IsolationReport:
         proofs, unproven = prove_trees(model)
     except ModelNotSupportedError as error:
         return IsolationReport(False, float("nan"), str(error), route=route_of(model))
-    reason = (
+    return _report(
+        model,
+        proofs,
         "changing a segment of a tree changed no logits but its own and those below it, and all documents equal the "
-        "same documents alone"
+        "same documents alone",
+        unproven,
     )
-    return _report(model, proofs, reason, unproven)
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
@@ -235,19 +248,5 @@ def predicts_tokens(model: PreTrainedModel) -> bool:
     case = RowCase(Runner(model))
     with suppress(ModelNotSupportedError):
         case.examine()
-        width = case.known[0].runs[0].outputs[0].shape[-1]
-        return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+        return case.width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
     return False
-
-
-def _packed(documents: DocumentTokens) -> list[dict[str, list[int]]]:
-    """Return packed rows of three documents each, with the columns that `hf_packing.pack` makes."""
-    return [
-        {
-            "input_ids": [*chain(*row)],
-            "labels": [*chain.from_iterable([IGNORED_LABEL, *tokens[1:]] for tokens in row)],
-            "position_ids": [*chain.from_iterable(range(len(tokens)) for tokens in row)],
-            "seq_lengths": [len(tokens) for tokens in row],
-        }
-        for row in (documents[start : start + 3] for start in range(0, len(documents), 3))
-    ]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.function import NAME
 from hf_packing.attention.layout import Layout
-from hf_packing.attention.model import Signature
+from hf_packing.attention.model import Arguments, Signature
 from hf_packing.attention.padded import Unpadding
 from hf_packing.columns import (
     CU_SEQ_LENS,
@@ -62,7 +62,7 @@ class Method:
     borders: bool = True
     mask_of_ones: bool = False
 
-    def build(self, signature: Signature, inputs: dict[str, Any], row: Layout) -> dict[str, Any]:
+    def build(self, signature: Signature, inputs: Arguments, row: Layout) -> Arguments:
         """Return the keyword arguments for a patched model's own forward.
 
         Args:
@@ -92,10 +92,10 @@ class Method:
         if self.borders and not row.has_branches:
             inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
             inputs[SEQ_IDX] = row.seq_idx
-        return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
+        return signature.without_unknown(inputs, READ_ARGUMENTS)
 
 
-def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
+def mark_changing_sizes(inputs: Arguments, tokens: int) -> None:
     """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
     the model for the first batch alone, and once more for the second one."""
     for name, value in inputs.items():
@@ -144,15 +144,6 @@ class Facts:
     fewest_shared: int | None = None
     """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
 
-    def check_tokens(self, input_ids: Tensor | None) -> None:
-        """Raise PackingError if the tokens contain `refused_token`."""
-        refused = self.refused_token
-        if refused is not None and input_ids is not None and bool((input_ids == refused).any()):
-            raise PackingError(
-                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
-                "even inside a document; remove the pad tokens from the documents before packing"
-            )
-
 
 @dataclass(frozen=True, repr=False)
 class Route:
@@ -171,8 +162,9 @@ class Route:
     @property
     def name(self) -> str:
         """The name of the route: `varlen`, `segments` or `varlen + segments`."""
-        parts = ["varlen"] if self.method.attention else []
-        return " + ".join(parts + (["segments"] if self.by_segment or not parts else []))
+        if not self.method.attention:
+            return "segments"
+        return "varlen + segments" if self.by_segment else "varlen"
 
     @property
     def modules(self) -> dict[str, int]:
@@ -219,7 +211,7 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
         module = model.get_submodule(plan.name)
         packed = [module.get_submodule(inner).parameters() for inner in plan.packed_modules()]
         by_segment |= set(module.parameters()).difference(*packed)
-    return 1 - sum(p.numel() for p in by_segment) / max(sum(p.numel() for p in model.parameters()), 1)
+    return 1 - sum(p.numel() for p in by_segment) / sum(p.numel() for p in model.parameters())
 
 
 def is_patched(model: PreTrainedModel) -> bool:
@@ -250,6 +242,5 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
-    classes = tuple((name, type(module)) for name, module in model.named_modules())
-    attention = model.config._attn_implementation
-    return classes, model.config.to_json_string(), attention, model.dtype, model.device.type
+    config, classes = model.config, tuple((name, type(module)) for name, module in model.named_modules())
+    return classes, config.to_json_string(), config._attn_implementation, model.dtype, model.device.type

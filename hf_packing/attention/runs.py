@@ -217,22 +217,20 @@ class Runner:
             if tokens not in (None, embedded.shape[:-1].numel()):
                 return output
             self._dtypes.add(embedded.dtype)
-            leaf = self._with_rounding_errors(embedded.detach()) if noisy else embedded.detach()
+            leaf = embedded.detach()
+            if noisy:  # 1 + eps or 1 - eps times as large
+                signs = torch.randint(2, leaf.shape, generator=torch.Generator().manual_seed(0)).to(leaf) * 2 - 1
+                leaf = leaf * (1 + signs * torch.finfo(self.dtype).eps)
             leaf.requires_grad_(torch.is_grad_enabled())
             found.append(((*args, *kwargs.values())[0], leaf))
             given = leaf.clone()  # a module may change its input in place
             return (given, *scales) if scales else given
 
         embedding = embedding_of(self.model)
-        same = [each for each in self.model.modules() if getattr(each, "weight", None) is embedding.weight]
-        # not an output layer that shares the weight
-        embeddings = {embedding, *(each for each in same if "Embedding" in str(type(each).__mro__))}
         with ExitStack() as stack:
-            for module in embeddings:
-                stack.enter_context(module.register_forward_hook(cut, with_kwargs=True))
+            for each in self.model.modules():
+                is_same = getattr(each, "weight", None) is embedding.weight
+                # not an output layer that shares the weight
+                if each is embedding or (is_same and "Embedding" in str(type(each).__mro__)):
+                    stack.enter_context(each.register_forward_hook(cut, with_kwargs=True))
             yield found
-
-    def _with_rounding_errors(self, embedded: Tensor) -> Tensor:
-        """Return embedded tokens with every entry multiplied by 1 + eps or 1 - eps at random."""
-        signs = torch.randint(2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded) * 2 - 1
-        return embedded * (1 + signs * torch.finfo(self.dtype).eps)

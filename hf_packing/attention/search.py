@@ -22,16 +22,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, SegmentedForward, is_inside
+from hf_packing.attention.by_segment import Given, ModulePlan, SegmentedForward, is_inside
 from hf_packing.attention.layout import Layout, SharedCall, Sharing
 from hf_packing.attention.model import configurations
 from hf_packing.attention.snapshot import OF_EVERY_MODULE, restored
 from hf_packing.attention.token_axes import (
     Path,
+    Place,
     TokenAxes,
     detached_copy,
     leaves,
     map_leaves,
+    map_tensors,
+    tensors_in,
 )
 from hf_packing.attention.tolerance import comparable, differences
 from hf_packing.errors import PackingError
@@ -82,9 +85,9 @@ class Search:
             with WatchFunctions(self.row.tokens), ExitStack() as hooks:
                 for name, module in [*self.model.named_modules()][1:]:  # without the model itself
                     # no other hook runs between these hooks and the forward, so they see its inputs and outputs
-                    before, after = partial(self._before_call, name), partial(self._after_call, name)
+                    before = partial(self._before_call, name)
                     hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-                    hooks.enter_context(module.register_forward_hook(after, prepend=True))
+                    hooks.enter_context(module.register_forward_hook(partial(self._after_call, name), prepend=True))
                 forward()
             for options in _CALLS if self.found else ():
                 with suppress(Exception):  # if the first one raises an error, the proof will, too
@@ -94,15 +97,14 @@ class Search:
                 found.remove()
         plans = [self.found[name].plan for name in self._names if name in self.found]
         for plan in plans:
-            plan.inputs.freeze()
-            plan.outputs.freeze()
+            plan.inputs.row_length = plan.outputs.row_length = None
         return plans
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not self._running:
             self._running = name if name in self.found else ""
-            kind, tokens, given = type(module).__name__, self.row.tokens, (args, kwargs)
-            plan = ModulePlan(name, kind, TokenAxes(kind, tokens), TokenAxes(kind, tokens))
+            kind, given = type(module).__name__, (args, kwargs)
+            plan = ModulePlan(name, kind, TokenAxes(kind, self.row.tokens), TokenAxes(kind, self.row.tokens))
             self._open_calls.append(_Call(SegmentedForward(module, plan), given, detached_copy(given), self.row))
 
     def _after_call(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
@@ -128,8 +130,8 @@ class Search:
         has_layers = any(isinstance(each, nn.ModuleList) for each in inner)  # which are classified themselves
         if has_layers and not self.thorough and 2 * len(inner) > len(self._names):
             return  # the proof itself tests nothing else than a stack of all layers
-        outputs = plan.outputs.found_in(call.output)
-        if not plan.inputs.found_in(call.inputs) or not any(isinstance(leaf, Tensor) for _, leaf, _ in outputs):
+        outputs = [leaf for _, leaf, _ in plan.outputs.found_in(call.output)]
+        if not plan.inputs.found_in(call.inputs) or not tensors_in(outputs):
             return
         try:
             depends_on_others = plan.is_stateful = call.depends_on_far_positions()
@@ -165,7 +167,7 @@ class Search:
         with suppress(Exception):  # the module cannot use segments of the projections' outputs
             agrees = not call.differ(output, call.one_by_one())
         if not agrees:
-            plan.ahead, plan.after = {}, None
+            plan.ahead, plan.after = {}, {}
         plan.sharing = call.find_sharing()
         for name in alike:  # they share the token axes, so what is recorded for one of them holds for all
             self.found[name] = SegmentedForward(self.model.get_submodule(name), replace(plan, name=name))
@@ -185,7 +187,7 @@ class Search:
                 plan.ahead[name] = known[id(source)]
                 known[id(inner.output)] = name
             elif inner is call.inner[-1] and source.ndim == inner.output.ndim and id(inner.output) in returned:
-                plan.after = name, returned[id(inner.output)]
+                plan.after[returned[id(inner.output)]] = name
 
     def _is_projection(self, call: "_Call", outer: str) -> bool:
         """Return whether the module that was called in `call` is a projection inside the module named `outer`: a
@@ -221,9 +223,9 @@ def modules_alike(model: nn.Module) -> list[list[str]]:
             for each in settings
             if isinstance(each, (list, tuple)) and 0 <= number < len(each)
         ]
-        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-        tensors = module._parameters | module._buffers
-        described = (_describe(each) for each in (*own.values(), *tensors.values(), *hooks, of_layers))
+        others = module._parameters, module._buffers, module._forward_pre_hooks, module._forward_hooks
+        values = (value for each in (own, *others) for value in each.values())
+        described = map(_describe, (*values, of_layers))
         place = ("*" if part.isdigit() else part for part in name.split("."))
         groups.setdefault((".".join(place), repr(module), module.training, *own, *described), []).append(name)
     return [*groups.values()]
@@ -324,9 +326,9 @@ class _Call:
 
     forward: SegmentedForward
     """The forward that would run the module segment by segment."""
-    given: tuple[Any, Any]
+    given: Given
     """args and kwargs of the call."""
-    inputs: tuple[Any, Any]
+    inputs: Given
     """A copy of `given`, made before the call, since a module may change its arguments in place."""
     row: Layout
     """The packed row on which the model runs."""
@@ -385,9 +387,8 @@ class _Call:
         """
         positions, moved = self.row.position_ids[0], []
 
-        def move_last(_: Path, leaf: Any) -> Any:
-            is_count = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
-            if not is_count or leaf.shape[-1:] != positions.shape:
+        def move_last(_: Path, leaf: Tensor) -> Tensor:
+            if leaf.dtype not in (torch.int32, torch.int64) or leaf.shape[-1:] != positions.shape:
                 return leaf
             if (leaf.reshape(-1, len(positions))[-1] != positions).any():
                 return leaf
@@ -395,7 +396,7 @@ class _Call:
             moved[-1][..., -1] = _FAR
             return moved[-1]
 
-        module, far = self.forward.module, map_leaves(self.inputs, move_last)
+        module, far = self.forward.module, map_tensors(self.inputs, move_last)
         if not moved or [*module.parameters()]:
             return False
         stateful = SegmentedForward(module, replace(self.forward.plan, is_stateful=True))
@@ -416,17 +417,20 @@ class _Call:
             and not plan.is_stateful
             and all(isinstance(leaf, Tensor) and len(axes) < 2 for _, leaf, axes in plan.inputs.found_in(self.inputs))
         )
-        equal = [(start, start + min(row.lengths)) for start, _ in row.slices]
-        trials: list[tuple[Sharing, list[tuple[int, int]]]] = [("ragged", row.slices), ("equal", equal)]
-        for sharing, slices in trials if may_be_ragged else trials[1:]:
-            together = [SharedCall.of([*range(len(slices))], slices, row.cu_seq_lens.device)]
-            one_by_one = [SharedCall.of([at], [place], row.cu_seq_lens.device) for at, place in enumerate(slices)]
+
+        def may_share(slices: Sequence[Place]) -> bool:
+            each, device = range(len(slices)), row.cu_seq_lens.device
+            one_by_one = [SharedCall.of([at], slices, device) for at in each]
+            together = [SharedCall.of([*each], slices, device)]
             runs = (one_by_one, Tensor.new_zeros), (together, Tensor.new_zeros), (together, _noise)
             with suppress(Exception):  # the module does not support batches of segments
-                alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run)[1] for run in runs)
-                if not outputs_differ([alone, alone], shared):
-                    return sharing
-        return "none"
+                alone, *shared = (self.forward.run_calls(detached_copy(self.inputs), *run) for run in runs)
+                return not outputs_differ([alone, alone], shared)
+            return False
+
+        if may_be_ragged and may_share(row.slices):
+            return "ragged"
+        return "equal" if may_share([(start, start + min(row.lengths)) for start, _ in row.slices]) else "none"
 
 
 def _noise(tensor: Tensor, shape: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.runs import STOCK_ATTENTIONS
+from hf_packing.attention.snapshot import WeightSnapshot
 
 VOCABULARY = 128
 """Number of tokens that a small model knows."""
@@ -86,8 +87,11 @@ SIZES = {
 are not among them, so that a copy's modules have the same names as the model's modules."""
 
 _KEPT_EQUAL = (
-    *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
-    *(("num_kv_heads", heads) for heads in ("num_attention_heads", "n_head")),
+    ("num_key_value_heads", "num_attention_heads"),
+    ("num_key_value_heads", "num_heads"),
+    ("num_key_value_heads", "n_heads"),
+    ("num_kv_heads", "num_attention_heads"),
+    ("num_kv_heads", "n_head"),
     ("head_dim", "qk_rope_head_dim"),
 )
 """Pairs of settings. If the two settings are equal in the model, they also have to be equal in the copy."""
@@ -126,7 +130,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
         copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
     randomize(copy)
     own = model.config._attn_implementation
-    if own not in STOCK_ATTENTIONS and "flash" not in own and own is not None:
+    if own not in STOCK_ATTENTIONS and "flash" not in own:
         copy.set_attn_implementation(own)
     return copy
 
@@ -211,12 +215,12 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
     every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
     are restored.
     """
-    generator = torch.Generator().manual_seed(0)
-    before: list[tuple[nn.Parameter, torch.Tensor]] = []
+    generator, weights = torch.Generator().manual_seed(0), WeightSnapshot(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), weights:
             for parameter in model.parameters():
-                if not (parameter.ndim and parameter.numel() and parameter.is_floating_point()) or parameter.is_meta:
+                is_kept = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+                if not (is_kept and parameter.ndim and parameter.numel()):  # subclasses are not restored
                     continue
                 if not parameter.any():
                     scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL
@@ -224,10 +228,7 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
                     scale = _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())
                 else:
                     continue
-                before.append((parameter, parameter.detach().clone()))
                 parameter.add_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter))
         yield
     finally:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
+        weights.restore()

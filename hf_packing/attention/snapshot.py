@@ -19,8 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.model import configurations
 
 _CHANGED_IN_PLACE = (
-    *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
 )
 """Names of module attributes that are dictionaries, and that a forward may change in place. For example, transformers
 adds hooks when a caller requests hidden states."""

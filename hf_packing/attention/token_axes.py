@@ -33,6 +33,11 @@ _STEP_TOLERANCE = 0.01
 """Differences of attention biases count as equal up to this share. Biases in half precision are not exact."""
 
 
+def cat(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def length_of(place: Place) -> int:
     """Return the number of tokens of a part of a row."""
     return len(place) if isinstance(place, Tensor) else place[1] - place[0]
@@ -50,6 +55,11 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
     return change(path, value)
 
 
+def map_tensors(value: Any, change: Callable[[Path, Tensor], Any]) -> Any:
+    """Return what `map_leaves` returns if only tensors are replaced."""
+    return map_leaves(value, lambda path, leaf: change(path, leaf) if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for every leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
     type."""
@@ -65,7 +75,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def detached_copy(value: Any) -> Any:
-    return map_leaves(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+    return map_tensors(value, lambda _, leaf: leaf.detach().clone())
 
 
 @dataclass
@@ -73,12 +83,12 @@ class TokenAxes:
     """A record of the axes that run along the tokens of a row, in the arguments or in the outputs of a module.
 
     The record is made on a row whose number of tokens differs from every other size in the model. Every axis of this
-    size is therefore a token axis. After `freeze`, rows may have any number of tokens, and the token axes of a tensor
-    are looked up by the tensor's path and number of dimensions.
+    size is therefore a token axis. Once the recording has ended, rows may have any number of tokens, and the token axes
+    of a tensor are looked up by the tensor's path and number of dimensions.
 
     Args:
         where: the module's class, for error messages.
-        row_length: number of tokens in the row on which token axes are recorded; None after `freeze`.
+        row_length: number of tokens in the row on which token axes are recorded; None once the recording has ended.
     """
 
     where: str
@@ -90,15 +100,11 @@ class TokenAxes:
     """Paths of tensors that count the tokens of the row, such as positions. The count restarts in every segment: a
     segment gets the first values of such a tensor, wherever the segment is in the row."""
 
-    def freeze(self) -> None:
-        """End the recording of token axes."""
-        self.row_length = None
-
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
         """Return the token axes of a leaf: (0,) if it is an integer that is the number of tokens, () if it has none.
 
         Raises:
-            PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
+            PackingError: no tensor with the leaf's path and number of dimensions was recorded.
         """
         if isinstance(leaf, Tensor):
             key, sizes = (path, leaf.ndim), list(leaf.shape)
@@ -135,8 +141,8 @@ class TokenAxes:
                     f"{self.where}: expected {tokens} tokens along axis {wrong[0]} of the tensor {_dotted(path)}, got "
                     f"shape {list(leaf.shape)}"
                 )
-            is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
-            if path in self.counting and not is_float and not counts_along(leaf, axes):
+            # in half precision, large values rise in uneven steps
+            if path in self.counting and not leaf.is_floating_point() and not counts_along(leaf, axes):
                 raise PackingError(
                     f"{self.where}: expected the values of {_dotted(path)} to rise by 1 from token to token, got other "
                     "steps; a padding token in a document may be the cause, since some models do not count padding"
@@ -210,7 +216,7 @@ def cut_inputs(value: Any, axes: TokenAxes, places: Sequence[Place], fill: Fill 
                 if shape[axis]:
                     part = torch.cat([part, fill(part, shape)], dim=axis)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return cat(parts, 0)
 
     return map_leaves(value, cut_leaf)
 
@@ -221,54 +227,43 @@ def _take(leaf: Tensor, axis: int, place: Place) -> Tensor:
     return leaf.narrow(axis, place[0], place[1] - place[0])
 
 
-def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """Split the output of a module that was called with the batch from `cut_inputs` into one output for each slice.
+def join_outputs(calls: Sequence[tuple[Sequence[int], Sequence[int], Any]], axes: TokenAxes) -> Any:
+    """Join what calls of a module have returned for the parts of a row, and return the output for the whole row.
 
-    Returns:
-        For each slice, a dictionary that maps the path of each leaf to the slice's part of the leaf, without padding. A
-        leaf without token axes is not split: every slice gets the whole leaf.
-    """
-    parts: list[dict[Path, Any]] = [{} for _ in lengths]
-    for path, leaf in leaves(value):
-        along = axes.of(path, leaf)
-        pieces: Sequence[Any] = [leaf] * len(lengths)
-        if along and isinstance(leaf, Tensor) and len(lengths) > 1:
-            if along[0] == 0 or leaf.shape[0] % len(lengths):
-                raise PackingError(
-                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
-                    f"size that {len(lengths)} divides, got shape {list(leaf.shape)}"
-                )
-            pieces = leaf.chunk(len(lengths))
-        for part, piece, length in zip(parts, pieces, lengths, strict=True):
-            part[path] = piece
-            for axis in along:  # of an integer, the number of tokens
-                part[path] = part[path].narrow(axis, 0, length) if isinstance(leaf, Tensor) else length
-    return parts
-
-
-def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
-    """Join a module's outputs for the segments of a row, and return the output for the whole row.
-
-    In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without token axes, such as a final state, is taken from the last segment.
+    In a tensor with two token axes, such as attention weights, the entries for two tokens in different parts are 0. A
+    leaf without token axes, such as a final state, is taken from the call with the last part.
 
     Args:
-        value: output of one call of the module. The result is nested in the same way.
+        calls: for each call with a batch from `cut_inputs`: the numbers of its parts in the row, the numbers of tokens
+            in these parts, and the output of the module.
         axes: token axes of the module's outputs.
-        parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
-    """
 
-    def join_leaf(path: Path, _: Any) -> Any:
-        each = [part[path] for part in parts]
-        last = each[-1]
+    Raises:
+        PackingError: a tensor for several parts has no axis of rows.
+    """
+    outputs = [dict(leaves(output)) for *_, output in calls]
+
+    def join_leaf(path: Path, last: Any) -> Any:
         along = axes.of(path, last)
-        if not isinstance(last, Tensor):
-            return sum(each) if along else last
         if not along:
             return last
-        return torch.cat(each, dim=along[0]) if len(along) == 1 else _block_diagonal(each, *along)
+        if not isinstance(last, Tensor):
+            return sum(sum(lengths) for _, lengths, _ in calls)
+        pieces: dict[int, Tensor] = {}
+        for (numbers, lengths, _), output in zip(calls, outputs, strict=True):
+            if len(lengths) > 1 and (along[0] == 0 or len(output[path]) % len(lengths)):
+                raise PackingError(
+                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
+                    f"size that {len(lengths)} divides, got shape {list(output[path].shape)}"
+                )
+            for number, rows, length in zip(numbers, output[path].chunk(len(lengths)), lengths, strict=True):
+                pieces[number] = rows
+                for axis in along:
+                    pieces[number] = pieces[number].narrow(axis, 0, length)
+        parts = [pieces[number] for number in sorted(pieces)]
+        return cat(parts, along[0]) if len(along) == 1 else _block_diagonal(parts, *along)
 
-    return map_leaves(value, join_leaf)
+    return map_leaves(max(calls, key=lambda call: max(call[0]))[2], join_leaf)
 
 
 def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Decide whether rounding explains the differences between two outputs of a model."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,8 +60,7 @@ _REROUTED_IN_HALF = 0.5
 values have to be within `HALF_RMS`."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """The limits up to which rounding explains differences, in standard deviations of the outputs."""
 
     dtype: torch.dtype
@@ -116,12 +114,6 @@ def apart(left: Tensor, right: Tensor, unit: float | None = None) -> Tensor:
     """Return the differences between two tensors in standard deviations of `right`, or in `unit`."""
     found = differences(left, right)
     return found.where(found == 0, found / (spread(right) if unit is None else unit))  # gradients may all be 0
-
-
-def effect_of_rounding(noisy: Tensor, exact: Tensor, unit: float) -> float:
-    """Return the largest difference that rounding errors cause, in `unit`; 0 if it cannot be measured."""
-    largest = float(apart(noisy, exact, unit).max())
-    return largest if math.isfinite(largest) else 0.0
 
 
 def has_experts(model: nn.Module) -> bool:

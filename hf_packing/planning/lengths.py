@@ -11,6 +11,7 @@ from hf_packing.checks import INT32_MAX, check_whole_numbers
 from hf_packing.errors import PackingError
 
 IntArray = npt.NDArray[Any]
+BoolArray = npt.NDArray[np.bool_]
 
 _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40

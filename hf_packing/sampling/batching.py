@@ -17,11 +17,10 @@ import numpy.typing as npt
 from hf_packing.batch.segments import check_shapes
 from hf_packing.checks import check_optional_number, check_seed, set_fields
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Pieces, sums_of
+from hf_packing.planning.lengths import BoolArray, IntArray, Pieces, sums_of
 from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.sizes import RowSizes
 
-BoolArray = npt.NDArray[np.bool_]
 SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
 Shapes = tuple[int | None, int | None]

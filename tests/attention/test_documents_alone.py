@@ -8,7 +8,6 @@ from functools import cache, partial
 import peft
 import pytest
 import torch
-from forests import forests
 from forms import FORMS, alone, check, check_gradients, gradients_of, outputs_of, packed, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from tree_rows import forests
 
 import hf_packing as hfp
 from hf_packing.attention.forward import KeepLayout, install_unpadding

@@ -12,7 +12,6 @@ import pytest
 import torch
 from any_strategy import few_examples
 from compare_trees import CHAT, inputs_of
-from forests import forests
 from forms import check as check_documents
 from forms import tree
 from hypothesis import given
@@ -33,6 +32,7 @@ from patched_models import patched
 from tiers import fast_only
 from tiny_models import build
 from training_by_hand import batch_of
+from tree_rows import forests
 
 import hf_packing as hfp
 from hf_packing.attention import function, kernels, patch, prove_on_batch
@@ -290,8 +290,8 @@ def test_keys_are_gathered_along_paths(forest, window, most):
 def test_the_keys_of_a_chat_are_gathered_once():
     """Its first children are in the run of their parent; otherwise n turns would gather n / 2 times their tokens."""
     row = Layout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
-    places, (queries, _), (keys, longest) = kernels.keys_along_paths(row, None, torch.device("cpu"))
-    assert (queries.tolist(), keys.tolist(), longest) == ([0, 14, 20], [0, 14, 27], 14)
+    places, queries, keys = kernels.keys_along_paths(row, None, torch.device("cpu"))
+    assert (queries.cu_seq_lens.tolist(), keys.cu_seq_lens.tolist(), keys.max_length) == ([0, 14, 20], [0, 14, 27], 14)
     assert places.tolist() == [*range(14), *range(7), *range(14, 20)]
 
 

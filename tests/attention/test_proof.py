@@ -91,7 +91,7 @@ def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
     assert (case.tokens != case.others).all()
     used = [
         {*old.tolist(), *new.tolist()}
-        for old, new in zip(*map(case.by_segment, (case.tokens, case.others)), strict=True)
+        for old, new in zip(*(each.split([*case.trees.lengths]) for each in (case.tokens, case.others)), strict=True)
     ]
     assert len(set.union(*used)) == sum(map(len, used))
     other = RowCase(Runner(llama(intermediate_size=41)))

@@ -1,7 +1,7 @@
 """Which axes of nested tensors are tokens, cutting segments out of them, and joining them again."""
 
 import re
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_packing.attention.token_axes import TokenAxes, counts_along, cut_inputs, join_outputs, split_outputs, tensors_in
+from hf_packing.attention.token_axes import TokenAxes, counts_along, cut_inputs, join_outputs, tensors_in
 from hf_packing.errors import PackingError
 
 TOKENS = 7
@@ -26,7 +26,7 @@ def recorded(value, tokens=TOKENS):
     """The axes of what a row of so many tokens was given as, or has returned."""
     axes = TokenAxes("Module (name)", tokens)
     axes.found_in(value)
-    axes.freeze()
+    axes.row_length = None
     return axes
 
 
@@ -117,16 +117,16 @@ def test_segments_cannot_share_a_call_without_an_axis_for_rows():
     axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
     for wrong in ({"flat": row(6, 2)}, {"hidden": row(3, 3, 2)}):
         with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
-            split_outputs(wrong, axes, [3, 2])
+            join_outputs([([0, 1], [3, 2], wrong)], axes)
 
 
 def run(value, slices_of_calls, tokens=TOKENS):
     """What a module returns that returns what it is given, in calls with these slices."""
-    axes, parts, output = recorded(value, tokens), [], None
+    axes, calls, number = recorded(value, tokens), [], count()
     for slices in slices_of_calls:
-        output = cut_inputs(value, axes, slices)
-        parts += split_outputs(output, axes, [end - start for start, end in slices])
-    return join_outputs(output, axes, parts)
+        lengths = [end - start for start, end in slices]
+        calls.append(([next(number) for _ in slices], lengths, cut_inputs(value, axes, slices)))
+    return join_outputs(calls[::-1], axes)  # in any order
 
 
 @settings(max_examples=40)

@@ -53,7 +53,7 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
     monkeypatch.setattr(function, "attend_exactly", rounded)
     monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
     if not measured:
-        monkeypatch.setattr(cases, "effect_of_rounding", lambda *_: 0.0)
+        monkeypatch.setattr(cases, "isfinite", lambda _: False)  # as if the effect of rounding were unknown
     taken = ""
     with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
         taken = route_of(hfp.patch_model(build("Mistral"))).name

@@ -137,7 +137,8 @@ PROVEN = [(name, training) for name in ("gpt2", "mamba") for training in (False,
 def test_a_batch_of_trees_is_proven(name, training):
     proof = prove_on_batch(of_trees(name), tree_batch(), training)
     assert not proof.problem
-    assert (proof.tokens, proof.documents, proof.longest) == (97, 5, 32)
+    assert (proof.tokens, proof.documents) == (97, 5)
+    assert "of up to 32 tokens" in proof.where
     assert proof.alone >= 1
     assert proof.gradients == training
     assert proof.max_leak == 0

@@ -58,7 +58,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """A folder with files, and what a run on a local disk leaves of them: sha256 by name."""
     folder = tmp_path_factory.mktemp("fleet")
     files = write_files(folder / "in", (40, 3, 60))
     with pytest.warns(UserWarning, match="pack "):
@@ -67,8 +66,6 @@ def local(tmp_path_factory):
 
 
 class Bucket:
-    """A bucket with the files to pack."""
-
     def __init__(self, server, files):
         self.server, self.client, self.name = server, server.client(), f"bucket-{next(NUMBERS)}"
         self.client.create_bucket(Bucket=self.name)
@@ -87,12 +84,10 @@ class Bucket:
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
     def found(self):
-        """Return the names of the objects of the output folder."""
         listed = self.client.list_objects_v2(Bucket=self.name, Prefix="out/").get("Contents", [])
         return {each["Key"].removeprefix("out/") for each in listed}
 
     def check(self, expected):
-        """Check that the manifest, and the objects, are those of the run on a local disk."""
         files = json.loads(self.read("manifest.json"))["files"]
         assert {file["name"]: file["sha256"] for file in files} == expected
         assert {name for name in self.found() if name.endswith(".parquet")} == set(expected)

@@ -8,8 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from goldens.digests import digest, digest_of_dataset
-from goldens.inputs import documents, related, save_tokenizer, words, write_lines
+from goldens.inputs import digest, digest_of_dataset, documents, related, save_tokenizer, words, write_lines
 from transformers import AutoTokenizer
 
 import hf_packing as hfp
@@ -56,7 +55,6 @@ def packed(folder: Path) -> dict[str, str]:
 
 
 def _pack(output: Path, *given: str) -> str:
-    """Run the command; return digests of the rows, the plan and the JSON that it has written."""
     length = [] if "--max-length" in given else ["--max-length", "64"]
     facts = _run("pack", *given, *length, "--output", str(output))
     plan = hfp.PackingPlan.load(output / "plan")
@@ -65,18 +63,14 @@ def _pack(output: Path, *given: str) -> str:
 
 
 def _run(*given: str) -> Any:
-    """Run the command; return the JSON that it prints, without what is of this run only."""
     with redirect_stdout(io.StringIO()) as printed:
         assert main([*given, "--json"]) == 0
-    return json.loads(printed.getvalue(), object_hook=_of_the_data)
-
-
-def _of_the_data(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name not in _OF_THE_RUN}
+    return json.loads(
+        printed.getvalue(), object_hook=lambda facts: {name: facts[name] for name in facts if name not in _OF_THE_RUN}
+    )
 
 
 def _sources() -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each file."""
     rng = np.random.default_rng(0)
 
     def turns() -> list[dict[str, str]]:

@@ -1,6 +1,8 @@
-"""The lengths, documents, texts and tokenizer of the goldens, drawn as integers, to be the same on any machine."""
+"""The data of the goldens, drawn as integers, and digests of nested values: the same on any machine."""
 
+import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,6 @@ def documents(number: int = 120, seed: int = 0, *, longest: int = 100) -> list[l
 
 
 def dataset(number: int = 120, seed: int = 0, *, longest: int = 100) -> datasets.Dataset:
-    """Return documents as a Dataset in memory."""
     return datasets.Dataset.from_dict({"input_ids": documents(number, seed, longest=longest)}, features=_ids("int64"))
 
 
@@ -64,7 +65,6 @@ def labeled(number: int = 120, seed: int = 0) -> datasets.Dataset:
 
 
 def masked(name: str, number: int = 60) -> datasets.Dataset:
-    """Return documents with one of TRL's loss masks."""
     ids = documents(number, 5)
     masks = [[int(place >= len(document) // 3) for place in range(len(document))] for document in ids]
     return datasets.Dataset.from_dict({"input_ids": ids, name: masks})
@@ -95,7 +95,6 @@ _TEMPLATE = (
 
 
 def save_tokenizer(folder: Path) -> str:
-    """Save a tokenizer of a few words with a chat template; return the folder."""
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(_WORDS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -106,15 +105,51 @@ def save_tokenizer(folder: Path) -> str:
 
 
 def words(rng: np.random.Generator, most: int = 20) -> str:
-    """Return a text of words, of which the tokenizer does not know the last."""
     return " ".join([*rng.choice(_WORDS[4:], rng.integers(1, most)).tolist(), "nine"])
 
 
 def write_lines(file: Path, rows: list[dict[str, Any]]) -> str:
-    """Write rows as JSON lines; return the path."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(file)
 
 
 def _ids(kind: str) -> datasets.Features:
     return datasets.Features({"input_ids": datasets.List(datasets.Value(kind))})
+
+
+Cases = dict[str, str | list[float]]
+"""Names of cases, and what was found: a digest, a few words, or numbers that may differ in rounding."""
+
+
+def digest(value: Any) -> str:
+    """Return a digest of lists, dicts, strings, booleans, integers, and floats to 9 digits; arrays count as lists."""
+    return hashlib.sha256(json.dumps(_plain(value), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    found = list(rows)
+    return f"{len(found)} rows {digest(found)}"
+
+
+def digest_of_dataset(dataset: datasets.Dataset) -> str:
+    types = [[field.name, str(field.type)] for field in dataset.features.arrow_schema]
+    return f"{digest_of_rows(dataset.to_list())} columns {digest(types)}"
+
+
+def digest_of_batch(batch: Mapping[str, Any]) -> str:
+    return digest(
+        {
+            name: [str(value.dtype), list(value.shape), value.tolist()] if hasattr(value, "dtype") else value
+            for name, value in batch.items()
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return value if set(map(type, value)) <= {int, bool, str} else [_plain(each) for each in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return f"{value:.9g}" if isinstance(value, float) else value

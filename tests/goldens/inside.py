@@ -10,7 +10,6 @@ from hf_packing.sampling.sizes import sizes_of
 
 
 def epochs_of(batching: Any, dataset: Any, splits: Iterable[tuple[int, int]]) -> Iterator[list[hfp.EpochPlan]]:
-    """Yield two epochs, as `attach` and `prepare_dataloader` would plan them, for (ranks, accumulation)."""
     sizes = sizes_of(dataset)
     for split in splits:
         yield [batching.plan(sizes, Epoch(number, *split)) for number in (0, 1)]

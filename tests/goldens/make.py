@@ -25,8 +25,8 @@ if __name__ == "__main__":
 
 import datasets
 import torch
-from goldens import batches, command, forwards, plans, rows, streams, trainings
-from goldens.digests import Cases
+from goldens import command, forwards, plans, rows, trainings
+from goldens.inputs import Cases
 
 Subject = Callable[[Path], Cases]
 
@@ -37,11 +37,11 @@ SUBJECTS: dict[str, Subject | Callable[[Path], dict[str, str]]] = {
     "rows": rows.packed,
     "mapped_rows": rows.mapped,
     "trees": rows.with_shared_prefixes,
-    "streams": streams.packed,
-    "mixtures": streams.mixed,
+    "streams": rows.packed_streams,
+    "mixtures": rows.mixed,
     "command": command.packed,
-    "epochs": batches.planned,
-    "batches": batches.collated,
+    "epochs": rows.planned_epochs,
+    "batches": rows.collated_batches,
     "reports": plans.reported,
     "forwards": forwards.computed,
     "trainings": trainings.computed,
@@ -52,7 +52,6 @@ STORED = Path(__file__).parent / "stored"
 
 
 def make(name: str, folder: Path) -> Cases:
-    """Return the cases of a subject as the code computes them now."""
     datasets.disable_progress_bars()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about columns left out and documents dropped, on purpose
@@ -60,13 +59,11 @@ def make(name: str, folder: Path) -> Cases:
 
 
 def stored(name: str) -> Cases:
-    """Return the cases of a subject as they are stored; none if nothing is stored."""
     file = STORED / f"{name}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def differences(old: Cases, new: Cases) -> list[str]:
-    """Return a line for each case that differs, is missing or is new."""
     names = dict.fromkeys([*old, *new])
     found = [(name, old.get(name, "not stored"), new.get(name, "not made")) for name in names]
     return [f"{name}: {before} -> {after}" for name, before, after in found if not _equal(before, after)]

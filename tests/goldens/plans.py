@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import scipy
-from goldens.digests import digest
-from goldens.inputs import LONGEST, dataset, related, sets_of_lengths
+from goldens.inputs import LONGEST, dataset, digest, related, sets_of_lengths
 
 import hf_packing as hfp
 
@@ -83,7 +82,6 @@ def of_counts(_: Path) -> dict[str, str]:
 
 
 def _cut_plans(strategies: dict[str, _Make], sets: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
-    """Yield the plans of strategies, with every overflow rule where documents are longer than a pack."""
     for strategy, make in strategies.items():
         for name, lengths in sets.items():
             for overflow in _OVERFLOWS if lengths.max(initial=0) > LONGEST else ("split",):
@@ -94,7 +92,6 @@ def _cut_plans(strategies: dict[str, _Make], sets: dict[str, np.ndarray]) -> Ite
 
 
 def _plans(make: _Make, lengths: np.ndarray) -> str:
-    """Return the fingerprints of the plans for all seeds, and a digest of the metrics, which may depend on the seed."""
     try:
         plans = [hfp.plan_packing(lengths, make(seed=seed)) for seed in _SEEDS]
     except hfp.PackingError:
@@ -120,10 +117,6 @@ def _add(found: dict[str, str], name: str, report: hfp.PackingReport) -> None:
     for part, value in report.to_dict().items():
         if part == "strategies":
             for row in value:
-                found[f"{name}, {row['strategy']}"] = digest(_without_time(row))
+                found[f"{name}, {row['strategy']}"] = digest({key: row[key] for key in row if key != "seconds"})
         else:
             found[f"{name}, {part}"] = digest(value)
-
-
-def _without_time(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "seconds"}

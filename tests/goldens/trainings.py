@@ -18,11 +18,11 @@ if __name__ == "__main__":
 import datasets
 import numpy as np
 import torch
+import trainers
 import transformers
 from accelerate import Accelerator
-from goldens.models import built, draw, signs_like
+from goldens.forwards import built, draw, signs_like
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -33,13 +33,11 @@ LEARNING_RATE = 0.02
 
 
 def computed(folder: Path) -> dict[str, list[float]]:
-    """Losses and weights of each run in this process, and of one on two ranks."""
     found = {name: run(folder / str(number)) for number, (name, run) in enumerate(RUNS.items())}
     return found | {"Trainer on two ranks": on_ranks(folder / "ranks")}
 
 
 def on_ranks(folder: Path) -> list[float]:
-    """Return the losses and weights of a run on two processes."""
     from processes import run_script
 
     folder.mkdir()
@@ -84,15 +82,12 @@ def pairs(*columns: str) -> datasets.Dataset:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer of the words w0 to w127."""
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(128)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w1", "mask_token": "w4"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    words = trainers.tokenizer()
+    words.mask_token = "w4"
+    return words
 
 
 def headed(head: str, labels: int) -> transformers.PreTrainedModel:
-    """Return a small Llama or BERT with a head, in float64."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     kind = head.partition("For")[0]
     config = getattr(transformers, f"{kind}Config")(
@@ -107,51 +102,41 @@ def headed(head: str, labels: int) -> transformers.PreTrainedModel:
 
 
 def settings(folder: Path, kind: type = TrainingArguments, **changes: Any) -> Any:
-    """Return the arguments of a trainer of STEPS steps."""
-    known = {"output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "report_to": "none"}
-    known |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
-    known |= {"disable_tqdm": True, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"}
+    known = {"max_steps": STEPS, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant"}
     if kind is not TrainingArguments:
         known |= {"max_length": None, "gradient_checkpointing": False}
-    return kind(**known | changes)
+    return trainers.arguments(folder, kind, **known | changes)
 
 
-def trained(trainer: Trainer) -> list[float]:
-    """Train; return the losses of all steps, and two numbers of the weights."""
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + weights(trainer.model)
+def trained(trainer: Trainer, batching: hfp.TokenBudget | None, **how: Any) -> list[float]:
+    hfp.attach(trainer, batching, **how)
+    return trainers.logged(trainer) + weights(trainer.model)
 
 
 def weights(model: torch.nn.Module) -> list[float]:
-    """Return a sum of all weights with signs, and their norm."""
     values = torch.cat([each.detach().double().flatten() for each in model.parameters()])
     return [float(values @ signs_like(values)), float(values.norm())]
 
 
 def attached(data: Callable[[], Any], budget: hfp.TokenBudget, *, loss: str = "token", **changes: Any) -> Any:
-    """Return a run of Trainer with a Llama."""
     how = {name: changes.pop(name) for name in ("tokens", "max_segments") if name in changes}
 
     def run(folder: Path) -> list[float]:
         trainer = Trainer(built("Llama"), settings(folder, **changes), train_dataset=data())
-        hfp.attach(trainer, budget, loss=loss, **how)
-        return trained(trainer)
+        return trained(trainer, budget, loss=loss, **how)
 
     return run
 
 
 def tuned(folder: Path, **more: Any) -> list[float]:
-    """Return a run of SFTTrainer on documents with labels."""
     config = settings(folder, SFTConfig)
     trainer = SFTTrainer(built("Llama"), config, train_dataset=documents(), processing_class=tokenizer(), **more)
     if "peft_config" in more:
         draw_lora(trainer.model)
-    hfp.attach(trainer, hfp.TokenBudget(160))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(160))
 
 
 def draw_lora(model: torch.nn.Module) -> None:
-    """Draw the weights of adapters in the dtype of the model; half of them are zeros at first."""
     rng = np.random.default_rng(14)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -159,52 +144,36 @@ def draw_lora(model: torch.nn.Module) -> None:
 
 
 def masked(folder: Path) -> list[float]:
-    """Return a run of a masked language model, whose collator masks tokens."""
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)
     data = documents().remove_columns("labels")
     trainer = Trainer(built("BERT"), settings(folder), train_dataset=data, data_collator=collator)
-    hfp.attach(trainer, hfp.TokenBudget(160))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(160))
 
 
 def classified(folder: Path, batching: hfp.TokenBudget | None = None) -> list[float]:
-    """Return a run of a classifier of documents, with the trainer's own batches or with those of a budget."""
     data = documents()
     data = data.remove_columns("labels").add_column("labels", [len(row) % 3 for row in data["input_ids"]])
     model, collator = headed("BertForSequenceClassification", 3), DataCollatorWithPadding(tokenizer())
     trainer = Trainer(model, settings(folder), train_dataset=data, data_collator=collator)
-    hfp.attach(trainer, batching)
-    return trained(trainer)
+    return trained(trainer, batching)
 
 
 def preferred(folder: Path) -> list[float]:
-    """Return a run of DPO."""
     model, reference = headed("LlamaForCausalLM", 2), headed("LlamaForCausalLM", 2)
     with torch.no_grad():
         reference.lm_head.weight *= 0.9
     data, config = pairs("prompt", "chosen", "rejected"), settings(folder, DPOConfig)
     trainer = DPOTrainer(model, ref_model=reference, args=config, train_dataset=data, processing_class=tokenizer())
-    hfp.attach(trainer, hfp.TokenBudget(200))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(200))
 
 
 def rewarded(folder: Path) -> list[float]:
-    """Return a run of a reward model."""
     model, data = headed("LlamaForSequenceClassification", 1), pairs("chosen", "rejected")
     trainer = RewardTrainer(model, settings(folder, RewardConfig), train_dataset=data, processing_class=tokenizer())
-    hfp.attach(trainer, hfp.TokenBudget(200))
-    return trained(trainer)
-
-
-def streamed(folder: Path) -> list[float]:
-    """Return a run on a stream that is packed in windows."""
-    trainer = Trainer(built("Llama"), settings(folder), train_dataset=documents(400).to_iterable_dataset(num_shards=4))
-    hfp.attach(trainer, hfp.TokenBudget(96))
-    return trained(trainer)
+    return trained(trainer, hfp.TokenBudget(200))
 
 
 def looped(_: Path) -> list[float]:
-    """Return a run of a plain loop of accelerate with two micro-batches in a step."""
     accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), built("Qwen3 with experts")
     loader = hfp.prepare_dataloader(accelerator, documents(), hfp.TokenBudget(96), model=model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
@@ -235,7 +204,7 @@ RUNS: dict[str, Callable[[Path], list[float]]] = {
     "classifier with its own batches": classified,
     "DPO": preferred,
     "reward model": rewarded,
-    "stream": streamed,
+    "stream": attached(lambda: documents(400).to_iterable_dataset(num_shards=4), hfp.TokenBudget(96)),
     "plain loop": looped,
 }
 

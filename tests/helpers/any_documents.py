@@ -22,7 +22,6 @@ VIEWS = [
 
 @st.composite
 def any_documents(draw):
-    """Documents that share prefixes, in one of several views, some with labels, loss masks and weights."""
     columns = {"input_ids": draw(forests())}
     for name, of in VALUES.items():
         if draw(st.booleans()):

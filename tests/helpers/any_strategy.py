@@ -30,7 +30,6 @@ ARGUMENTS = {
 
 
 def strategy_classes(kind: type = Strategy, having: str = "") -> list[type[Strategy]]:
-    """The registered strategies of a kind, only those that have such an argument."""
     classes = [each for each in registered_strategies().values() if issubclass(each, kind)]
     return [each for each in classes if not having or having in names_of_arguments(each)]
 
@@ -41,7 +40,6 @@ def names_of_arguments(strategy: type[Strategy]) -> list[str]:
 
 @st.composite
 def any_strategy(draw: Any, kind: type = Strategy, **fixed: Any) -> Strategy:
-    """A strategy of a kind, some of whose arguments may be given."""
     strategy = draw(st.sampled_from(strategy_classes(kind)))
     drawn = {name: draw(ARGUMENTS[name]) for name in names_of_arguments(strategy) if name in ARGUMENTS}
     drawn |= {name: value for name, value in fixed.items() if name in drawn}
@@ -52,7 +50,6 @@ def any_strategy(draw: Any, kind: type = Strategy, **fixed: Any) -> Strategy:
 
 
 def made_for(max_length: int, strategy: type[Strategy], **options: Any) -> Strategy:
-    """A strategy whose longest packs hold max_length tokens; those with buckets have two shorter ones."""
     if strategy.has_buckets:
         return strategy((max_length // 4, max_length // 2, max_length), **options)
     return strategy(max_length, **options)

@@ -10,7 +10,6 @@ WHOLE = None
 
 @contextmanager
 def chunks_summed():
-    """Within the block, note the number of tokens of every sum over chunks, and the size of its chunks."""
     found, stock = [], module.sum_of_chunks
 
     def noting(loss_of_chunk, hidden, size):
@@ -24,11 +23,7 @@ def chunks_summed():
 @contextmanager
 def chunks_of(tokens, model):
     """Within the block, compute the loss of a model for so many tokens at a time; yield what `chunks_summed` yields.
-
-    Args:
-        tokens: the size of a chunk; WHOLE to compute all logits of a row at once, in the output layer itself.
-        model: the model.
-    """
+    WHOLE computes all logits of a row at once, in the output layer itself."""
     if tokens is WHOLE:
         stock = module._reason_for_whole_rows
         how = patch.object(module, "_reason_for_whole_rows", lambda *args: ("a test asks for it", stock(*args)[1]))

@@ -89,7 +89,6 @@ def reverse_batch(batch) -> dict:
 
 
 def write_source(folder: Path, kind: str, files: int = 4, documents=None) -> Callable[[], IterableDataset]:
-    """Write files, and return a function that opens them as a new stream."""
     parts = split_unevenly(documents or make_documents(), files)
     if kind == "generator":
         return partial(generated, [part for part in parts if part])
@@ -106,7 +105,6 @@ def write_source(folder: Path, kind: str, files: int = 4, documents=None) -> Cal
 
 
 def stream_of(documents, rows_in_table=7, **columns):
-    """A stream that is read as Arrow tables of a few rows each."""
     table = pa.table({"input_ids": pa.array(documents, pa.list_(pa.int64())), **columns})
     features = Features.from_arrow_schema(table.schema)
 

@@ -1,17 +1,15 @@
 """Documents to mask, and the collator, tokenizer and model for them."""
 
-from itertools import pairwise
-
 import datasets
 import numpy as np
 import torch
 from patched_models import patched_tiny
 from tokenizers import Tokenizer, models
+from trainers import documents_in, on_each_batch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-CLS, SEP = 2, 3
+CLS, SEP, MASK = 2, 3, 4
 WORD_TOKENS = 3
-"""Tokens in a word."""
 
 
 def tokenizer(vocabulary=99):
@@ -42,19 +40,23 @@ def documents(number=40, columns=("input_ids",), longest=40):
     return datasets.Dataset.from_list(rows).select_columns(list(columns))
 
 
+def hidden(row, share=0.3):
+    """80 % of what is asked for is hidden, 10 % another token, 10 % kept."""
+    ids = np.array(row["input_ids"])
+    rng = np.random.default_rng(int(ids.sum()))
+    asked, how = rng.random(len(ids)) < share, rng.random(len(ids))
+    given = np.where(how < 0.8, MASK, np.where(how < 0.9, rng.integers(5, 99, len(ids)), ids))
+    return {"input_ids": np.where(asked, given, ids), "labels": np.where(asked, ids, -100)}
+
+
 def bert():
     return patched_tiny("bert", "masked", torch.float64)
 
 
 def on_each_document(trainer, call):
-    """Make the trainer call `call` with epoch, tokens and labels of each document that it trains on."""
-    step = trainer.training_step
+    def see(batch):
+        for ids, labels in zip(documents_in(batch), documents_in(batch, "labels"), strict=True):
+            if set(labels) - {-100}:
+                call(int(trainer.state.epoch or 0), ids, labels)
 
-    def recorded(model, inputs, *args):
-        ids, labels = inputs["input_ids"][0].tolist(), inputs["labels"][0].tolist()
-        for begin, end in pairwise(inputs["cu_seq_lens_q"].tolist()):
-            if any(label != -100 for label in labels[begin:end]):
-                call(int(trainer.state.epoch or 0), ids[begin:end], labels[begin:end])
-        return step(model, inputs, *args)
-
-    trainer.training_step = recorded
+    on_each_batch(trainer, see)

@@ -4,8 +4,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from forests import forests
 from hypothesis import strategies as st
+from tree_rows import forests
 
 from hf_packing.attention.flex import BLOCK
 from hf_packing.attention.layout import Layout

@@ -8,7 +8,6 @@ Document = tuple[Any, ...]
 
 
 def common_prefix(documents: list[Document]) -> int:
-    """Return the number of tokens that all documents have in common."""
     together = 0
     while all(len(document) > together for document in documents) and len({each[together] for each in documents}) == 1:
         together += 1
@@ -17,12 +16,7 @@ def common_prefix(documents: list[Document]) -> int:
 
 def tokens_of_trie(documents: list[Document], least: int = 1, kept: int = 0) -> int:
     """Return the number of tokens of a trie, below the first `kept` tokens, which all documents have in common.
-
-    Args:
-        documents: documents with tokens.
-        least: the fewest tokens between two branchings; a branching that is nearer moves up to the one above it.
-        kept: the depth of the branching above.
-    """
+    A branching that is fewer than `least` tokens below another one moves up to it."""
     if not documents:
         return 0
     if len(documents) == 1:

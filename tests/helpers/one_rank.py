@@ -25,10 +25,8 @@ def main(folder, file, function, arguments):
 
 
 def end_process_group():
-    """Wait until all processes are done, then end their group, since a process that exits within it can be aborted.
-
-    No trainer may be left: a DDP model that outlives the group hangs.
-    """
+    """Wait for all processes, then end their group: a process that exits within it can be aborted, and a DDP model that
+    outlives it hangs."""
     gc.collect()
     state = PartialState()
     state.wait_for_everyone()

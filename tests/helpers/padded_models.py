@@ -15,7 +15,6 @@ def documents(seed=0, lengths=LENGTHS):
 
 
 def padded(rows, side, extra=3, pad=0):
-    """A padded batch, with the places of the tokens in each row; `extra` columns are padding in all rows."""
     longest = max(map(len, rows)) + extra
     ids, places = torch.full((len(rows), longest), pad), []
     mask = torch.zeros_like(ids)

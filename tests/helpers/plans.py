@@ -11,7 +11,6 @@ def segments_of(plan):
 
 
 def packs_of(plan):
-    """The segments of each pack."""
     segments = segments_of(plan)
     return [segments[first:end] for first, end in pairwise(plan.pack_offsets.tolist())]
 
@@ -40,7 +39,6 @@ def _place(lengths: list[int], capacity: int, choose: Callable[[Iterable[list[in
 
 
 def fewest_packs(lengths: list[int], capacity: int, limit: int | None = None) -> int:
-    """By trying every document in every pack."""
     best = len(lengths)
     most = limit or len(lengths)
 

@@ -35,23 +35,13 @@ SERVER.set_forkserver_preload(
 
 
 class Done(NamedTuple):
-    """What processes have left: the first return code that is not 0, and what all of them printed."""
-
     returncode: int
     stdout: str
     stderr: str
 
 
 def run_script(script, *arguments, ranks=1, cwd=None, **variables):
-    """Run a Python script on so many processes, as torchrun does: if one fails, the others are stopped.
-
-    Args:
-        script: the path of the script.
-        arguments: its arguments.
-        ranks: number of processes.
-        cwd: the working directory.
-        variables: environment variables.
-    """
+    """Run a Python script on so many processes, as torchrun does: if one fails, the others are stopped."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         known = {**os.environ, **variables}
@@ -93,7 +83,6 @@ def _end_of(processes):
 
 
 def _run_here(script, arguments, environment, prints, folder):
-    """Run a script in this process, which was forked for it."""
     for descriptor, file in zip((1, 2), prints, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.clear()
@@ -113,20 +102,11 @@ def _run_here(script, arguments, environment, prints, folder):
 
 def is_of_tests(path):
     """Whether a script that is started alone would not find this path: it is one of pytest's."""
-    return Path(path or ".").resolve() in {
-        IN_THE_FAMILY.parents[1] / name for name in ("tests/helpers", "recipes", "benchmarks")
-    }
+    return Path(path or ".").resolve() in {IN_THE_FAMILY, RECIPES, RECIPES.parent / "benchmarks"}
 
 
 def run(folder, runs, ranks, fails=False):
-    """Do runs of training_process.py, one after the other, on so many processes.
-
-    Args:
-        folder: for results, in a folder for each run.
-        runs: settings by name.
-        ranks: processes.
-        fails: whether the processes are expected to fail, as when they are killed.
-    """
+    """Do runs of training_process.py, settings by name, one after the other on so many processes; see `on_ranks`."""
     for settings in runs.values():
         assert settings.keys() <= training_process.SETTINGS.keys(), settings
     return on_ranks(training_process.train_all, folder, runs, ranks=ranks, fails=fails)
@@ -135,12 +115,8 @@ def run(folder, runs, ranks, fails=False):
 def on_ranks(function, folder, *arguments, ranks, fails=False):
     """Call a function of a test file, or of a file of this folder, in so many processes.
 
-    Args:
-        function: gets the folder, and the arguments as JSON gives them back.
-        folder: for results; it is made where it does not exist.
-        arguments: what JSON can hold.
-        ranks: processes.
-        fails: whether the processes are expected to fail, as when they are killed.
+    It gets the folder for results, and the arguments as JSON gives them back. With `fails`, the processes are expected
+    to fail, as when they are killed.
     """
     folder.mkdir(exist_ok=True)
     paths = [str(IN_THE_FAMILY), str(RECIPES), str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -159,11 +135,6 @@ def read(folder, kind, rank):
 def losses(folder, rank=0):
     """By optimizer step; the latest where a step was trained twice."""
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
-
-
-def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by optimizer step."""
-    return {line["step"]: line for line in read(folder, "logged", rank)}
 
 
 def epochs_seen(folder, ranks):
@@ -185,7 +156,3 @@ def documents_of_steps(folder):
         for line in read(folder, "seen", rank):
             steps.setdefault(line["step"], set()).update(tuple(ids) for ids, trained in line["documents"] if trained)
     return steps
-
-
-def steps_of(folder, rank):
-    return [line["step"] for line in read(folder, "seen", rank)]

@@ -13,7 +13,6 @@ SMALLER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "
 
 
 def save_tiny_model(folder, name="Llama", **changes):
-    """A folder with a tiny model and a byte-level tokenizer without a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +40,6 @@ def chats(number=24):
 
 
 def questions(number=40, none_every=5):
-    """Questions about long and short texts; some have no answer."""
     rng = np.random.default_rng(0)
     rows = []
     for n in range(number):
@@ -65,5 +63,4 @@ def write(file, rows):
 
 
 def weights(folder):
-    """The weights of a saved model, bit for bit."""
     return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}

@@ -12,56 +12,24 @@ def enable_checkpointing(model, **settings):
     enable(settings or None)
 
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SPECIAL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = SPECIAL | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 WINDOWS = {"sliding_window": 8}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-GPT = {
-    "vocab_size": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-}
-ROUTED = {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
+CAPPED = {"head_dim": 16, "attn_logit_softcapping": 50.0, "attn_implementation": "eager"}
+GPT = SPECIAL | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+ROUTED |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1}
 
 SUPPORTED = {
     "Llama": SIZES,
     "Mistral": SIZES | WINDOWS,
     "Mixtral": SIZES | EXPERTS,
-    "Gemma2": SIZES
-    | WINDOWS
-    | LAYERS
-    | {"head_dim": 16, "attn_logit_softcapping": 50.0, "attn_implementation": "eager"},
+    "Gemma2": SIZES | WINDOWS | LAYERS | CAPPED,
     "Qwen2": SIZES | WINDOWS | LAYERS | {"use_sliding_window": True},
     "Qwen3": SIZES | {"head_dim": 16},
     "Phi3": SIZES,
@@ -76,13 +44,8 @@ SUPPORTED = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
-    """A model with weights large enough that attention matters.
-
-    Args:
-        name: a class of transformers, or what stands before its "ForCausalLM" or "LMHeadModel".
-        dtype: of the weights.
-        changes: to its configuration.
-    """
+    """A model with weights large enough that attention matters, and changes to its configuration. The name is that of
+    a class of transformers, or what stands before its "ForCausalLM" or "LMHeadModel"."""
     names = [name + ending for ending in ("", "ForCausalLM", "LMHeadModel")]
     head = next(cls for cls in (getattr(transformers, each, None) for each in names) if cls)
     config = head.config_class(**(SUPPORTED.get(name, SIZES) | changes))

@@ -1,11 +1,18 @@
 """Trainers on small documents, for the tests of what attach makes of them."""
 
+from itertools import pairwise
+
 import datasets
 import numpy as np
+import torch
+from accelerate import Accelerator
 from patched_models import patched
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from training_by_hand import gradients_of
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
 
 
 def documents(number, samples=1):
@@ -53,6 +60,52 @@ def trainer_of(folder, kind=Trainer, model=None, data=None, callbacks=None, **ch
     return kind(model or patched(), args, train_dataset=data, callbacks=callbacks, **more)
 
 
+def attached(folder, batching=None, how=None, **settings):
+    """A trainer that is attached; `how` are further arguments of attach."""
+    trainer = trainer_of(folder, **settings)
+    hfp.attach(trainer, batching or hfp.TokenBudget(64), **(how or {}))
+    return trainer
+
+
+def loader_of(data=None, batching=None, accumulation=1, **how):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    data = documents(45) if data is None else data
+    return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **how)
+
+
+class Gradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *_, model=None, **__):
+        self.gradients = gradients_of(model)
+
+
+def on_each_batch(trainer, call):
+    step = trainer.training_step
+
+    def noted(model, inputs, *args):
+        call(inputs)
+        return step(model, inputs, *args)
+
+    trainer.training_step = noted
+
+
+def documents_in(batch, name="input_ids"):
+    """The tokens, or their values in another column, of each document of a packed batch."""
+    return [batch[name][0, begin:end].tolist() for begin, end in pairwise(batch["cu_seq_lens_q"].tolist())]
+
+
 def logged(trainer):
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Plain(torch.utils.data.Dataset):
+    """Map-style, with nothing but what torch asks for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]

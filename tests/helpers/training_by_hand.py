@@ -23,29 +23,28 @@ def losses_and_gradients(model, batches):
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, gradients_of(model)
+
+
+def gradients_of(model):
+    """By parameter, whatever wraps the model."""
+    names = {name.removeprefix("module.").removeprefix("_orig_mod."): each for name, each in model.named_parameters()}
+    return {name: each.grad.clone() for name, each in names.items() if each.grad is not None}
 
 
 def losses_alone(model):
-    """Of each document in a row of its own, on a model that is not patched."""
     rows = [torch.tensor([tokens]) for tokens in DOCUMENTS]
     return losses_and_gradients(model, [{"input_ids": row, "labels": row, "use_cache": False} for row in rows])
 
 
 def check_packed(model, alone, close=1e-4):
-    """Compare loss and gradients of a packed row with those of the documents alone."""
     loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     assert loss == pytest.approx(alone[0], rel=close)
     assert largest_difference(gradients, alone[1]) <= close
 
 
 def gradients_of_a_padded_batch(rows, loss):
-    """Gradients and loss of all documents in one padded batch, through the stock model and its logits alone.
-
-    Args:
-        rows: a dataset with input_ids and labels.
-        loss: "token" or "sequence".
-    """
+    """Gradients and loss of all documents in one padded batch, through the stock model and its logits alone."""
     model = build("Llama", torch.float64)
     width = max(map(len, rows["input_ids"]))
     ids, labels, mask = (torch.full((len(rows), width), fill) for fill in (0, -100, 0))
@@ -59,11 +58,12 @@ def gradients_of_a_padded_batch(rows, loss):
     of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
     total = each.sum() / trained.sum() if loss == "token" else of_documents
     total.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, total.item()
+    return gradients_of(model), total.item()
 
 
 def largest_difference(found, expected):
     """Of gradients by parameter, as a share of the largest expected one."""
     assert found.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0
     return max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest

@@ -1,15 +1,14 @@
-"""Runs of the training tests: documents of a seed, trained on with attached or prepared batches.
+"""Runs of the training tests, by name: documents of a seed, trained on with attached or prepared batches.
 
-Each run has a name and settings, those of SETTINGS. Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl,
-one line for each micro-batch, and its losses into FOLDER/NAME/losses-RANK.jsonl, one line for each optimizer step. An
-error of a run that expects one goes into FOLDER/NAME/error-RANK.txt. `train` does one run in the process that calls it.
+Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl, one line for each micro-batch, its losses into
+losses-RANK.jsonl, one for each optimizer step, and an error that a run expects into error-RANK.txt.
 """
 
 import gc
 import json
 import os
 import signal
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -18,7 +17,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from chunks import chunks_of
 from patched_models import patched
-from trainers import documents, trainer_of
+from trainers import documents, documents_in, on_each_batch, trainer_of
+from training_by_hand import gradients_of
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -70,20 +70,13 @@ def segments(batch):
         trained = set(batch["trained"][:, 0].tolist())
         paths = [trees.path_of(end) for end in batch["ends"].tolist()]
         return [[batch["input_ids"][0, path].tolist(), each in trained] for each, path in enumerate(paths)]
-    borders = batch["cu_seq_lens_q"].tolist()
-    labels = batch["labels" if "labels" in batch else "targets"][0]
-    ids = batch["input_ids"][0].tolist()
-    return [[ids[a:b], bool((labels[a:b] != -100).any())] for a, b in pairwise(borders)]
+    labels = documents_in(batch, "labels" if "labels" in batch else "targets")
+    return [[ids, bool(set(own) - {-100})] for ids, own in zip(documents_in(batch), labels, strict=True)]
 
 
-class Log:
-    def __init__(self, folder, rank):
-        self.folder, self.rank = folder, rank
-
-    def write(self, kind, **line):
-        with (self.folder / f"{kind}-{self.rank}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+def write(folder, rank, kind, **line):
+    with (folder / f"{kind}-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Recorder(TrainerCallback):
@@ -92,8 +85,8 @@ class Recorder(TrainerCallback):
 
     def on_log(self, _, state, __, logs=None, **___):
         if "loss" in logs:
-            self.log.write("losses", step=state.global_step, loss=logs["loss"])
-            self.log.write("logged", step=state.global_step, **logs)
+            self.log("losses", step=state.global_step, loss=logs["loss"])
+            self.log("logged", step=state.global_step, **logs)
 
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
         if state.global_step == 0 and self.settings["optimizer"] == "sgd":
@@ -112,11 +105,10 @@ def stop_after(step, settings):
 
 
 def save_gradients(model, folder):
-    torch.save({name: p.grad.clone() for name, p in model.named_parameters()}, folder / "gradients.pt")
+    torch.save(gradients_of(model), folder / "gradients.pt")
 
 
 def noted(row, file, readable):
-    """Note in a file that a document was read."""
     if readable and Path(file).exists() and len(Path(file).read_text().splitlines()) > readable:
         raise ValueError("an unreadable document")
     with open(file, "a") as lines:
@@ -125,7 +117,6 @@ def noted(row, file, readable):
 
 
 def data_of(folder, settings):
-    """Documents, or packed rows of them, in a table or a stream."""
     packed, files = settings["packed"], settings["files"]
     if not files:
         data = documents(settings["documents"], settings["samples"])
@@ -166,26 +157,24 @@ def through_trainer(settings, folder, data, model):
         seed=3,
         dataloader_num_workers=settings["workers"],
     )
-    log = Log(folder, trainer.args.process_index)
+    log = partial(write, folder, trainer.args.process_index)
     trainer.add_callback(Recorder(log, folder, settings))
     hfp.attach(trainer, budget_of(settings), loss=settings["loss"], **settings["shapes"])
-    step = trainer.training_step
 
-    def recorded(model, inputs, *args):
+    def see(batch):
         state = trainer.state
-        log.write("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(inputs))
-        return step(model, inputs, *args)
+        log("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(batch))
 
-    trainer.training_step = recorded
+    on_each_batch(trainer, see)
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
-        log.write("evaluated", rows=size, loss=trainer.evaluate(data_of(folder, settings))["eval_loss"])
+        log("evaluated", rows=size, loss=trainer.evaluate(data_of(folder, settings))["eval_loss"])
 
 
 def through_loop(settings, folder, data, model):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
-    log = Log(folder, accelerator.process_index)
+    log = partial(write, folder, accelerator.process_index)
     how = {"loss": settings["loss"], "model": model, "num_workers": settings["workers"], **settings["shapes"]}
     loader = hfp.prepare_dataloader(accelerator, data, budget_of(settings), **how)
     kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
@@ -197,7 +186,7 @@ def through_loop(settings, folder, data, model):
     while step != settings["steps"] and (loader.epoch < settings["epochs"] or settings["steps"] > 0):
         epoch, total = loader.epoch, 0.0
         for batch in loader:
-            log.write("seen", epoch=epoch, step=step, documents=segments(batch))
+            log("seen", epoch=epoch, step=step, documents=segments(batch))
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)
                 accelerator.backward(loss)
@@ -206,7 +195,7 @@ def through_loop(settings, folder, data, model):
                     if step == 0 and settings["optimizer"] == "sgd":
                         save_gradients(accelerator.unwrap_model(model), folder)
                     step += 1
-                    log.write("losses", step=step, loss=total)
+                    log("losses", step=step, loss=total)
                     total = 0.0
                 optimizer.step()
                 optimizer.zero_grad()
@@ -219,11 +208,10 @@ def through_loop(settings, folder, data, model):
                     break
     for size in settings["eval_batch_sizes"]:
         loss = hfp.evaluation_loss(accelerator, model, data_of(folder, settings), rows_per_batch=size)
-        log.write("evaluated", rows=size, loss=loss)
+        log("evaluated", rows=size, loss=loss)
 
 
 def train(folder, **changes):
-    """Do one run in this process; the folder is made where it does not exist."""
     assert changes.keys() <= SETTINGS.keys(), changes.keys() - SETTINGS.keys()
     settings = SETTINGS | changes
     folder.mkdir(exist_ok=True)
@@ -245,7 +233,6 @@ def train(folder, **changes):
 
 
 def train_all(folder, runs):
-    """Do runs in this process, which is one of several."""
     state = PartialState(cpu=True)
     for name, settings in runs.items():
         train(folder / name, **settings)

@@ -17,8 +17,6 @@ def with_far_gradients(query, key, value, layout, **options):
 
 
 def break_trees(monkeypatch, fault):
-    """Let models compute attention in rows of trees with a fault."""
-
     def attend(query, key, value, layout, **options):
         computes = fault if layout.has_branches else attend_exactly
         return computes(query, key, value, layout, **options)

@@ -6,22 +6,13 @@ from hypothesis import strategies as st
 
 
 class _Node:
-    """One token of the trie."""
-
     def __init__(self, token=None):
         self.token, self.label, self.children, self.ends = token, -100, {}, []
 
 
 def tree_row(documents, labels=None):
-    """Return the columns of a row of trees, in which documents share every prefix that they have in common.
-
-    Args:
-        documents: lists of tokens, none of them empty.
-        labels: for each document a list of labels; None to train on all tokens but the first of each document.
-
-    Returns:
-        The columns of the row, and the index in `documents` of each document of the row.
-    """
+    """Return the columns of a row in which documents share every prefix, and the index of each document of the row.
+    Without labels, all tokens but the first of each document are trained on."""
     labels = documents if labels is None else labels
     root = _Node()
     for number, (tokens, wanted) in enumerate(zip(documents, labels, strict=True)):
@@ -42,7 +33,6 @@ def tree_row(documents, labels=None):
 
 
 def _add(row, order, node, parent):
-    """Add the segment that begins at a node, and all segments below it."""
     segment, tokens = len(row["parents"]), [node]
     while len(node.children) == 1 and not node.ends:
         (node,) = node.children.values()
@@ -90,12 +80,7 @@ def documents_of(row):
 
 @st.composite
 def labeled_documents(draw, most=6, tokens=3):
-    """Documents that share prefixes, end inside others or repeat, and their labels, of which some are -100.
-
-    Args:
-        most: the largest number of documents, and of pieces in a document.
-        tokens: the number of different tokens.
-    """
+    """Documents that share prefixes, end inside others or repeat, and their labels, of which some are -100."""
     pieces = draw(st.lists(st.lists(st.integers(1, tokens), min_size=1, max_size=4), min_size=1, max_size=4))
     chosen = st.lists(st.sampled_from(pieces), min_size=1, max_size=most)
     documents = [[*chain(*each)] for each in draw(st.lists(chosen, min_size=1, max_size=most))]
@@ -105,3 +90,40 @@ def labeled_documents(draw, most=6, tokens=3):
         repeated = (trained * len(document))[: len(document)] or [False] * len(document)
         labels.append([token if used else -100 for token, used in zip(document, repeated, strict=True)])
     return documents, labels
+
+
+@st.composite
+def forests(draw, most=12):
+    """Lengths and parents of random trees in depth-first order."""
+    lengths, parents, path = [], [], []
+    for segment in range(draw(st.integers(1, most))):
+        depth = draw(st.integers(0, len(path)))
+        path = path[:depth]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+        lengths.append(draw(st.integers(1, 5)))
+    return tuple(lengths), tuple(parents)
+
+
+PROMPT = [11, 5, 9, 30, 31]
+DOCUMENTS = [
+    [*PROMPT, 7, 8, 21, 3],
+    [*PROMPT, 7, 8, 40, 41, 42],
+    PROMPT,  # ends inside the others
+    [*PROMPT, 7, 8, 21, 3],  # a duplicate, with other labels
+    [*PROMPT, 60],
+    [50, 51, 52],  # a tree of its own
+    [50, 51, 53],  # without labels
+    [77],
+]
+LABELS = [
+    [-100] * 5 + [7, 8, 21, 3],
+    [-100, 5, 9, 30, -100, 7, -100, 40, 41, 42],
+    [-100, -100, 9, 30, 31],
+    [-100] * 7 + [21, -100],
+    [11, 5, 9, 30, 31, 60],
+    [50, 51, 52],
+    [-100] * 3,
+    [77],
+]
+OTHER = [[[1, 2, 3, 4], [1, 2, 5]], [[-100, 2, 3, 4], [-100, -100, 5]]]

@@ -1,4 +1,4 @@
-"""Trainers of whole rows, and runs of them on one or more processes.
+"""Trainers of whole rows or with batches of their own, and runs and steps of them on one or more processes.
 
 Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
 and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt.
@@ -18,9 +18,11 @@ from accelerate import PartialState
 from patched_models import patched_once
 from trainers import arguments as usual_arguments
 from trainers import tokenizer
+from training_by_hand import gradients_of
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 
 import hf_packing as hfp
+from tools.tiny_model import tiny_model
 
 WORDS = 128
 ROWS = 66
@@ -29,47 +31,50 @@ LEARNING_RATE = 1e-2
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-def lengths(number, seed=0):
-    return np.clip(np.random.default_rng(seed).lognormal(2.5, 0.8, number), 2, 60).astype(int).tolist()
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 0.8, ROWS), 2, 60).astype(int)
+    return rng, [rng.integers(5, 120, length).tolist() for length in lengths]
 
 
-def classified(number=ROWS):
-    rng = np.random.default_rng(1)
-    rows = [{"input_ids": rng.integers(5, 120, n).tolist(), "labels": int(rng.integers(0, 3))} for n in lengths(number)]
-    return datasets.Dataset.from_list(rows)
+def classified():
+    rng, tokens = drawn(1)
+    return datasets.Dataset.from_dict({"input_ids": tokens, "labels": rng.integers(0, 3, ROWS).tolist()})
 
 
-def tagged(number=ROWS):
-    rng = np.random.default_rng(2)
-    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
+def tagged():
+    _, tokens = drawn(2)
     labels = [[t % 3 if t % 4 else -100 for t in row] for row in tokens]
     labels[0] = [-100] * len(labels[0])
     return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels})
 
 
-def answered(number=ROWS):
-    rng = np.random.default_rng(3)
-    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
-    starts = [int(rng.integers(0, len(row))) for row in tokens]
-    return datasets.Dataset.from_dict(
-        {"input_ids": tokens, "start_positions": starts, "end_positions": [len(row) - 1 for row in tokens]}
-    )
+def answered():
+    rng, tokens = drawn(3)
+    starts, ends = [int(rng.integers(0, len(row))) for row in tokens], [len(row) - 1 for row in tokens]
+    return datasets.Dataset.from_dict({"input_ids": tokens, "start_positions": starts, "end_positions": ends})
 
 
-def paired(number=ROWS):
-    rng = np.random.default_rng(4)
+def texts(number, seed=0, **columns):
+    rng = np.random.default_rng(seed)
 
     def text(mean):
         return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
 
-    rows = [(text(9), text(12), text(5)) for _ in range(number)]
-    return [
-        {"number": n, "prompt": p + " w3", "chosen": " " + c, "rejected": " " + r} for n, (p, c, r) in enumerate(rows)
-    ]
+    return datasets.Dataset.from_list([{name: text(mean) for name, mean in columns.items()} for _ in range(number)])
+
+
+def pairs(number=6, **means):
+    rows = texts(number, **{"seed": 4, "prompt": 9, "chosen": 12, "rejected": 5, **means})
+    forms = {"prompt": "{} w3", "chosen": " {}", "rejected": " {}"}
+    return rows.map(lambda row: {name: form.format(row[name]) for name, form in forms.items()})
+
+
+def paired():
+    return [{"number": n, **row} for n, row in enumerate(pairs(ROWS))]
 
 
 def arguments(folder, kind, **changes):
-    """For a few optimizer steps of plain gradient descent, which are easily repeated by hand."""
     steps = {"max_steps": 3, "per_device_train_batch_size": 6, "gradient_checkpointing": False, "max_grad_norm": 0}
     descent = {"learning_rate": LEARNING_RATE, "optim": "sgd", "lr_scheduler_type": "constant"}
     return usual_arguments(folder, kind, **steps | descent | changes)
@@ -88,10 +93,7 @@ def llama(auto, dtype=torch.float64, **changes):
 
 def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, patched=False, **changes):
     """A trainer without attach: a classifier, a tagger of tokens, one that answers questions, DPO or a reward model.
-
-    Args:
-        patched: whether its models are patched and proven already.
-    """
+    With patched=True, its models are patched and proven already."""
 
     def model_of(make, *given, seed=0, **options):
         torch.manual_seed(seed)
@@ -151,7 +153,6 @@ class Recorded:
 
 
 def key(row):
-    """What tells a row from the others."""
     return [row[name][-20:] if isinstance(row[name], list) else row[name] for name in sorted(row) if name != "margin"]
 
 
@@ -167,11 +168,7 @@ class KilledAt(TrainerCallback):
 
 
 def by_hand(kind, folder, steps):
-    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
-
-    Args:
-        steps: for each optimizer step, the keys of its rows.
-    """
+    """Parameters after steps of the stock trainer's loss, unpatched and padded, on rows given by their keys."""
     trainer = trainer_of(kind, folder)
     rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
     for step in steps:
@@ -181,7 +178,6 @@ def by_hand(kind, folder, steps):
 
 
 def after_a_step(model, loss):
-    """Parameters after a step of gradient descent."""
     model.zero_grad()
     loss.backward()
     with torch.no_grad():
@@ -196,7 +192,6 @@ def read_rows(path):
 
 
 def train_all(folder, runs):
-    """Do runs in this process, which is one of several."""
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
     for name, run in runs.items():
         train(folder / name, run)
@@ -217,3 +212,57 @@ def train(into, run):
         torch.save(trainer.model.state_dict(), into / "parameters.pt")
     PartialState().wait_for_everyone()
     trainer.accelerator.free_memory()
+
+
+def moved(model):
+    """A reference model that differs from the policy."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return other
+
+
+def step(trainer):
+    """The loss and the gradients of the first batch."""
+    torch.manual_seed(0)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train().zero_grad()
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return float(loss.detach()), gradients_of(trainer.model)
+
+
+def policy(name="gpt2"):
+    return tiny_model(name, "causal", torch.float64).train()
+
+
+def grpo(folder, model):
+    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    return trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        args=arguments(folder, trl.GRPOConfig, **sizes),
+        train_dataset=texts(4, prompt=9),
+        processing_class=tokenizer(),
+    )
+
+
+def answers(prompts, completions):
+    """A batch as GRPO makes them, 21 tokens wide: 12 of prompts padded on the left, 9 of completions on the right."""
+    ids, mask = torch.zeros(len(prompts), 21, dtype=torch.long), torch.zeros(len(prompts), 21, dtype=torch.long)
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        place = slice(12 - len(prompt), 12 + len(completion))
+        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
+    return ids, mask
+
+
+def dpo(folder, model, data=None, **changes):
+    config = arguments(folder, trl.DPOConfig, max_length=None, **changes)
+    reference = None if hasattr(model, "peft_config") else moved(model)
+    data = pairs() if data is None else data
+    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)

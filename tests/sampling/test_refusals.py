@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from plain_dataset import Plain
+from trainers import Plain
 from tree_rows import tree_row
 
 import hf_packing as hfp

@@ -10,7 +10,7 @@ import torch
 from any_strategy import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_dataset import Plain
+from trainers import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError

@@ -9,7 +9,7 @@ import torch
 from any_strategy import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_dataset import Plain
+from trainers import Plain
 from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp

@@ -1,33 +1,65 @@
-"""`tokenize`: tokens and labels of SFTTrainer, for datasets, streams and map; and the texts that rows become."""
+"""`tokenize`: tokens and labels of SFTTrainer, and texts of rows; `branches`: what the model sees and generates."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
+import random
+import re
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from chat_templates import CHAT, CHATML, FROM_TRL, OPENED, PLAIN, STRIPPED, TOOLS, tokenizer_with
+from chat_templates import (
+    CALL,
+    CHAT,
+    CHATML,
+    FROM_TRL,
+    MARKED,
+    OPENED,
+    PLAIN,
+    STRIPPED,
+    TOKENIZERS,
+    TOOLS,
+    WITH_TOOLS,
+    assistant,
+    tokenizer_with,
+    user,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import build
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
+from hf_packing.text.read import Documents, find_files
 from hf_packing.text.render import CHATML as OWN_CHATML
 from hf_packing.text.render import Rendered, Renderer
 from hf_packing.text.tokenize import load_tokenizer, text_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
-    "{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 CHATS = [{"messages": PLAIN}, {"messages": PLAIN[:2]}, {"messages": [*PLAIN, *PLAIN]}]
 PAIRS = [{"prompt": PLAIN[:3], "completion": PLAIN[3:]}, {"prompt": PLAIN[:1], "completion": PLAIN[1:]}]
 TEXTS = [{"prompt": "one two", "completion": " three"}, {"prompt": "", "completion": "four<|im_end|>"}]
 FAMILIES = [name for name in FROM_TRL if f"{name}_training" in FROM_TRL]
+WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
+
+
+@pytest.fixture
+def words():
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="<end>")
 
 
 def columns(dataset):
@@ -35,7 +67,6 @@ def columns(dataset):
 
 
 def of_trl(rows, tokenizer, **settings):
-    """The tokens and labels that SFTTrainer trains on."""
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none"}
     args = SFTConfig("unused", max_length=None, shuffle_dataset=False, **quiet, **settings)
     model, data = build("Llama", vocab_size=len(tokenizer)), datasets.Dataset.from_list(rows)
@@ -86,12 +117,12 @@ def test_turns_are_found_without_marks(family, monkeypatch):
     tokenizer = tokenizer_with(FROM_TRL[family])
     try:
         marked = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
-    except PackingError:
+    except hfp.PackingError:
         pytest.skip("the template refuses the chat")
     monkeypatch.setattr("trl.get_training_chat_template", lambda _: None)
     try:
         found = hfp.tokenize({"messages": [PLAIN]}, tokenizer)
-    except PackingError as error:
+    except hfp.PackingError as error:
         pytest.skip("the template rewrites earlier turns" if "rewrites the first" in str(error) else str(error))
     if found["input_ids"] != marked["input_ids"]:
         pytest.skip("the training version writes other text")
@@ -140,7 +171,7 @@ def test_text_that_the_template_leaves_out_is_counted():
 @pytest.mark.parametrize("template", [STRIPPED, OPENED])
 def test_templates_that_rewrite_earlier_turns(template):
     message = "row 1: expected a chat template that leaves earlier turns .* Install trl, .*hf_packing.branches"
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(hfp.PackingError, match=message):
         ours([{"messages": [{"role": "user", "content": "a"}]}, {"messages": CHAT}], template)
 
 
@@ -154,22 +185,22 @@ def test_templates_that_rewrite_earlier_turns(template):
     ],
 )
 def test_refused(rows, settings, message):
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(hfp.PackingError, match=message):
         ours(rows, **settings)
-    with pytest.raises(PackingError, match="row 1 of the batch: expected Unicode"):
+    with pytest.raises(hfp.PackingError, match="row 1 of the batch: expected Unicode"):
         hfp.tokenize({"text": ["a", "\ud800"]}, tokenizer_with(CHATML))
 
 
 def test_what_is_no_dataset_or_tokenizer(tmp_path):
-    with pytest.raises(PackingError, match="dataset: .*batched=True, got list"):
+    with pytest.raises(hfp.PackingError, match="dataset: .*batched=True, got list"):
         hfp.tokenize([PLAIN], tokenizer_with(CHATML))
-    with pytest.raises(PackingError, match="batched=True"):
+    with pytest.raises(hfp.PackingError, match="batched=True"):
         datasets.Dataset.from_list([{"text": "a"}]).map(hfp.tokenize, fn_kwargs={"tokenizer": tokenizer_with(CHATML)})
-    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer of transformers, got str"):
+    with pytest.raises(hfp.PackingError, match="tokenizer: expected a tokenizer of transformers, got str"):
         hfp.tokenize(datasets.Dataset.from_list(CHATS), "gpt2")
     (tmp_path / "broken.json").write_text("{")
     for name in (str(tmp_path / "broken.json"), "nobody/nothing"):
-        with pytest.raises(PackingError, match="tokenizer: expected a name on the hub, a folder or a tokenizer.json"):
+        with pytest.raises(hfp.PackingError, match="tokenizer: expected a name on the hub, a folder or a tokenizer"):
             load_tokenizer(name)
 
 
@@ -359,5 +390,454 @@ def test_what_is_trained_on(row, train_on, text):
     ],
 )
 def test_rows_that_are_refused(row, options, reason):
-    with pytest.raises(PackingError, match=f"expected .*{reason}|^{reason}: expected "):
+    with pytest.raises(hfp.PackingError, match=f"expected .*{reason}|^{reason}: expected "):
         render(row, **options)
+
+
+def asked(tokenizer, messages, **settings):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)["input_ids"]
+
+
+def answered(tokenizer, messages, **settings):
+    asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True, **settings)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    assert whole.startswith(asked)
+    return whole.removeprefix(asked)
+
+
+def trained(tokenizer, documents):
+    return [tokenizer.decode([label for label in labels if label != -100]) for labels in documents["labels"]]
+
+
+def check(tokenizer, documents, messages, turns, end="\n", **settings):
+    assert len(documents["input_ids"]) == len(documents["labels"]) == len(turns)
+    generated = trained(tokenizer, documents)
+    for ids, labels, text, turn in zip(*documents.values(), generated, turns, strict=True):
+        prompt = asked(tokenizer, messages[:turn], **settings)
+        assert ids[: len(prompt)] == prompt
+        assert labels == [-100] * len(prompt) + ids[len(prompt) :]
+        assert text == answered(tokenizer, messages[: turn + 1], **settings).removesuffix(end)
+        assert text
+
+
+any_texts = st.text("abc \n<>é", max_size=6)
+
+
+@given(st.sampled_from([*TOKENIZERS]), st.lists(st.tuples(any_texts, any_texts, any_texts), max_size=4), st.booleans())
+@pytest.mark.filterwarnings("ignore:branches")
+def test_documents_are_what_the_model_sees_and_generates(name, exchanges, ends_with_user):
+    tokenizer = TOKENIZERS[name]
+    messages = [each for ask, answer, thinking in exchanges for each in (user(ask), assistant(answer, thinking))]
+    documents = hfp.branches(messages + [user("bye")] * ends_with_user, tokenizer)
+    check(tokenizer, documents, messages, range(1, len(messages), 2), "" if name == "alternating" else "\n")
+
+
+@given(any_texts, any_texts)
+@pytest.mark.filterwarnings("ignore:branches")
+def test_documents_are_the_tokens_of_their_text(ask, answer):
+    """Where the prompt's tokens are the first ones of the whole text, no token differs from those of the template."""
+    for tokenizer in TOKENIZERS["chatml"], TOKENIZERS["stripped"]:
+        messages = [user(ask), assistant(f"<{answer}>", "one"), user(ask), assistant(f"<{answer}>", "two")]
+        (_, last), _ = hfp.branches(messages, tokenizer).values()
+        assert [*last, *tokenizer.encode("\n")] == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_tokens_at_the_end_of_the_prompt_and_of_the_turn():
+    """The prompt ends with a line break, and the generated text begins with one: together, they would be one token."""
+    tokenizer = TOKENIZERS["opened"]
+    breaks = tokenizer.encode("\n\n")
+    assert len(breaks) == 1
+    messages = [user("one"), assistant("two", "")]
+    (ids,), (labels,) = hfp.branches(messages, tokenizer).values()
+    prompt = asked(tokenizer, messages[:1])
+    merged = tokenizer.apply_chat_template(messages)["input_ids"]
+    assert merged[: len(prompt)] == [*prompt[:-1], *breaks]
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(ids) == tokenizer.decode(merged).removesuffix("\n")
+    assert tokenizer.decode(labels[len(prompt) :]) == "\n</think>\n\ntwo<|im_end|>"
+    # As `<|end|>` of Phi-3 does.
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", rstrip=True, special=True)]})
+    (ids,), _ = hfp.branches(PLAIN[:2], tokenizer).values()
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
+
+
+REFUSED_TEMPLATES = {"deepseek_r1_distill", "deepseekv3", "llava_next"}
+"""The first two open the thinking in the generation prompt, but not in turns. The last one needs lists of parts."""
+
+
+assert len(FROM_TRL) > 60
+assert {f"{name}_training" for name in REFUSED_TEMPLATES} | REFUSED_TEMPLATES <= FROM_TRL.keys()
+
+
+@pytest.mark.filterwarnings("ignore:branches")
+@pytest.mark.parametrize("name", FROM_TRL)
+def test_templates_of_published_models(name):
+    special = re.findall(r"<[|\uff5c][^<>]*?[|\uff5c]>|<turn\|>|<(?:end_of_turn|end_of_utterance)>", FROM_TRL[name])
+    tokenizer = tokenizer_with(FROM_TRL[name], ["<s>", *sorted({*special, "<|endoftext|>"})])
+    messages = [
+        {**each, "thinking": each["reasoning_content"]} if "reasoning_content" in each else each for each in CHAT
+    ]
+    if name.removesuffix("_training") in REFUSED_TEMPLATES:
+        with pytest.raises(hfp.PackingError, match="^message 1: expected "):
+            hfp.branches(messages, tokenizer)
+        return
+    if "nothink" in name:
+        messages = PLAIN
+    documents = hfp.branches(messages, tokenizer)
+    check(tokenizer, documents, messages, (1, 3))
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return tokenizer_with(FROM_TRL["qwen3"])
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_system_messages_and_several_turns_in_a_row(qwen3, tools):
+    batch = {"messages": [WITH_TOOLS], "tools": [tools]}
+    documents = hfp.branches(batch, qwen3)
+    check(qwen3, documents, WITH_TOOLS, (2, 4, 5), tools=TOOLS)
+    last = qwen3.decode(documents["input_ids"][-1])
+    assert "Finds what is lost" in last
+    assert "I look." in last, "the template keeps thinking since the last question"
+    assert hfp.branches({"messages": [WITH_TOOLS]}, qwen3, chat_template_kwargs={"tools": TOOLS}) == documents
+
+
+def test_arguments_for_the_template(qwen3):
+    plain = PLAIN[:2]
+    quiet = {"enable_thinking": False}
+    documents = hfp.branches(plain, qwen3, chat_template_kwargs=quiet)
+    check(qwen3, documents, plain, (1,), **quiet)
+    assert trained(qwen3, documents) == ["two<|im_end|>"]
+    batch = {"messages": [plain] * 2, "chat_template_kwargs": [{"enable_thinking": True}, None]}
+    any_texts = trained(qwen3, hfp.branches(batch, qwen3, chat_template_kwargs=quiet))
+    assert any_texts == ["<think>\n\n</think>\n\ntwo<|im_end|>", "two<|im_end|>"]
+    with pytest.raises(hfp.PackingError, match=r"message 1: .*the prompt has .*'enable_thinking': False"):
+        hfp.branches(CHAT, qwen3, chat_template_kwargs=quiet)
+
+
+def test_turns_of_the_completion_alone_and_through_map():
+    tokenizer = TOKENIZERS["stripped"]
+    batch = {"prompt": [CHAT[:3], CHAT[:1]], "completion": [CHAT[3:], CHAT[1:]], "other": [1, 2]}
+    both = hfp.branches(CHAT, tokenizer)
+    assert hfp.branches(batch, tokenizer) == {name: [last, first, last] for name, (first, last) in both.items()}
+    tokenizer = TOKENIZERS["stripped"]
+    rows = datasets.Dataset.from_list(
+        [{"id": n, "chat": [{"role": "user", "content": "one"}, *CHAT[1 : 2 * n]]} for n in (1, 2, 2, 1)]
+    )
+    options = {"batched": True, "batch_size": 3, "remove_columns": rows.column_names}
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "column": "chat"}
+    documents = rows.map(hfp.branches, **options)
+    assert documents.column_names == ["input_ids", "labels"]
+    assert len(documents) == 6
+    check(tokenizer, documents[1:3], CHAT, (1, 3))
+    assert [*rows.to_iterable_dataset().map(hfp.branches, **options)] == documents.to_list()
+    assert hfp.unpack(hfp.pack(documents, hfp.BestFit(128)))["labels"][:] == documents["labels"][:]
+
+
+def test_conversations_and_turns_that_lack_something_are_counted():
+    tokenizer = TOKENIZERS["chatml"]
+    batch = {"messages": [[], [user("one")], [assistant("Hi")], [assistant("Hi"), *PLAIN]]}
+    with pytest.warns(UserWarning, match="branches: ") as found:
+        documents = hfp.branches(batch, tokenizer)
+    assert [str(each.message) for each in found] == [
+        "branches: 3 of 4 conversations have no assistant turn after another message, and make no documents",
+        "branches: 2 of 4 conversations open with an assistant turn, which is not trained on",
+    ]
+    assert Path(found[0].filename) == Path(__file__)
+    check(tokenizer, documents, batch["messages"][3], (2, 4))
+    template = "{% for message in messages %}{{ message.role }}: {{ message.text }}\n{% endfor %}"
+    tokenizer = tokenizer_with(template + "{% if add_generation_prompt %}assistant:{% endif %}")
+    chat = [user("one"), assistant("two"), user("three"), assistant("")]
+    with pytest.warns(UserWarning, match="branches: ") as found:
+        documents = hfp.branches(chat, tokenizer)
+    assert [str(each.message) for each in found] == [
+        "branches: 2 of 2 assistant turns do not end with a special token, so the model does not learn where to stop",
+        "branches: 1 of 2 assistant turns lack content, thinking or tool calls, which the chat template leaves out",
+    ]
+    check(tokenizer, documents, chat, (1, 3), end="")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "two"},
+        {"content": "<think>\nlost</think>\n two "},
+        {"content": [{"type": "text", "text": "two"}]},
+        {"content": None},
+        {"content": "two", "tool_calls": [{"name": "two"}]},
+    ],
+)
+def test_what_a_turn_must_have(message):
+    template = "{% for message in messages %}two<|im_end|>{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hfp.branches([user("one"), {"role": "assistant", **message}], tokenizer_with(template))
+    for lost in ({"thinking": "lost"}, {"tool_calls": [CALL]}, {"content": [{"type": "text", "text": "lost"}]}):
+        with pytest.warns(UserWarning, match="1 of 1 assistant turns lack content, thinking or tool calls"):
+            hfp.branches([user("one"), {"role": "assistant", **message, **lost}], tokenizer_with(template))
+
+
+PICTURE = [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What is it?"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "conversations", "named"),
+    [
+        ("alternating", [user("one"), user("two"), assistant("")], "message 2: .*roles must alternate"),
+        ("alternating", [WITH_TOOLS[0], *CHAT], "message 2: .*roles must alternate"),
+        ("chatml", {"messages": [PLAIN, [user(PICTURE), *PLAIN]]}, "row 1 of the batch, message 0: .*'image'"),
+        ("chatml", {"messages": [["one"]]}, "row 0 of the batch, .*role"),
+        ("chatml", {"messages": [CHAT], "tools": ["{"]}, "row 0 of the batch, .*tools"),
+        ("chatml", {"prompt": ["one"], "completion": ["two"]}, "row 0 of the batch, .*list of messages"),
+        ("chatml", {"prompt": "one", "completion": "two"}, "conversations: .*batched=True"),
+        ("chatml", {"messages": CHAT}, "conversations: .*batched=True"),
+        ("chatml", {"text": ["one"]}, "conversations: .*'messages'.*text"),
+        ("chatml", {"prompt": [CHAT]}, "conversations: .*'completion'.*prompt"),
+        ("chatml", "one", "conversations: .*str"),
+    ],
+)
+def test_refused_conversations(template, conversations, named):
+    with pytest.raises(hfp.PackingError, match=f"^{named}"):
+        hfp.branches(conversations, TOKENIZERS[template])
+
+
+def test_turns_that_cannot_stand_apart_from_their_prompt_are_refused():
+    unopened = tokenizer_with(OPENED.replace("<think>\n{{", "{{"))
+    with pytest.raises(hfp.PackingError, match=r"message 1: .* has 'im_.*<think>\\n' .* has 'im_start.*thought one"):
+        hfp.branches(CHAT, unopened)
+    rewriting = tokenizer_with("{{ messages | length }}" + CHATML)
+    with pytest.raises(hfp.PackingError, match="the prompt has '1<.*' where the turn has '2<"):
+        hfp.branches(CHAT, rewriting)
+    silent = tokenizer_with(CHATML.replace("{{ message.content }}<|im_end|>\n", ""))
+    with pytest.raises(hfp.PackingError, match="message 1: expected a turn with text, but the chat template writes"):
+        hfp.branches([user("one"), assistant("")], silent)
+    # It writes a space at the beginning of each text.
+    known = {each: number for number, each in enumerate(["▁", "A", "b", "▁A", "Ab", "▁Ab", "</s>"])}
+    backend = Tokenizer(models.BPE(known, [("▁", "A"), ("▁A", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    template = "{{ messages[1].content }}A{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    with pytest.raises(hfp.PackingError, match=r"message 2: .* tokenize a turn apart from .*, but 'A' and 'b</s>'"):
+        hfp.branches([user(""), user(""), assistant("b</s>")], tokenizer)
+
+
+def test_bad_conversations_are_left_out_and_tokenizers_without_a_template_refused():
+    tokenizer = TOKENIZERS["alternating"]
+    batch = {"messages": [PLAIN, [user("one"), *PLAIN], [assistant("one")] * 3, PLAIN[:2]]}
+    with pytest.raises(hfp.PackingError, match="^row 1 of the batch, message 2: "):
+        hfp.branches(batch, tokenizer)
+    with pytest.warns(UserWarning, match="2 of 4 conversations cannot be used .* row 1 of the batch, message 2: "):
+        documents = hfp.branches(batch, tokenizer, skip_bad=True)
+    assert documents == hfp.branches({"messages": [PLAIN, PLAIN[:2]]}, tokenizer)
+    for tokenizer in tokenizer_with(None), object():
+        with pytest.raises(hfp.PackingError, match=f"tokenizer with a chat template, got {type(tokenizer).__name__}"):
+            hfp.branches(CHAT, tokenizer)
+
+
+OPEN_TABLES = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
+"""datasets 5.0 leaves tables for pandas to close."""
+
+
+ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
+
+
+def write(path, rows):
+    """Write rows in the format that the name says; return the path."""
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    if path.name in ("saved", "splits"):
+        data = datasets.Dataset.from_list(rows)
+        (data if path.name == "saved" else datasets.DatasetDict({"train": data})).save_to_disk(path)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif path.suffix == ".csv":
+        path.write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in rows))
+    elif path.suffix == ".tsv":
+        path.write_text("text\tn\n" + "".join(f"{row['text']}\t1\n" for row in rows))
+    elif path.name == "array.json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text(lines)
+    return path
+
+
+def zipped(*texts):
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for number, text in enumerate(texts):
+            archive.writestr(f"{number}.txt", text)
+    return written.getvalue()
+
+
+@pytest.fixture
+def read(tmp_path, words):
+    def read_texts(data, **options):
+        documents = Documents(str(data), **options)
+        tokens = documents.tokens(replace(text_tokenizer(words), end=None), tmp_path / "tokens.arrow")
+        return [words.decode(ids) for ids in tokens["input_ids"]], documents
+
+    return read_texts
+
+
+@OPEN_TABLES
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "A.NDJSON", "a.json", "array.json", "a.jsonl.gz", "a.parquet", "saved", "splits"),
+        *("data.v2/a.jsonl", "a.csv", "a.tsv"),
+    ],
+)
+def test_rows_of_every_format(tmp_path, read, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write(tmp_path / name, ROWS)
+    found, documents = read(tmp_path / name)
+    assert found == [row["text"] for row in ROWS]
+    assert documents.skipped == []
+    assert (documents.texts, documents.lacking) == (len(ROWS), 0)
+
+
+def test_values_are_not_changed(tmp_path):
+    """Arrow has one type, and one order of fields, for all rows."""
+
+    def call(**arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    rows = [{"messages": [call(a=1, b=2)]}, {"messages": [call(b=2, a=1.5)]}, {"messages": [call(a="1")]}]
+    rows += [{"text": "2024-01-01", "number": 2**70}, {"text": 3}]
+    for name in ("a.json", "array.json"):
+        documents = Documents(str(write(tmp_path / name, rows)))
+        assert [repr(row) for _, row in documents._lines()] == list(map(repr, rows))
+
+
+def test_text_files_and_folders_of_one_kind(tmp_path, read):
+    """What is blank is no document."""
+    (tmp_path / "data" / ".hidden").mkdir(parents=True)
+    (tmp_path / "data" / "sub").mkdir()
+    (tmp_path / "data" / "a.md").write_bytes(b"\xef\xbb\xbfone\ntwo\n\n  \r\nthree\n")
+    (tmp_path / "data" / "sub" / "b.md").write_text("three\n")
+    (tmp_path / "data" / "sub" / "c.md").write_text("\n \n")
+    (tmp_path / "data" / ".hidden" / "d.md").write_text("not a document")
+    assert read(tmp_path / "data" / "a.md")[0] == ["one", "two", "three"]
+    assert read(tmp_path / "data")[0] == ["one two three", "three"]
+    (tmp_path / "data" / "notes.txt").write_text("two")
+    for pattern in ("*.md", "**/*.md"):
+        assert read(tmp_path / "data", glob=pattern)[0] == ["one two three", "three"]
+    assert read(tmp_path / "data", glob="sub/*")[0] == ["three"]
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "b.jsonl", ROWS)
+    (tmp_path / "rows" / "README.md").write_text("about the rows")
+    with pytest.raises(hfp.PackingError, match="data: expected files of one kind, got JSON and text"):
+        Documents(str(tmp_path / "rows"))
+    assert len(read(tmp_path / "rows", glob="*.jsonl")[0]) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kept", "reason"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"\n{"text": "three"}', ["one", "three"], "line 2: expected JSON"),
+        ("a.jsonl", b'{"text": "one"}\n[3]\n', ["one"], "line 2, row 0: expected a JSON object"),
+        ("a.json", b'[{"text": "one"}, 3]', ["one"], "row 1: expected a JSON object"),
+        ("a.json", b"\xef\xbb\xbf" + b"[" * 100_000, [], "a.json: expected JSON"),
+        ("a.jsonl", b'{"text": "one"}\n{"body": "two"}\n', ["one"], "line 2: expected text, .* got the fields body"),
+        ("a.txt", b"one\r\nt\xffwo\nthree", ["one", "three"], "line 2: expected text in UTF-8"),
+        ("a.txt", "one\ntwo\n".encode("utf-16-le"), [], "line 1: expected text in UTF-8.*NUL bytes"),
+        ("a.tar", b"one\0\0\0", [], "line 1: expected text in UTF-8"),
+        ("a.zip", zipped("one\n", "two\n"), [], "line 1: expected text in UTF-8"),
+    ],
+)
+def test_lines_and_rows_that_cannot_be_used_are_named_or_left_out(tmp_path, read, name, content, kept, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(hfp.PackingError, match=f"{reason}.*skip_bad=True leaves out"):
+        read(tmp_path / name)
+    found, documents = read(tmp_path / name, skip_bad=True)
+    assert found == kept
+    assert documents.skipped
+
+
+@OPEN_TABLES
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "b.parquet", "b.csv"])
+def test_a_damaged_file_is_named(tmp_path, read, name):
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}.get(name.split(".")[-1], bytes)
+    lines = "".join(f'{{"text": "{random.Random(number).random()}"}}\n' for number in range(9000))
+    damaged = bytearray(pack(lines.encode()) if name[0] == "a" else b'text,n\n"one,1\ntwo')
+    middle = len(damaged) // 2
+    damaged[middle : middle + 999] = bytes(999)
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(hfp.PackingError, match=f"{name}.*: "):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
+def test_the_format_of_a_saved_dataset_does_not_change_rows(tmp_path, read, form):
+    saved = datasets.Dataset.from_dict({"text": ["one"], "input_ids": [[1]]})
+    saved.with_format(form, columns=["text"]).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved")[0] == ["one"], "hidden columns stay hidden"
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"data": "{folder}/none.jsonl"}, "data"),
+        ({"data": "{folder}/none", "glob": "*.txt"}, "glob"),
+        ({"data": "{folder}", "glob": "*.none"}, "data"),
+        ({"data": "{folder}", "glob": "/abs*"}, "data"),
+        ({"data": "{folder}/a.txt", "glob": "*.txt"}, "glob"),
+        ({"data": "{folder}/a.txt", "split": "test"}, "split"),
+        ({"data": "{folder}/splits", "split": "test"}, "data"),
+        ({"data": "{folder}/saved", "split": "test"}, "data"),
+        ({"data": "nobody/nothing"}, "data"),
+        ({"data": "{folder}/a.txt", "tokenizer": None}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl"}, "tokenizer"),
+        ({"data": "{folder}/tokens.jsonl", "tokenizer": None, "skip_bad": True}, "skip_bad"),
+    ],
+)
+def test_data_that_is_refused(tmp_path, words, options, argument):
+    (tmp_path / "a.txt").write_text("one")
+    write(tmp_path / "tokens.jsonl", [{"input_ids": [1, 2]}])
+    write(tmp_path / "splits", ROWS)
+    write(tmp_path / "saved", ROWS)
+    options = {name: value.format(folder=tmp_path) if name == "data" else value for name, value in options.items()}
+    tokenizer = options.pop("tokenizer", words)
+    with pytest.raises(hfp.PackingError, match=f"^{argument}: expected "):
+        Documents(options.pop("data"), **options).tokens(tokenizer and text_tokenizer(tokenizer), tmp_path / "t.arrow")
+
+
+@pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])
+def test_names_on_the_hub_may_have_dots(name):
+    assert find_files(name) == []
+
+
+def test_tokens_are_those_of_tokenize(tmp_path, words, monkeypatch):
+    """However many blocks they are tokenized in; and so are labels."""
+    monkeypatch.setattr("hf_packing.text.read._CHARACTERS_AT_ONCE", 10)
+    rows = [{"prompt": "one " * number, "completion": " two"} for number in range(9)]
+    seen = []
+    documents = Documents(str(write(tmp_path / "a.jsonl", rows)))
+    found = documents.tokens(text_tokenizer(words), tmp_path / "tokens.arrow", seen.append)
+    assert found.to_dict() == hfp.tokenize(datasets.Dataset.from_list(rows), words).to_dict()
+    assert sum(seen) == 9
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "saved"])
+def test_rows_with_tokens_are_given_as_they_are(tmp_path, words, name):
+    rows = [{"input_ids": [5, 6], "labels": [-100, 6], "text": "one"}, {"input_ids": [7], "labels": [7], "text": "two"}]
+    data = str(write(tmp_path / name, rows))
+    assert Documents(data).tokens(None, tmp_path / "tokens.arrow").to_list() == rows
+    tokenizer = text_tokenizer(words, text_field="text")
+    tokenized = Documents(data).tokens(tokenizer, tmp_path / "tokens.arrow")
+    assert tokenized["input_ids"][:] == [[2, 1], [3, 1]]
+
+
+@pytest.mark.parametrize(
+    "name", ["toolcall", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math", "wiki"))]
+)
+def test_lengths_of_real_documents(shared_data, tmp_path, name):
+    separator = "\n" if name in ("instruct", "math") else None
+    tokenizer = text_tokenizer(load_tokenizer(str(shared_data / "tokenizer.json")), separator=separator)
+    tokens = Documents(str(shared_data / f"{name}.jsonl.gz")).tokens(tokenizer, tmp_path / "tokens.arrow")
+    lengths = np.array(list(map(len, tokens["input_ids"])))
+    assert np.array_equal(lengths, np.load(shared_data / "lengths" / f"{name}.npy"))

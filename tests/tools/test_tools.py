@@ -1,22 +1,422 @@
-"""Tools: comparing revisions, counting sizes, reading signatures of kernels, making tiny models."""
+"""What the survey measures, faults that it notices, and the page of supported models: complete, none is wrong."""
 
 import ast
 import io
 import json
+import os
+import re
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tiers import fast_only
+from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
 import hf_packing as hfp
+from hf_packing.attention import function
+from hf_packing.attention.batch_kinds import TREES as PROVEN
+from hf_packing.attention.route import known_routes
+from hf_packing.trees.segments import TreeSegments
 from tools import compare_revisions, kernel_signatures
 from tools.compare_revisions import ROOT, WORKLOADS, _time_revision, compare
 from tools.kernel_signatures import SIGNATURES, Package, function_with, main, read_packages, signature_in
 from tools.size import Size, count_nodes, sizes_of
+from tools.survey import measure as measure_module
+from tools.survey import pictures, trees
+from tools.survey.heads import EXACT as EXACT_ROWS
+from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
+from tools.survey.measure import (
+    EXACT,
+    ISOLATED_WITHOUT_CACHE,
+    Measured,
+    all_jobs,
+    feedings,
+    make_documents,
+    measure,
+    measure_all,
+)
+from tools.survey.page import PICTURES, TITLES, TREES, page, with_pictures, with_trees
+from tools.survey.pictures import MeasuredPictures, measure_all_pictures, measure_pictures, picture_jobs
+from tools.survey.trees import FOREST, LONGER, MeasuredTrees, measure_all_trees, measure_trees, tree_jobs
 from tools.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
+
+PAGE = (ROOT / "docs" / "SUPPORTED_MODELS.md").read_text()
+IS_CURRENT = f"transformers {transformers.__version__} " in PAGE
+
+Rows = dict[tuple[str, str], list[str]]
+"""The cells of all tables, by the title of the section and the name of the architecture."""
+COLUMN = "trees"
+"""The column of trees in the table of causal models counts as a section of its own."""
+
+
+def rows_of(text: str) -> Rows:
+    rows: Rows = {}
+    title, column = "", None
+    for line in text.splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ")
+        elif line.startswith("| "):
+            name, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+            if name == "architecture":
+                column = cells.index(COLUMN) if COLUMN in cells else None
+            elif name != "---":
+                if column is not None:
+                    rows[COLUMN, name] = [cells.pop(column)]
+                rows.setdefault((title, name), cells)  # the section of heads has a second table
+    return rows
+
+
+def rows_of_measured(measured: Measured | MeasuredPictures | MeasuredTrees) -> Rows:
+    if isinstance(measured, MeasuredPictures):
+        return rows_of(page([], "", [], [measured]))
+    if isinstance(measured, MeasuredTrees):
+        in_column = {(COLUMN, measured.name): [measured.status]} if measured.status in ("exact", "WRONG") else {}
+        return rows_of(page([], "", trees=[measured])) | in_column
+    return rows_of(page([measured], ""))
+
+
+def disagreements(measured, text: str) -> list[str]:
+    said = rows_of(text)
+    if isinstance(measured, MeasuredHead):
+        key, number = ("Heads", measured.name), HEADS.index(measured.head)
+        found, on_page = (rows.get(key, [""] * 4)[number] for rows in (rows_of(page([], "", [measured])), said))
+        return [] if found == on_page else [f"{key}: {found}, the page has {on_page}"]
+    return [
+        f"{key}: {cells}, the page has {said.get(key)}"
+        for key, cells in rows_of_measured(measured).items()
+        if not _same_cells(cells, said.get(key, []))
+    ]
+
+
+def _same_cells(some: list[str], others: list[str]) -> bool:
+    """Whether rows say the same, but for the size of figures, and for numbers in the reason in the last cell."""
+    if len(some) != len(others):
+        return False
+    return same_reason(some[-1], others[-1]) and all(map(_same_cell, some[:-1], others[:-1]))
+
+
+def _same_cell(one: str, other: str) -> bool:
+    figures = [re.fullmatch(r"\d+(\.\d+)?e[+-]\d+", each) for each in (one, other)]
+    return same_figure(one, other) if all(figures) else one == other
+
+
+def masked(reason: str) -> str:
+    """A reason without its numbers, which processors round differently, and without what follows from a set's order."""
+    return re.sub(r"KeyError: '\w+'", "KeyError", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", reason))
+
+
+def same_reason(one: str, other: str) -> bool:
+    """Whether two reasons are the same but for numbers, which may shift where a long one is cut."""
+    if one.endswith("...") or other.endswith("..."):
+        one, other = masked(one[:-10]), masked(other[:-10])
+        shorter = min(len(one), len(other))
+        return one[:shorter] == other[:shorter]
+    return masked(one) == masked(other)
+
+
+def same_figure(one: str, other: str) -> bool:
+    sizes = [max(float(each), 1e-6) for each in (one, other)]
+    return max(sizes) <= 100 * min(sizes) and (sizes[0] > EXACT) == (sizes[1] > EXACT)
+
+
+MEASURES = {
+    **{kind: partial(measure, kind) for kind in ("causal", "masked")},
+    **{head: partial(measure_head, head) for head in HEADS},
+    "pictures": measure_pictures,
+    "trees": measure_trees,
+}
+SAMPLES = {
+    "causal": "bart bloom falcon_h1 gemma3_text glm_moe_dsa gpt_oss jamba llama mamba2 musicgen prophetnet qwen3_next "
+    "xlnet",
+    "masked": "bert deberta-v2 fnet modernbert mobilebert mra roberta",
+    HEADS[0]: "albert distilbert fnet llama xlnet canine gte ibert mobilebert",
+    HEADS[1]: "gpt2 funnel qwen3_moe",
+    HEADS[2]: "bert splinter modernbert",
+    HEADS[3]: "roformer convbert big_bird",
+    "pictures": "llava idefics3 mistral3 llava_next qwen2_vl gemma3 git mllama hunyuan_vl",
+    "trees": "gpt2 llama mamba xlnet bloom gemma3_text gpt_oss jamba qwen3_next deepseek_v4 rwkv recurrent_gemma "
+    "prophetnet cpmant glm_moe_dsa",
+}
+SAMPLE = [(kind, name) for kind, names in SAMPLES.items() for name in names.split()]
+SAMPLE += [("causal", "llama with dynamic rope"), ("trees", "phi3 with longrope"), ("trees", "falcon with alibi")]
+FAST = [("causal", "llama"), (HEADS[0], "distilbert"), ("trees", "gpt2")]
+
+
+@pytest.fixture(autouse=True)
+def no_known_routes():
+    known_routes.clear()
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """For laws about the measuring, not about the model that is measured."""
+    monkeypatch.setattr(trees, "tiny_model", partial(tiny_model, num_hidden_layers=1))
+
+
+def assert_agrees(measured):
+    wrong = measured.route and not measured.exact if hasattr(measured, "exact") else measured.status == "WRONG"
+    assert not wrong, measured
+    if IS_CURRENT:
+        assert not disagreements(measured, PAGE)
+
+
+@pytest.mark.parametrize(("kind", "name"), fast_only(SAMPLE, *FAST))
+def test_a_sample_of_the_page(kind, name):
+    assert_agrees(MEASURES[kind](name))
+
+
+EVERYTHING = [(measure_all, all_jobs), (measure_heads, head_jobs)]
+EVERYTHING += [(measure_all_pictures, picture_jobs), (measure_all_trees, tree_jobs)]
+
+
+@pytest.mark.survey
+@pytest.mark.parametrize(("measure_jobs", "jobs"), EVERYTHING)
+def test_all_of_the_page(measure_jobs, jobs):
+    for measured in measure_jobs(jobs(), os.cpu_count() or 1):
+        assert_agrees(measured)
+
+
+def test_documents_are_long_and_gradients_exact(monkeypatch):
+    assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
+    assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7
+    model, documents = tiny_model("llama", "causal", num_hidden_layers=1), make_documents(0, [5, 9])
+    assert measure_module._difference_in_float64(model, documents) <= 1e-6  # rotary positions are float32
+    monkeypatch.setattr(measure_module, "patch_model", lambda model: model)
+    assert measure_module._difference_in_float64(model, documents) > 1e-3
+    model = tiny_model("llama", "causal", num_hidden_layers=1)
+    assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
+
+
+@pytest.mark.slow
+def test_a_batch_of_pictures_whose_padding_stays_is_noticed(monkeypatch):
+    """Patching does nothing, so the backbone gets the padding."""
+    monkeypatch.setattr(pictures, "patch_model", lambda model, **_: model)
+    measured = measure_pictures("llava")
+    assert measured.status == "WRONG"
+    assert "the backbone got 188 tokens" in measured.reason
+
+
+@pytest.mark.parametrize("forest", [FOREST, LONGER])
+def test_the_forest_has_all_that_trees_can_have(forest):
+    """The survey's own paths are also those of TreeSegments."""
+    segments = TreeSegments(forest.lengths, forest.parents)
+    assert (forest.lengths, forest.parents) != (PROVEN.lengths, PROVEN.parents)
+    for document, end in enumerate(forest.ends):
+        assert forest.path(document) == segments.path_of(end).tolist()
+    assert set(forest.ends) - set(segments.leaves) == {0, 3, 7}, "documents end inside others"
+    assert len(set(forest.ends)) == len(forest.ends) - 1, "one document occurs twice"
+    assert max(len(forest.above(end)) for end in forest.ends) == 4
+    assert (forest.lengths[1], forest.parents.count(1), forest.parents.count(-1)) == (1, 2, 3)
+    assert max(len(forest.path(document)) for document in range(len(forest.ends))) > max(THRESHOLDS.values())
+
+
+def break_after_the_proof(monkeypatch, owner, name, fault):
+    """Replace a function as soon as a model is patched, so that the proof cannot notice it."""
+    patch_model, sound = trees.patch_model, getattr(owner, name)
+
+    def patch_and_break(model, **options):
+        monkeypatch.setattr(owner, name, sound)
+        patched = patch_model(model, **options)
+        monkeypatch.setattr(owner, name, fault)
+        return patched
+
+    monkeypatch.setattr(trees, "patch_model", patch_and_break)
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_wrong_tree_is_noticed(monkeypatch):
+    break_after_the_proof(monkeypatch, function, "attend_exactly", with_far_gradients)
+    measured = measure_trees("gpt2")
+    assert (measured.status, measured.reason) == ("WRONG", "")
+    assert measured.gradient > EXACT >= max(measured.difference, measured.change)
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
+    break_trees(monkeypatch, to_the_whole_row)
+    measured = measure_trees("gpt2")
+    assert measured.status == "refused"
+    assert "changing one segment of a tree changed" in measured.reason
+
+
+current = pytest.mark.skipif(not IS_CURRENT, reason="the page is of another version of transformers")
+
+FIGURES = {"change": 0.0, "difference": 2e-6, "gradient": 3e-7}
+LLAMA = Measured("causal", "llama", stock=ISOLATED_WITHOUT_CACHE, route="varlen", packed_share=1.0, **FIGURES)
+BLOOM = replace(LLAMA, name="bloom", stock="leaks", route="segments", modules={"BloomAttention": 4}, packed_share=0.92)
+REFUSED = Measured("masked", "two", stock="leaks", reason="no route: the logits differ by 1.8, and more")
+FOUR = [LLAMA, BLOOM, REFUSED, Measured("masked", "three", False, reason="too large")]
+SEEN = [
+    MeasuredPictures("seen", "exact", difference=1e-15, gradient=1e-8),
+    MeasuredPictures("unseen", "refused", reason="x wrong"),
+]
+GROWN = [
+    MeasuredTrees("llama", "exact", {"LlamaMixer": 2}, difference=1e-6, change=0.0, gradient=2e-7),
+    MeasuredTrees("cut", "refused", reason="x not stable", prefix=0.5),
+]
+
+
+def read(text, title):
+    titles = (title, f"Refused: {title.lower()}", f"Not measured: {title.lower()}")
+    return {name: (table, cells) for (table, name), cells in rows_of(text).items() if table in titles}
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("| bloom |", "| blom |"),
+        ("leaks unless use_cache=False", "isolated"),
+        ("| varlen |", "| segments |"),
+        ("4 BloomAttention", "3 BloomAttention"),
+        ("92%", "93%"),
+        ("2e-06", "2e-04"),
+        ("3e-07", "3e-03"),
+        ("Causal language models", "Masked language models"),
+        ("Refused: masked", "Masked"),
+        ("no route", "no way"),
+        ("Not measured: masked", "Refused: masked"),
+        ("too large", "too small"),
+        ("| three | too large |", ""),
+        ("| seen |", "| seem |"),
+        ("| seen | exact |", "| seen | as unpatched |"),
+        ("1e-15", "1e-03"),
+        ("1e-08", "1e-03"),
+        ("x wrong", "y"),
+        ("| llama | exact |", "| lama | exact |"),
+        ("| exact | 1e-06 |", "| exact, up to rounding | 1e-06 |"),
+        ("| 1e-06 |", "| 1e-03 |"),
+        ("| 2e-07 |", "| 2e-03 |"),
+        ("2 LlamaMixer", "3 LlamaMixer"),
+        ("| exact |  |\n", "|  |  |\n"),
+        ("x not stable", "y"),
+        ("| 5e-01 |", "| 5e-05 |"),
+    ],
+)
+def test_a_changed_page_is_noticed(was, becomes):
+    text, everything = page(FOUR, "transformers 0", [], SEEN, GROWN), [*FOUR, *SEEN, *GROWN]
+    assert was in text
+    assert not any(disagreements(each, text) for each in everything)
+    assert any(disagreements(each, text.replace(was, becomes)) for each in everything)
+
+
+def test_pages_of_few_and_other_numbers():
+    text = page(FOUR, "transformers 0").replace("1.8", "17")
+    assert not any(disagreements(each, text) for each in FOUR)
+    text = page([*FOUR, replace(LLAMA, name="one", reason="a | b", route="segments")], "transformers 0")
+    assert "3 of 3 causal and 0 of 1 masked" in text
+    assert "| 2e-06 | 3e-07 | a \\| b |" in text
+    assert "| three | too large |" in text
+
+
+def test_sections_are_replaced_and_of_the_installed_versions():
+    old = page(FOUR, "transformers 0", [], [replace(SEEN[0], name="old")], [replace(GROWN[0], name="old")])
+    text = with_trees(with_pictures(old, SEEN), GROWN)
+    assert text == page(FOUR, "transformers 0", [], SEEN, GROWN)
+    assert text == with_trees(with_pictures(page(FOUR, "transformers 0"), SEEN), GROWN)
+    assert "old" not in text
+    assert text.index(PICTURES) < text.index(TREES) < text.index(TITLES["causal"])
+    pinned = dict(re.findall(r"(?m)^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
+    assert f"transformers {pinned['transformers']} and torch {pinned['torch']}, on CPU" in PAGE
+
+
+@current
+def test_the_page_has_every_architecture_and_none_is_wrong():
+    for kind, title in TITLES.items():
+        rows = read(PAGE, title)
+        assert sorted(rows) == sorted(name for job, name in all_jobs() if job == kind)
+        figures = [cells[-3:-1] for table, cells in rows.values() if table == title]
+        assert figures
+        assert all(max(map(float, each)) <= EXACT for each in figures)
+
+
+@current
+def test_the_page_has_every_head_and_none_is_wrong():
+    rows = {name: cells for (title, name), cells in rows_of(PAGE).items() if title == "Heads"}
+    cells = [rows.get(name, [""] * 4)[HEADS.index(head)] for head, name in head_jobs()]
+    assert {cell.partition(",")[0] for cell in cells} == {"exact", "refused", "cannot run alone", ""}
+    for number, (head, fewest) in enumerate(zip(HEADS, (112, 93, 68, 27), strict=True)):
+        assert sum(row[number].startswith("exact") for row in rows.values()) >= fewest, head
+
+
+@current
+def test_the_page_has_every_architecture_with_pictures_and_none_is_wrong():
+    rows = read(PAGE, PICTURES)
+    assert sorted(rows) == picture_jobs()
+    taken = {name: cells for name, (title, cells) in rows.items() if title == PICTURES}
+    exact = [name for name, cells in taken.items() if cells[0] == "exact"]
+    assert set(taken) - set(exact) == {"hunyuan_vl"}
+    assert taken["hunyuan_vl"][0] == "as unpatched"
+    assert all(float(figure) <= EXACT_ROWS for name in exact for figure in taken[name][1:3])
+    assert len(exact) >= 40
+
+
+@current
+def test_the_page_has_every_causal_architecture_and_no_tree_is_wrong():
+    rows = read(PAGE, TREES)
+    assert sorted(rows) == sorted(tree_jobs())
+    exact = {name: cells for name, (title, cells) in rows.items() if title == TREES}
+    assert len(exact) >= 166
+    for result, logits, gradients, *_, problem in exact.values():
+        assert result.startswith("exact")
+        assert not problem
+        assert max(float(logits), float(gradients)) <= EXACT or "up to rounding" in result
+    refused = {name: cells for name, (title, cells) in rows.items() if title.startswith("Refused")}
+    unstable = {name for name, (_, reason) in refused.items() if "the outputs for a prefix are not stable" in reason}
+    causal = read(PAGE, TITLES["causal"])
+    packed = {name: cells[-1] for name, (title, cells) in causal.items() if title.startswith("Refused")}
+    assert unstable
+    assert all(float(refused[name][0]) > 0.01 for name in unstable), "measured without the proof"
+    assert set(refused) - unstable == set(packed), "whatever takes packed rows takes trees, or says why not"
+    assert all(refused[name][1][:200] == packed[name][:200] for name in packed)
+    column = {name: cells[0] for (title, name), cells in rows_of(PAGE).items() if title == COLUMN and cells[0]}
+    assert column == dict.fromkeys(exact, "exact") | dict.fromkeys(unstable, "refused")
+
+
+def test_what_is_wrong_is_shown():
+    heads = [
+        MeasuredHead(HEADS[0], "one", "WRONG", "varlen", right=0.3),
+        MeasuredHead(HEADS[1], "one", "exact", "varlen", right=0.0, stock_right=0.4),
+    ]
+    text = page([], "", heads)
+    assert rows_of(text)["Heads", "one"] == ["WRONG", "exact", "", ""]
+    assert "0 of 1 for sequence classification, 1 of 1 for token classification" in text
+    assert "| one | token classification | 4e-01 |" in text
+    text = page([], "", [], [MeasuredPictures("one", "WRONG", 0.3, 0.1)])
+    assert read(text, PICTURES) == {"one": (PICTURES, ["WRONG", "3e-01", "1e-01", ""])}
+    assert "0 are refused with\nthe reason, and 1 are wrong" in text
+    trees = [MeasuredTrees("llama", "WRONG", {}, 0.3, 0.0, 0.1), MeasuredTrees("one", "not built", reason="too large")]
+    text = page([LLAMA], "", trees=trees)
+    assert read(text, TREES) == {
+        "llama": (TREES, ["WRONG", "3e-01", "1e-01", "", ""]),
+        "one": (f"Not measured: {TREES.lower()}", ["too large"]),
+    }
+    assert rows_of(text)[COLUMN, "llama"] == ["WRONG"]
+    assert text.endswith(" |\n")
+    assert "Of 1 causal models, 0 are exact, 0 are refused with\nthe reason, and 1 are wrong. 0 of those" in text
+
+
+def test_which_differences_are_exact():
+    for measured in (replace(LLAMA, difference=EXACT), GROWN[0]):
+        assert measured.is_exact if isinstance(measured, MeasuredTrees) else measured.exact
+    for name in ("difference", "change", "gradient"):
+        assert not replace(LLAMA, **{name: 2 * EXACT}).exact
+        assert not replace(GROWN[0], **{name: 2 * EXACT}).is_exact
+    assert not Measured("causal", "one").exact
+    assert not MeasuredTrees("one").is_exact
+    rounded = replace(GROWN[0], difference=2 * EXACT, explained=3 * EXACT)
+    assert rounded.is_exact
+    assert not replace(rounded, change=2 * EXACT).is_exact
+    assert not replace(rounded, gradient=2 * EXACT, gradient_in_float64=True).is_exact
+    rows = read(page([], "", trees=[rounded, replace(GROWN[0], name="one", gradient_in_float64=True)]), TREES)
+    assert [rows[name][1][0] for name in ("llama", "one")] == ["exact, up to rounding", "exact, gradients in float64"]
+    beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
+    assert replace(beyond, explained=3 * EXACT).exact
 
 
 def test_medians_of_rounds_in_turn(monkeypatch):

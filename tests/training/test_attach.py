@@ -1,4 +1,4 @@
-"""attach on one process: what it changes, and what it leaves alone."""
+"""attach on one process: what it changes and leaves alone, checkpoints, and batches of fixed shapes."""
 
 import copy
 from dataclasses import dataclass
@@ -8,26 +8,22 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from patched_models import patched_tiny
+from documents_to_mask import hidden
+from patched_models import patched, patched_once, patched_tiny
 from tiers import fast_only
 from tiny_models import build
-from trainers import arguments, documents, logged, trainer_of
-from transformers import Trainer
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from trainers import Gradients, Plain, arguments, attached, documents, loader_of, logged, trainer_of
+from training_by_hand import gradients_of, largest_difference
+from transformers import LlamaForCausalLM, Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 from tools.tiny_model import tiny_model
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
-
-
-def attached(trainer):
-    hfp.attach(trainer, hfp.TokenBudget(64))
-    return trainer
 
 
 def test_what_is_reported(tmp_path):
@@ -57,7 +53,7 @@ MyTrainer = type("MyTrainer", (SFTTrainer,), {})
 
 @pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer, MyTrainer], Trainer, MyTrainer))
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = attached(trainer_of(tmp_path, kind, model=build("Llama", num_hidden_layers=1), bf16=kind is Trainer))
+    trainer = attached(tmp_path, kind=kind, model=build("Llama", num_hidden_layers=1), bf16=kind is Trainer)
     order = [*type(trainer).__mro__]
     assert order.index(PackedTrainer) < order.index(kind)
     assert type(copy.deepcopy(trainer)) is type(trainer)
@@ -68,19 +64,10 @@ def test_trainers_stay_what_they_are(tmp_path, kind):
 @pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
 def test_nothing_to_train_on_is_zero(tmp_path, kind, loss):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "labels": [[-100] * 3, [-100] * 2]})
-    trainer = trainer_of(tmp_path, kind, data=data)
+    trainer = attached(tmp_path, hfp.TokenBudget(8), {"loss": loss}, kind=kind, data=data)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    hfp.attach(trainer, hfp.TokenBudget(8), loss=loss)
     assert logged(trainer) == [0.0, 0.0]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-
-
-def test_bucket_batches(tmp_path):
-    packed = hfp.pack(documents(45), hfp.Bucket((16, 32, 64)))
-    trainer = trainer_of(tmp_path, data=packed)
-    summary = hfp.attach(trainer, hfp.BucketBatches(64))
-    assert summary.tokens == sum(len(row) for row in packed["input_ids"])
-    assert len(logged(trainer)) == 2
 
 
 def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
@@ -106,7 +93,7 @@ def test_training_in_evaluation_mode(tmp_path):
             return super().training_step(model, inputs, num_items_in_batch)
 
     changes = {"gradient_accumulation_steps": 2}
-    found = [logged(attached(trainer_of(tmp_path, kind, **changes))) for kind in (Trainer, InEvaluationMode)]
+    found = [logged(attached(tmp_path, kind=kind, **changes)) for kind in (Trainer, InEvaluationMode)]
     assert found[0] == found[1]
 
 
@@ -120,31 +107,19 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert vars(trainer) == before
-    with pytest.raises(PackingError, match="is not"):
+    with pytest.raises(hfp.PackingError, match="is not"):
         hfp.unpatch_model(trainer.model)
 
 
-def masked_documents():
-    """Of a masked language model, with two token types, and labels also at first tokens."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for ids in documents(12)["input_ids"]:
-        hidden = rng.random(len(ids)) < 0.3
-        hidden[0] = len(rows) % 2
-        hidden[-1] |= not hidden.any()
-        rows.append(
-            {
-                "input_ids": np.where(hidden, 3, ids).tolist(),
-                "labels": np.where(hidden, ids, -100).tolist(),
-                "token_type_ids": (np.arange(len(ids)) > len(ids) // 2).astype(int).tolist(),
-            }
-        )
-    return datasets.Dataset.from_list(rows)
+def with_types(row):
+    return {"token_type_ids": [int(place > len(row["input_ids"]) // 2) for place in range(len(row["input_ids"]))]}
 
 
 @pytest.mark.parametrize("architecture", fast_only(["bert", "roberta", "electra", "deberta-v2"], "bert"))
 def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
-    model, data = tiny_model(architecture, "masked"), masked_documents()
+    model, data = tiny_model(architecture, "masked"), documents(12).map(hidden).map(with_types)
+    data = data.filter(lambda row: set(row["labels"]) != {-100})
+    assert any(row["labels"][0] != -100 for row in data)
     types = {} if getattr(model.config, "type_vocab_size", 0) < 2 else {"token_type_ids"}
     total = tokens = 0.0
     for row in data:
@@ -154,8 +129,9 @@ def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
         trained = sum(label != -100 for label in row["labels"])
         total, tokens = total + loss.item() * trained, tokens + trained
     proven = patched_tiny(architecture, "masked")
-    trainer = trainer_of(tmp_path, model=proven, data=data, max_steps=1, gradient_accumulation_steps=2)
-    hfp.attach(trainer, hfp.TokenBudget(2000), match_documents_per_step=12)
+    step = {"max_steps": 1, "gradient_accumulation_steps": 2}
+    how = {"match_documents_per_step": len(data)}
+    trainer = attached(tmp_path, hfp.TokenBudget(2000), how, model=proven, data=data, **step)
     assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
 
 
@@ -181,8 +157,6 @@ def test_what_is_logged_while_training(tmp_path):
 
 @dataclass(frozen=True)
 class OneByOne(Batching):
-    """A batching of the user's own: every row is a micro-batch."""
-
     limit: int | None = None
 
     most_tokens = property(lambda self: self.limit)
@@ -231,6 +205,361 @@ def test_linear_cost_is_that_of_the_model(tmp_path):
     one_of_two_layers = build("Gemma2").config
     assert linear_cost_of(one_of_two_layers) == pytest.approx(2 * per_layer)
     for given, expected in ((None, per_layer), (5, 5)):
-        trainer = trainer_of(tmp_path)
-        hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=given))
+        trainer = attached(tmp_path, hfp.TokenBudget(64, linear_cost=given))
         assert trainer.attached.batching.linear_cost == pytest.approx(expected)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+KINDS = {
+    "documents": (lambda: documents(45), hfp.TokenBudget(64)),
+    "trees": (lambda: documents(12, samples=3), hfp.TokenBudget(96, share_prefixes=2)),
+    "stream": (lambda: documents(45).to_iterable_dataset(num_shards=4), hfp.TokenBudget(64)),
+}
+
+
+def with_dropout(folder, kind="documents", batching=None, loss="token", **changes):
+    make, usual = KINDS[kind]
+    model = patched(trees=kind == "trees")
+    layer = model.model.layers[0]
+    layer.dropout = torch.nn.Dropout(0.5)
+    layer.mlp.register_forward_hook(lambda _, __, out: layer.dropout(out))
+    known = {"max_steps": 4, **SAVES, **changes}
+    return attached(folder, batching or usual, {"loss": loss}, model=model, data=make(), **known)
+
+
+def lines_of(trainer, resume=None):
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return [(line["loss"], line["epoch"]) for line in trainer.state.log_history if "loss" in line]
+
+
+PERSISTENT = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+HOW = [
+    *((kind, {}) for kind in KINDS),
+    ("documents", PERSISTENT),
+    ("documents", {"restore_callback_states_from_checkpoint": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning")
+@pytest.mark.parametrize(("kind", "how"), fast_only(HOW, *((kind, {}) for kind in KINDS)), ids=str)
+def test_resumed_bit_for_bit(tmp_path, kind, how):
+    """Seeds of workers are not drawn from the generator that dropout draws from."""
+    whole = lines_of(with_dropout(tmp_path, kind, **how))
+    assert len({loss for loss, _ in whole}) == 4
+    resumed = with_dropout(tmp_path, kind, **how)
+    assert lines_of(resumed, tmp_path / "checkpoint-2") == whole
+    assert resumed.args.ignore_data_skip is False
+    assert torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False).ignore_data_skip is False
+
+
+@pytest.mark.parametrize("kind", ["documents", "stream"])
+def test_a_checkpoint_without_batches(tmp_path, kind):
+    """It is refused, unless the run goes on with the next epoch."""
+    trainer_of(tmp_path, model=build("Llama"), per_device_train_batch_size=1, **SAVES).train()
+    with pytest.raises(hfp.PackingError, match="expected a checkpoint of an? (attached trainer|trainer attached)"):
+        with_dropout(tmp_path, kind).train(resume_from_checkpoint=True)
+    ignoring = with_dropout(tmp_path, kind, ignore_data_skip=True)
+    ignoring.train(resume_from_checkpoint=True)
+    assert ignoring.state.global_step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("began", [1, 2])
+def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
+    """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""
+    again = tmp_path / "again"
+
+    def losses(folder, resume=None, ignore=False):
+        options = {"max_steps": 8, "learning_rate": 1e-2, "gradient_accumulation_steps": 4}
+        return lines_of(with_dropout(folder, ignore_data_skip=ignore, **options), resume)
+
+    losses(tmp_path)
+    ignoring = losses(again, tmp_path / f"checkpoint-{began}", ignore=True)
+    if began == 2:
+        assert losses(again, again / "checkpoint-5") == ignoring
+        return
+    with pytest.raises(hfp.PackingError, match="resumed with ignore_data_skip=True in the middle of an epoch"):
+        losses(again, again / "checkpoint-5")
+    assert len(losses(again, again / "checkpoint-5", ignore=True)) == 8
+
+
+@pytest.mark.filterwarnings("ignore:dropout. documents that share:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "argument", "other"),
+    [
+        ("documents", "batching", {"batching": hfp.TokenBudget(72)}),
+        ("trees", "batching", {"batching": hfp.TokenBudget(96)}),
+        ("stream", "loss", {"loss": "sequence"}),
+    ],
+)
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, kind, argument, other):
+    with_dropout(tmp_path, kind, max_steps=2).train()
+    with pytest.raises(hfp.PackingError, match=f"{argument}: expected"):
+        with_dropout(tmp_path, kind, **other).train(resume_from_checkpoint=True)
+
+
+LIMITED = hfp.TokenBudget(64, max_documents=7)
+SHAPES = {"tokens": 80, "max_segments": 8}
+
+
+def shapes_of(loader):
+    return {
+        tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in batch.values())
+        for batch in loader
+    }
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Trainer, "sequence"), (SFTTrainer, "token")])
+def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
+    entries = []
+    for shapes in ({}, SHAPES):
+        more = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+        trainer = attached(tmp_path, LIMITED, {"loss": loss, **shapes}, kind=kind, **more)
+        loader = trainer.get_train_dataloader()
+        assert len(shapes_of(loader)) == (1 if shapes else len(loader))
+        trainer.train()
+        entries.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for found, expected in zip(entries[1], entries[0], strict=True):
+        for name in ("loss", "grad_norm", "documents_per_step", "tokens_per_step"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+        assert found["packing_efficiency"] == pytest.approx(expected["packing_efficiency"] * 64 / 80)
+
+
+def test_shapes_are_those_of_the_arguments_or_of_the_trainers_collator(tmp_path):
+    other = {"tokens": 90, "max_segments": 9}
+    for collator, given, used in ({}, SHAPES, SHAPES), (SHAPES, {}, SHAPES), (SHAPES, other, other):
+        trainer = trainer_of(tmp_path)
+        trainer.data_collator = hfp.PackingCollator(**collator)
+        hfp.attach(trainer, hfp.TokenBudget(64), **given)
+        assert trainer.data_collator == hfp.PackingCollator(**used)
+        batches = list(trainer.get_train_dataloader())
+        assert all((batch["seq_idx"] < 0).any() for batch in batches), "a segment is left for the padding"
+
+
+def test_evaluation_batches_are_filled(tmp_path):
+    losses = []
+    for shapes in ({}, SHAPES):
+        trainer = attached(tmp_path, LIMITED, shapes, per_device_eval_batch_size=2)
+        assert len(shapes_of(trainer.get_eval_dataloader(documents(40)))) == 1 or not shapes
+        losses.append(trainer.evaluate(documents(40))["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    rows = len(trainer.get_eval_dataloader(documents(40)))
+    tokens = sum(map(len, documents(40)["input_ids"]))
+    assert rows < 20
+    assert tokens > 0.6 * 80 * rows
+    predicted = trainer.predict(documents(40))
+    assert predicted.predictions.shape[:2] == predicted.label_ids.shape == (rows, 80)
+    trained = sum(label != -100 for row in documents(40)["labels"] for label in row[1:])
+    assert (predicted.label_ids != -100).sum() == trained
+    with pytest.raises(hfp.PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
+        trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
+
+
+@pytest.mark.parametrize("loss", fast_only(["token", "sequence"], "token"))
+def test_a_training_loop(loss):
+    found = []
+    for shapes in ({}, SHAPES):
+        model = patched(dtype=torch.float64)
+        batches = list(loader_of(None, LIMITED, 3, loss=loss, model=model, **shapes))
+        assert len({batch["input_ids"].shape for batch in batches}) == 1 or not shapes
+        losses = [hfp.compute_loss(model, batch) for batch in batches]
+        sum(losses).backward()
+        found.append(([each.item() for each in losses], gradients_of(model)))
+        if loss == "token":
+            assert [model(**batch).loss.item() for batch in batches] == pytest.approx(found[-1][0])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
+    assert largest_difference(found[1][1], found[0][1]) <= 1e-10
+
+
+def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path):
+    model = patched("Mixtral", num_hidden_layers=1)
+    model.config.output_router_logits = True
+    trainer = attached(tmp_path, LIMITED, {"prove": "model", **SHAPES}, model=model)
+    with pytest.raises(hfp.PackingError, match="^aux_loss: expected none with batches of fixed shapes, since Mixtral"):
+        trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize(("shapes", "most"), [({}, 4), (SHAPES, 1)])
+def test_a_trainer_that_compiles_its_model(tmp_path, shapes, most):
+    """The proof on the first batch compiles nothing of its own."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiling = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compiled = logged(attached(tmp_path, how=shapes, max_steps=8, **compiling))
+    assert counters["stats"]["unique_graphs"] <= most
+    assert compiled == pytest.approx(logged(attached(tmp_path, how=shapes, max_steps=8)), rel=1e-4)
+    torch._dynamo.reset()
+
+
+BUDGET = hfp.TokenBudget(64)
+TAKES_ALL = {"remove_unused_columns": False}
+
+
+def columns_of(rows):
+    """Numbers that follow from the tokens, so that every batch can be checked alone."""
+    return {
+        "input_ids": rows,
+        "weights": [[token / 100 for token in row] for row in rows],
+        "kinds": [[token % 7 for token in row] for row in rows],
+        "marked": [[token % 2 == 0 for token in row] for row in rows],
+    }
+
+
+def weighted(**changes):
+    rng = np.random.default_rng(3)
+    columns = columns_of([rng.integers(3, 99, size).tolist() for size in rng.integers(2, 20, 30)])
+    return datasets.Dataset.from_dict(columns | changes)
+
+
+def with_more():
+    rows = weighted()["input_ids"]
+    return weighted(text=["text"] * 30, pairs=[[[token, 1] for token in row] for row in rows])
+
+
+def check(batch):
+    """Every value is that of its token, in the dtype that models take, and 0 where tokens fill a batch."""
+    tokens = batch["input_ids"]
+    own = batch["seq_idx"] >= 0 if "seq_idx" in batch else torch.ones_like(tokens, dtype=torch.bool)
+    zero = torch.zeros_like(tokens)
+    assert torch.allclose(batch["weights"], torch.where(own, tokens / 100, zero.float()))
+    assert torch.equal(batch["kinds"], torch.where(own, tokens % 7, zero))
+    assert torch.equal(batch["marked"], torch.where(own, tokens % 2 == 0, zero.bool()))
+    assert [batch[name].dtype for name in ("weights", "kinds", "marked")] == [torch.float32, torch.int64, torch.bool]
+    assert not {"text", "pairs"} & set(batch)
+
+
+class Checked(Trainer):
+    filled, seen = 0, 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if hasattr(self, "attached"):
+            check(inputs)
+            self.seen += 1
+            self.filled += int((inputs["seq_idx"] < 0).any())
+        given = {name: inputs[name] for name in inputs if name not in ("weights", "kinds", "marked")}
+        outputs = model(**given)
+        labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+        losses = F.cross_entropy(outputs.logits[0], labels[0], reduction="none")
+        weights = inputs.get("weights", torch.ones(1, len(losses)))[0].to(losses)
+        loss = losses @ weights / (1 if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.filterwarnings("ignore:pack leaves out columns without one number")
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [(kind, {}) for kind in ("packed", "lazy", "transform", "plain", "stream")]
+    + [(kind, {"tokens": 80, "max_segments": 40}) for kind in ("documents", "packed stream")],
+)
+def test_compute_loss_gets_them(tmp_path, kind, shapes):
+    few = hfp.BestFit(32, max_documents=19)
+    make = {
+        "documents": lambda data: data,
+        "packed": lambda data: hfp.pack(data, hfp.BestFit(32)),
+        "lazy": lambda _: hfp.pack(datasets.load_from_disk(tmp_path / "saved"), hfp.BestFit(32), lazy=True),
+        "transform": lambda data: data.with_transform(lambda batch: batch),
+        "plain": lambda data: Plain(data.to_list()),
+        "stream": lambda data: data.to_iterable_dataset(),
+        "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), few, streams=1),
+    }
+    weighted().save_to_disk(tmp_path / "saved")
+    data = make[kind](with_more())
+    trainer = attached(tmp_path, BUDGET, shapes, kind=Checked, data=data, **TAKES_ALL)
+    assert min(logged(trainer)) > 0
+    trained = trainer.seen
+    assert (trainer.filled > 0) == bool(shapes)
+    if "stream" not in kind:
+        trainer.evaluate(data)
+        assert trainer.seen > trained >= 2
+
+
+class Weighted(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, weights=None, num_items_in_batch=None, **others):
+        outputs = super().forward(input_ids, labels=None, **others)
+        if labels is not None:
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+            losses = F.cross_entropy(outputs.logits[0], targets[0], reduction="none")
+            self.seen.append(weights)
+            weights = torch.ones_like(labels) if weights is None else weights
+            outputs.loss = (losses @ weights[0].to(losses)) / (num_items_in_batch or (targets != -100).sum())
+        return outputs
+
+
+def with_weights():
+    model = build("Llama")
+    model.__class__, model.seen = Weighted, []
+    return model
+
+
+def with_weights_proven():
+    return copy.deepcopy(patched_once(with_weights, trees=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "left"), [(with_weights_proven, "kinds, marked"), (patched, "kinds, marked, weights")]
+)
+def test_the_model_gets_what_its_forward_takes(tmp_path, make, left):
+    """As Trainer does it by default. Others are left out and named."""
+    trainer = trainer_of(tmp_path, data=weighted(), model=make())
+    with pytest.warns(UserWarning, match=f"attach leaves out the columns {left}, since no argument"):
+        hfp.attach(trainer, BUDGET)
+    with pytest.warns(UserWarning, match=f"prepare_dataloader leaves out the columns {left}, since"):
+        loader = loader_of(weighted(), model=make())
+    for batch in (*trainer.get_train_dataloader(), *loader):
+        assert not set(left.split(", ")) & set(batch)
+        if make is with_weights_proven:
+            assert torch.allclose(batch["weights"], batch["input_ids"] / 100)
+
+
+def test_shared_prefixes(tmp_path):
+    """A prefix is shared only where weights are equal, too."""
+    prompt = list(range(10, 40))
+    rows = [[*prompt, *range(50 + number, 60 + number)] for number in range(6)]
+    data = datasets.Dataset.from_dict(columns_of(rows))
+    for each, share in ((data, True), (hfp.pack(data, hfp.BestFit(128), share_prefixes=True), False)):
+        trainer = trainer_of(tmp_path, data=each, model=patched(trees=True), **TAKES_ALL)
+        summary = hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=share))
+        assert summary.trees.shared_ratio > 2
+        for batch in trainer.get_train_dataloader():
+            check(batch)
+
+
+@pytest.mark.parametrize("changed", [{"weights": [[1.0]] * 30}, {"vector": [[0.5] * 3] * 30}])
+def test_another_number_of_values_is_refused(tmp_path, changed):
+    data = weighted(**changed)
+    name = next(iter(changed))
+    with pytest.raises(hfp.PackingError, match=f"column '{name}': expected"):
+        hfp.PackingCollator()([dict(row) for row in data])
+    for each in (data, Plain(data.to_list())):
+        with pytest.raises(hfp.PackingError, match=f"column '{name}': expected"):
+            attached(tmp_path, data=each, **TAKES_ALL).train()
+
+
+def test_an_own_loop_with_the_collator():
+    packed = hfp.pack(weighted(), hfp.BestFit(32))
+    for form in (None, "numpy", "torch"):
+        loader = torch.utils.data.DataLoader(packed.with_format(form), batch_size=2, collate_fn=hfp.PackingCollator())
+        for batch in loader:
+            check(batch)
+
+
+@pytest.mark.filterwarnings("ignore:attach leaves out the columns")
+@pytest.mark.parametrize("accumulation", fast_only([1, 3], 3))
+def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
+    data, model, seen = weighted(), patched(dtype=torch.float64), Gradients()
+    step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
+    trainer = trainer_of(tmp_path, Checked, model=model, data=data, callbacks=[seen], **step)
+    summary = hfp.attach(trainer, hfp.TokenBudget(400), match_documents_per_step=len(data))
+    assert (summary.optimizer_steps, summary.num_micro_batches) == (1, accumulation)
+    alone = build("Llama", torch.float64)
+    alone.load_state_dict(model.state_dict())
+    labels = sum(len(row) - 1 for row in data["input_ids"])
+    for row in data["input_ids"]:
+        tokens = torch.tensor([row])
+        losses = F.cross_entropy(alone(tokens, use_cache=False).logits[0, :-1], tokens[0, 1:], reduction="none")
+        (losses @ (tokens[0, :-1] / 100).to(losses) / labels).backward()
+    trainer.train()
+    assert trainer.seen == accumulation
+    assert largest_difference(seen.gradients, gradients_of(alone)) <= 1e-7

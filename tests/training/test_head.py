@@ -1,31 +1,41 @@
 """Losses of logits that are computed in chunks are those of whole logits, and so are their gradients.
 
-Whoever else reads the logits gets the values of the whole row, with a place in the graph.
+Whoever else reads the logits gets the values of the whole row, with a place in the graph. So it is inside of DDP and
+FSDP, on two processes with different documents.
 """
 
 import copy
+import json
 import logging
 import pickle
+import warnings
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from chunks import WHOLE, chunks_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
+from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build, exact
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import logged, trainer_of
+from trainers import attached, logged
+from training_by_hand import gradients_of, largest_difference
 from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import takes_argument
-from hf_packing.errors import PackingError
 from hf_packing.training import head as module
 from hf_packing.training.head import Logits, observed_logits
 from hf_packing.training.model_loss import own_loss_of, predicts_next
@@ -41,13 +51,7 @@ def batch_for(model, labels=LABELS, documents=DOCUMENTS):
     return hfp.PackingCollator(keep_first_labels=not predicts_next(model))(rows)
 
 
-def gradients_of(model):
-    names = {name.removeprefix("_orig_mod."): each for name, each in model.named_parameters()}
-    return {name: each.grad.clone() for name, each in names.items() if each.grad is not None}
-
-
 def result_of(model, batch, loss="token"):
-    """The loss and gradients by parameter."""
     model.zero_grad()
     found = hfp.compute_loss(model, batch, loss=loss)
     found.backward()
@@ -55,11 +59,7 @@ def result_of(model, batch, loss="token"):
 
 
 def check_equal(model, batch=None, close=1e-12, tokens=5, called=None):
-    """Compare the results in chunks and from whole logits, for both losses; return the gradients.
-
-    Args:
-        called: the model with its wrappers; None for the model itself.
-    """
+    """Compare the results in chunks and from whole logits, for both losses, also of wrappers; return the gradients."""
     batch = batch_for(model) if batch is None else batch
     called = model if called is None else called
     for loss in ("sequence", "token"):
@@ -141,7 +141,6 @@ CHUNKED = {
 CLOSE = {"experts": 1e-5, "float32": 2e-6}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers has renamed gradient_checkpointing
 @pytest.mark.parametrize("name", fast_only(CHUNKED, "Gemma2", "Llama", "masked bert", "float32", "checkpointing"))
 def test_models_and_heads(name):
     """Some losses convert logits to float32."""
@@ -196,7 +195,6 @@ def test_every_architecture(kind, fewest):
     assert whole <= {"prophetnet"}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT 0.18, of any such model
 @pytest.mark.parametrize("how", ["lora", "dora", "saved"])
 def test_adapters_on_the_output_layer(how):
@@ -269,6 +267,16 @@ def test_logits_of_a_whole_row_are_never_in_memory(dtype):
         with chunks_of(tokens, model), LargestTensor() as largest:
             result_of(model, batch)
         assert largest.bytes == expected
+
+
+def test_a_backward_pass_may_run_again():
+    model = patched("Llama", torch.float64)
+    with chunks_of(5, model):
+        loss = hfp.compute_loss(model, batch_for(model), num_items_in_batch=LABELED)
+        loss.backward(retain_graph=True)
+        once = gradients_of(model)
+        loss.backward()
+    assert largest_difference(gradients_of(model), {name: 2 * each for name, each in once.items()}) <= 1e-12
 
 
 def test_the_model_is_left_as_it_was():
@@ -348,11 +356,7 @@ def test_functions_of_single_logits_are_kept_for_later(change):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(changed, change) for change in (without_some, in_place, written_out)),
-        with_a_trained_scale,
-    ],
+    "make", [*(partial(changed, change) for change in (without_some, in_place, written_out)), with_a_trained_scale]
 )
 def test_all_other_functions_get_the_values(make):
     model = make()
@@ -372,7 +376,7 @@ def test_a_sum_of_two_heads():
         expected = result_of(model, batch)
     with chunks_of(5, model):
         check_same(*result_of(model, batch), *expected)
-        with pytest.raises(PackingError, match="computes 0"):
+        with pytest.raises(hfp.PackingError, match="computes 0"):
             hfp.compute_loss(model, batch, loss="sequence")
 
 
@@ -381,7 +385,6 @@ class DTensor(torch.nn.Parameter):
 
 
 def model_with(**attributes):
-    """A model whose output layer has other attributes, or whose weights of the output layer have."""
     model = patched()
     for name, value in attributes.items():
         setattr(model.lm_head if name == "weight" else model.lm_head.weight, name, value)
@@ -462,10 +465,8 @@ def test_hooks_on_the_output_layer(caplog):
     check_whole(model, "the output layer, or a module around it, has a backward hook", caplog)
 
 
-@pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 def test_the_fused_head_of_trl_is_left_alone(tmp_path):
-    trainer = trainer_of(tmp_path, SFTTrainer)
-    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer = attached(tmp_path, kind=SFTTrainer)
     with chunks_of(5, trainer.model) as chunks:
         assert len(logged(trainer)) == 2
         trainer.evaluate(trainer.train_dataset)
@@ -473,7 +474,6 @@ def test_the_fused_head_of_trl_is_left_alone(tmp_path):
 
 
 def run_later(model, batch, tokens=5):
-    """The outputs of a model whose logits nobody has read."""
     with chunks_of(tokens, model), observed_logits(model, batch["input_ids"].shape):
         outputs = model(**batch)
     assert tokens == WHOLE or (isinstance(outputs.logits, Logits) and outputs.logits.known is None)
@@ -551,7 +551,7 @@ def test_a_custom_function_of_logits(function):
     """Its backward pass would not run, or get no gradient; it takes the values of whole rows."""
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
-    with pytest.raises(PackingError, match="no custom autograd function"):
+    with pytest.raises(hfp.PackingError, match="no custom autograd function"):
         F.cross_entropy(function.apply(run_later(model, batch).logits)[0], batch["labels"][0]).backward()
     function.apply(torch.cat([run_later(model, batch).logits])).sum().backward()
 
@@ -596,7 +596,7 @@ def test_hooks_on_logits():
     model = patched("Llama", torch.float64)
     batch = batch_for(model)
     for ask in (lambda tensor: tensor.register_hook(print), lambda tensor: tensor.retain_grad()):
-        with pytest.raises(PackingError, match="expected no hook"):
+        with pytest.raises(hfp.PackingError, match="expected no hook"):
             ask(run_later(model, batch).logits)
     logits = torch.cat([run_later(model, batch).logits])
     logits.retain_grad()
@@ -622,6 +622,174 @@ def test_a_cross_entropy_that_cannot_be_weighted(function, tokens):
     )
     batch = batch_for(model)
     own_loss_of(model)
-    with chunks_of(tokens, model), pytest.raises(PackingError, match="expected a cross-entropy"):
+    with chunks_of(tokens, model), pytest.raises(hfp.PackingError, match="expected a cross-entropy"):
         hfp.compute_loss(model, batch, loss="sequence")
     assert hfp.compute_loss(model, batch, loss="token") > 0
+
+
+def on_cuda(test):
+    """Skipped where there is no device; in float32, attention runs segment by segment there."""
+    without = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(without(pytest.mark.filterwarnings("ignore:attention runs segment by segment")(test)))
+
+
+def batch_on_cuda(documents):
+    batch = hfp.PackingCollator()([{"input_ids": ids} for ids in documents])
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@on_cuda
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_gradients_on_a_device_are_those_of_whole_logits(monkeypatch, how):
+    """In bfloat16, they differ from those in float32 no more than those of whole logits do, and a little."""
+    monkeypatch.setattr(module, "_warn_once", pytest.fail)  # no whole logits
+    batch = batch_on_cuda([list(range(3, 60)), list(range(40, 90)), [5, 6, 7]])
+    found = {}
+    for case, tokens, rounded in (("exact", 1000, False), ("whole", 1000, True), ("chunks", 7, True)):
+        model = patched().cuda()
+        if rounded and how == "bfloat16":
+            model.bfloat16()
+        monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * model.config.vocab_size)
+        with torch.autocast("cuda", torch.bfloat16, enabled=rounded and how == "autocast"):
+            loss = hfp.compute_loss(model, batch)
+        loss.backward()
+        found[case] = [parameter.grad.float() for parameter in model.parameters()]
+    for right, whole, in_chunks in zip(*found.values(), strict=True):
+        allowed = 2 * (whole - right).norm() + 1e-2 * right.norm()
+        assert (in_chunks - right).norm() <= allowed
+
+
+@on_cuda
+def test_logits_of_a_whole_row_are_never_in_memory_of_a_device(monkeypatch):
+    model = hfp.patch_model(build("Llama", torch.bfloat16, vocab_size=100_000).cuda())
+    batch, peaks = batch_on_cuda([list(range(3, 203))] * 40), []
+    for tokens in (10_000, 200):
+        monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * 100_000)
+        for _ in range(2):  # the first call asks the model for its loss on a short document
+            model.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            hfp.compute_loss(model, batch).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 0.25 * peaks[0]
+
+
+OF_RANKS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43]])
+"""The documents of the second process fit into one chunk."""
+STEPS = 2
+"""More than one, since wrappers keep state from step to step."""
+
+
+def sharded(model, *groups, **options):
+    """FSDP2 on every layer, on groups of modules, and on the rest."""
+    policy = {"mp_policy": options.pop("mp_policy")} if "mp_policy" in options else {}
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    for group in groups:
+        fully_shard(group, **options, **policy)
+    return fully_shard(model, **policy)
+
+
+def first_version(model, *kinds):
+    policy = ModuleWrapPolicy(set(kinds)) if kinds else None
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=True, auto_wrap_policy=policy, device_id=cpu)
+
+
+def as_accelerate(model):
+    fully_shard(model.model.embed_tokens)
+    return sharded(model, [model.model.norm, model.lm_head], reshard_after_forward=False)
+
+
+IN_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+CASES = {
+    "DDP": lambda model: DistributedDataParallel(model),
+    "DDP that looks for unused weights": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "DDP with a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "FSDP2, head in the root": sharded,
+    "FSDP2, head alone": lambda model: sharded(model, model.lm_head),
+    "FSDP2, head alone and kept": lambda model: sharded(model, model.lm_head, reshard_after_forward=False),
+    "FSDP2, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
+    "FSDP2 as accelerate does": as_accelerate,
+    "FSDP2, tied": lambda model: sharded(
+        model, [model.model.norm, model.model.embed_tokens, model.lm_head], reshard_after_forward=False
+    ),
+    "FSDP2 in bfloat16": lambda model: sharded(model, [model.model.norm, model.lm_head], mp_policy=IN_BFLOAT16),
+    "FSDP1, head in the root": lambda model: first_version(model, type(model.model.layers[0])),
+    "FSDP1, head alone": lambda model: first_version(model, torch.nn.Linear),
+}
+
+
+def gradients_of_sharded(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {name: each.grad.clone() for name, each in model.named_parameters()}
+    return {name: getattr(each.grad, "full_tensor", each.grad.clone)() for name, each in model.named_parameters()}
+
+
+def result_of_sharded(case, batch, tokens):
+    inner = hfp.patch_model(build("Llama", tie_word_embeddings=True)) if "tied" in case else patched()
+    with chunks_of(tokens, inner) as chunks, patch.object(module, "_warn_once") as warn:
+        model = CASES[case](inner.train())
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = hfp.compute_loss(model, batch, num_items_in_batch=5)
+            loss.backward()
+    in_chunks = tokens == 3 and case != "FSDP1, head alone"
+    assert [of_chunk for _, of_chunk in chunks[-1:]] == [3] * in_chunks
+    return loss.item(), gradients_of_sharded(model), warn.call_args and warn.call_args.args[1]
+
+
+def measure(case, batch):
+    expected, gradients, _ = result_of_sharded(case, batch, WHOLE)
+    loss, of_sharded, reason = result_of_sharded(case, batch, 3)
+    return expected, loss, largest_difference(of_sharded, gradients), reason
+
+
+def refusal(batch):
+    model = DistributedDataParallel(patched())
+    with torch.no_grad():
+        hfp.compute_loss(model, batch)
+    hfp.compute_loss(model, batch, num_items_in_batch=10 / dist.get_world_size()).backward()
+    try:
+        hfp.compute_loss(model, batch)
+    except hfp.PackingError as error:
+        return str(error)
+
+
+def measure_on_rank(folder):
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # with whole logits
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    state = PartialState(cpu=True)
+    batch = hfp.PackingCollator()([{"input_ids": ids} for ids in OF_RANKS[state.process_index]])
+    of_sharded = {case: measure(case, batch) for case in CASES}
+    of_sharded["compute_loss"] = refusal(batch)
+    if state.is_main_process:
+        (folder / "of_sharded.json").write_text(json.dumps(of_sharded))
+
+
+@pytest.fixture(scope="module")
+def of_sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    on_ranks(measure_on_rank, folder, ranks=2)
+    return json.loads((folder / "of_sharded.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_whole_logits(of_sharded, case):
+    expected, loss, difference, reason = of_sharded[case]
+    rounded = case == "FSDP2 in bfloat16"
+    assert loss == pytest.approx(expected, rel=1e-3 if rounded else 1e-6)
+    assert difference <= (2e-2 if rounded else 5e-6)
+    alone = "the first version of FSDP shards the output layer on its own"
+    assert reason == (alone if case == "FSDP1, head alone" else None)
+
+
+@pytest.mark.slow
+def test_a_batch_is_no_whole_step_on_two_ranks(of_sharded):
+    message = "num_items_in_batch: expected the number of items of the whole optimizer step divided by the 2"
+    assert of_sharded["compute_loss"].startswith(message)

@@ -1,4 +1,4 @@
-"""A packed row never trains as one document in silence: it trains right, or is refused."""
+"""Packed rows through the stock trainers: losses are those of the documents, and rows without borders are refused."""
 
 from functools import cache
 
@@ -7,21 +7,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from documents_to_mask import hidden
 from patched_models import patched
+from tiers import fast_only
 from tiny_models import build
 from torch.utils.data import ConcatDataset, DataLoader, Subset
-from trainers import logged, tokenizer, trainer_of
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
+from trainers import arguments, logged, tokenizer, trainer_of
+from trainers import documents as labeled
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+from tools.tiny_model import tiny_model
 
 ROWS = 6
 COLUMNS = ["input_ids", "labels"]
@@ -57,7 +54,6 @@ def from_parquet(folder, dataset):
 
 @cache
 def loss_alone():
-    """The mean loss over all labels of the stock model that runs each document alone."""
     model, documents = build("Llama", torch.float64), [torch.tensor([each]) for each in DOCUMENTS]
     with torch.no_grad():
         losses = [float(model(ids, labels=ids).loss) * (ids.numel() - 1) for ids in documents]
@@ -65,7 +61,6 @@ def loss_alone():
 
 
 def trainer(folder, dataset, kind=Trainer, collator=None, **changes):
-    """A stock trainer whose step has all rows, on a patched model."""
     known = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 24}
     stock = trainer_of(folder, kind, patched("Llama", torch.float64), dataset, **known | changes)
     stock.data_collator = collator or stock.data_collator
@@ -84,7 +79,7 @@ RIGHT = {
     "without position_ids": (lambda _: packed(position_ids=False), {}),
     "map": (lambda _: mapped().remove_columns("position_ids"), {}),
     "parquet": (lambda folder: from_parquet(folder, packed(position_ids=False)), {}),
-    "lazy": (lambda folder: lazily_packed(folder), {}),
+    "lazy": (lazily_packed, {}),
     "default collator": (lambda _: packed(position_ids=False), {"collator": None, **ONE_BY_ONE}),
     "stream": (lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"), NOT_DISPATCHED),
     "padding_free": (lambda _: packed(), PADDING_FREE),
@@ -95,7 +90,6 @@ RIGHT = {
 
 
 def stock_of(folder, make, how):
-    """A stock trainer, with a PackingCollator unless it makes its own collator."""
     known = {} if how.get("kind") is SFTTrainer else {"collator": FLAT}
     return trainer(folder, make(folder / "data"), **known | how)
 
@@ -153,9 +147,7 @@ def test_the_refusal_comes_again_until_the_rows_are_right(tmp_path):
 
 
 def test_evaluation_of_rows_without_borders_is_refused(tmp_path):
-    settings = {"report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 24}
-    args = TrainingArguments(str(tmp_path), **settings)
-    model = patched("Llama", torch.float64)
+    args, model = arguments(tmp_path, per_device_eval_batch_size=24), patched("Llama", torch.float64)
     right = Trainer(model, args, eval_dataset=packed(), data_collator=FLAT).evaluate()["eval_loss"]
     assert right == pytest.approx(loss_alone(), rel=1e-6)
     for dataset, collator, message in (
@@ -224,16 +216,113 @@ def test_attach_and_the_rest_of_the_package_refuse_rows_without_borders(tmp_path
 
 
 def test_rows_that_are_documents_again_can_be_used(tmp_path):
-    def unpack(rows):
-        ids = [
-            np.split(row, np.cumsum(ends)[:-1])
-            for row, ends in zip(rows["input_ids"], rows["seq_lengths"], strict=True)
-        ]
-        return {"input_ids": [each.tolist() for row in ids for each in row]}
-
-    dataset = packed().map(unpack, batched=True, remove_columns=packed().column_names)
+    unpacked = {"input_ids": DOCUMENTS}
+    dataset = packed().map(lambda _: unpacked, batched=True, remove_columns=packed().column_names)
     with pytest.raises(hfp.PackingError, match="set dataset.info.description = ''"):
         logged(trainer(tmp_path, dataset, collator=FLAT))
     dataset.info.description = ""
     (loss,) = logged(trainer(tmp_path, dataset, collator=FLAT))
     assert loss == pytest.approx(loss_alone(), rel=1e-6)
+
+
+LEARNING_RATE = 2e-3
+STEPS = 3
+PER_STEP = 2
+CLOSE = 1e-6
+"""Share of a loss: models have float64, but Trainer adds up losses in float32, whose rounding is 6e-8."""
+
+
+@pytest.fixture
+def rows():
+    return hfp.pack(labeled(60), hfp.BestFit(48))
+
+
+def trainer_on(folder, kind, model, rows, **changes):
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": PER_STEP, "learning_rate": LEARNING_RATE}
+    return trainer_of(folder, kind, model, rows, train_sampling_strategy="sequential", **sizes | changes)
+
+
+def llama():
+    return build("Llama", torch.float64)
+
+
+def jamba():
+    model = tiny_model("jamba", "causal", torch.float64, router_aux_loss_coef=0.0)
+    model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model
+
+
+def bert():
+    return tiny_model("bert", "masked", torch.float64)
+
+
+def segments_of(row):
+    ends = np.cumsum(row["seq_lengths"])[:-1]
+    return list(zip(np.split(np.array(row["input_ids"]), ends), np.split(np.array(row["labels"]), ends), strict=True))
+
+
+def unpacked_losses(model, packed, shift=1):
+    """The same documents, each in a row of its own, in a plain loop with the trainers' defaults and a stock model. The
+    shift is 1 where a token predicts the next, 0 where it predicts what it hides."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        rows = [packed[row] for row in range(step * PER_STEP, (step + 1) * PER_STEP)]
+        segments = [segment for row in rows for segment in segments_of(row)]
+        predicted = sum(int((labels[shift:] != -100).sum()) for _, labels in segments)
+        total = 0.0
+        for ids, labels in segments:
+            logits = model(torch.tensor(ids)[None], use_cache=False).logits[0]
+            total = total + torch.nn.functional.cross_entropy(
+                logits[: len(ids) - shift], torch.tensor(labels[shift:]), ignore_index=-100, reduction="sum"
+            )
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)
+        optimizer.zero_grad()
+        (total / predicted).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach() / predicted))
+    return losses
+
+
+FAST = [(llama, "varlen", False), (bert, "varlen", True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "route", "position_ids"),
+    fast_only([(llama, "varlen", True), *FAST, (jamba, "varlen + segments", True)], *FAST),
+)
+def test_trainer(tmp_path, make, route, position_ids):
+    rows, shift = (labeled(60).map(hidden), 0) if make is bert else (labeled(60), 1)
+    packed = hfp.pack(rows, hfp.BestFit(48), position_ids=position_ids)
+    expected = unpacked_losses(make(), packed, shift)
+    model = hfp.patch_model(make())
+    assert hfp.check_isolation(model).route.name == route
+    trainer = trainer_on(tmp_path, Trainer, model, packed, remove_unused_columns=position_ids)
+    trainer.data_collator = hfp.PackingCollator()
+    assert logged(trainer) == pytest.approx(expected, rel=CLOSE)
+    assert len(set(expected)) == STEPS
+    assert max(map(len, packed["seq_lengths"])) > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "checkpointing"), fast_only([(llama, True), (jamba, False), (jamba, True)], (llama, True))
+)
+def test_sft_trainer(rows, tmp_path, make, checkpointing):
+    expected = unpacked_losses(make(), rows)
+    changes = {"padding_free": True, "gradient_checkpointing": checkpointing}
+    trainer = trainer_on(tmp_path, SFTTrainer, hfp.patch_model(make()), rows, **changes)
+    assert logged(trainer) == pytest.approx(expected, rel=CLOSE)
+
+
+def test_that_losses_would_show_a_leak(rows, tmp_path):
+    expected = unpacked_losses(llama(), rows)
+
+    def leaky(rows):
+        batch = hfp.PackingCollator()(rows)
+        mask = torch.ones_like(batch["input_ids"])
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "attention_mask": mask}
+
+    trainer = trainer_on(tmp_path, Trainer, llama(), rows)
+    trainer.data_collator = leaky
+    assert abs(logged(trainer)[0] - expected[0]) > 1e-3

@@ -6,18 +6,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from documents_to_mask import CLS, SEP, TOKENIZER, bert, collator, documents, on_each_document
+from documents_to_mask import CLS, MASK, SEP, TOKENIZER, bert, collator, documents, on_each_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainers import arguments
 from transformers import DataCollatorForLanguageModeling, Trainer
 
 import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.sampling.sizes import sizes_of
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 
-MASK = 4
 ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
 
 
@@ -166,7 +164,7 @@ def test_a_resumed_run(tmp_path):
     changed = trainer_of(tmp_path, collator(mlm_probability=0.3), **options)
     hfp.attach(changed, hfp.TokenBudget(100))
     message = r"data_collator: expected .DataCollatorFor.*mlm_probability=0.15.* got .*mlm_probability=0.3"
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(hfp.PackingError, match=message):
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
@@ -203,8 +201,8 @@ def test_a_collator_of_another_class(tmp_path):
 def test_columns_that_are_too_short():
     data = documents(3, ("input_ids", "special_tokens_mask")).to_list()
     data[1]["special_tokens_mask"].pop()
-    with pytest.raises(PackingError, match="column 'special_tokens_mask': expected .* values in row 1"):
+    with pytest.raises(hfp.PackingError, match="column 'special_tokens_mask': expected .* values in row 1"):
         read(rows_of(data))
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "offset_mapping": [[[0, 1], [2]]]})
-    with pytest.raises(PackingError, match="expected pairs of integers"):
+    with pytest.raises(hfp.PackingError, match="expected pairs of integers"):
         read(rows_of(data, masking=Masking(collator(True), 3)))

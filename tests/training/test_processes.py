@@ -1,22 +1,23 @@
 """Every document once an epoch, and gradients, losses and evaluations that do not depend on how a batch is split.
 
 On one process, and on two and four: most runs of two share one launch. Killed runs go on with the same steps, also on
-another number of ranks; test_elastic_streams.py has the same for streams.
+another number of ranks, and so do those of streams.
 """
 
 from collections import Counter
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import transformers
+from document_streams import make_documents, write_parquet
 from packaging.version import Version
-from processes import documents_of_steps, epochs_seen, logged, losses, read, run, steps_of
+from processes import documents_of_steps, epochs_seen, losses, read, run
 from tiers import fast_only
 from trainers import documents
 from training_by_hand import gradients_of_a_padded_batch, largest_difference
 from training_process import train
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 RESUMES_ON_CPUS = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="transformers 5.17 cannot load a checkpoint on two CPUs"
 )
@@ -27,7 +28,6 @@ EXACT = {"dtype": "float64", "optimizer": "sgd"}
 
 
 def one_step(number, **more):
-    """Settings of a run of one optimizer step on all documents."""
     return {**EXACT, "documents": number, "match_documents_per_step": number, "epochs": 1, "max_tokens": 600, **more}
 
 
@@ -52,7 +52,6 @@ EVALUATIONS = {
 
 
 def check_every_document_once_an_epoch(folder, number, ranks):
-    """Each with at least one label to train on, in another order in each epoch."""
     rows = documents(number)
     pairs = zip(rows["input_ids"], rows["labels"], strict=True)
     counts, orders = epochs_seen(folder, ranks)
@@ -87,7 +86,6 @@ def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    """The folder with the results of all runs that share a launch."""
     folder = tmp_path_factory.mktemp("two")
     evaluations = {f"evaluation {through}": settings for through, settings in EVALUATIONS.items()}
     run(folder, {**EPOCHS, **STEPS, **evaluations}, ranks=2)
@@ -99,9 +97,10 @@ def on_two_ranks(tmp_path_factory):
 def test_every_document_once_in_every_epoch_on_two_ranks(on_two_ranks, name):
     folder = on_two_ranks / name
     check_every_document_once_an_epoch(folder, NUMBER, ranks=2)
-    assert steps_of(folder, 0) == steps_of(folder, 1)
+    one, other = ([line["step"] for line in read(folder, "seen", rank)] for rank in range(2))
+    assert one == other
     if name != "packed":
-        assert losses(folder, 0).keys() == set(range(1, len(steps_of(folder, 0)) + 1))
+        assert losses(folder, 0).keys() == set(range(1, len(one) + 1))
 
 
 @pytest.mark.slow
@@ -109,7 +108,7 @@ def test_every_document_once_in_every_epoch_on_two_ranks(on_two_ranks, name):
 def test_logs_are_about_all_ranks(on_two_ranks, through):
     folder, tokens = on_two_ranks / through, sum(map(len, documents(NUMBER)["input_ids"]))
     for rank in range(2):
-        of_first_epoch = list(logged(folder, rank).values())[: len(losses(folder)) // 3]
+        of_first_epoch = read(folder, "logged", rank)[: len(losses(folder)) // 3]
         assert sum(facts["documents_per_step"] for facts in of_first_epoch) == NUMBER
         assert sum(facts["tokens_per_step"] for facts in of_first_epoch) == tokens
         assert all(0.5 < facts["token_utilization"] <= 1 for facts in of_first_epoch)
@@ -143,7 +142,6 @@ def runs(ranks, order=THROUGH, **changes):
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory):
-    """The folder with the results of runs on one rank, with an accumulation of 4."""
     folder = tmp_path_factory.mktemp("one")
     for through, settings in runs(1).items():
         train(folder / through, **settings)
@@ -211,3 +209,85 @@ def test_another_batching_is_refused_on_all_ranks_when_a_run_resumes(tmp_path):
     for through in THROUGH:
         for rank in range(2):
             assert (tmp_path / through / f"error-{rank}.txt").read_text().startswith("batching: ")
+
+
+FILES = {
+    "even": [30] * 8,
+    "one file 100 times another": [200, 2, 40, 40, 2, 30],
+    "fewer files than ranks": [60, 50],
+    "empty files": [0, 70, 0, 60, 0],
+}
+CAPACITY = 48
+OF_STREAMS = {"dtype": "float64", "max_tokens": CAPACITY, "packed": CAPACITY}
+
+
+def write_files(folder, sizes, samples):
+    """Write files with different documents of 2 to 30 tokens; so many after each other begin with the same ones."""
+    drawn = [[token % 90 for token in each[1:29]] for each in make_documents(sum(sizes))]
+    documents = [[*divmod(number, 90), *each] for number, each in enumerate(drawn)]
+    if samples:
+        begins = [documents[number - number % samples][:20] for number in range(len(documents))]
+        documents = [[*begin, *each[:10]] for begin, each in zip(begins, documents, strict=True)]
+    borders = [0, *accumulate(sizes)]
+    write_parquet(folder / "data", [documents[begin:end] for begin, end in pairwise(borders)])
+    return {"files": str(folder / "data"), "share_prefixes": samples}, {tuple(each) for each in documents}
+
+
+def check_all_are_seen(steps, documents):
+    assert set().union(*steps.values()) == documents
+    assert sum(map(len, steps.values())) > len(documents), "a second epoch has to begin"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("through", "files", "streams", "shared"),
+    [
+        *(("trainer", files, streams, False) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)),
+        ("loop", "even", 8, False),
+        ("trainer", "even", 8, 3),
+        ("loop", "empty files", 4, 3),
+    ],
+)
+def test_steps_of_streams_do_not_depend_on_ranks(tmp_path, through, files, streams, shared):
+    data, documents = write_files(tmp_path, FILES[files], shared)
+    settings = {**OF_STREAMS, **data, "through": through, "steps": 42, "streams": streams, "eval_batch_sizes": [2]}
+    for ranks in (1, 2, 4):
+        run(tmp_path / str(ranks), {"a": settings | {"accumulation": 4 // ranks}}, ranks)
+    alone, *others = (tmp_path / str(ranks) / "a" for ranks in (1, 2, 4))
+    steps, evaluated = documents_of_steps(alone), read(alone, "evaluated", 0)[0]["loss"]
+    check_all_are_seen(steps, documents)
+    for folder in others:
+        assert documents_of_steps(folder) == steps
+        assert losses(folder) == pytest.approx(losses(alone), rel=1e-6)
+        assert read(folder, "evaluated", 0)[0]["loss"] == pytest.approx(evaluated, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("through", "packed", "shared"),
+    [("trainer", CAPACITY, False), ("trainer", 0, False), ("loop", CAPACITY, False), ("trainer", 0, 3)],
+)
+def test_streams_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, through, packed, shared):
+    data, documents = write_files(tmp_path, FILES["one file 100 times another"], shared)
+    settings = {**OF_STREAMS, **data, "through": through, "steps": 40, "packed": packed}
+    run(tmp_path, {"whole": settings | {"accumulation": 4}}, 1)
+    resumed = settings | {"save_steps": 5, "resume": True}
+    for ranks, more in (
+        (2, {"resume": False, "kill": True, "stop_at": 13}),
+        (4, {"kill": True, "stop_at": 27, "workers": 2}),
+        (1, {"workers": 1}),
+    ):
+        run(tmp_path, {"killed": resumed | more | {"accumulation": 4 // ranks}}, ranks, fails="kill" in more)
+    steps = documents_of_steps(tmp_path / "whole")
+    check_all_are_seen(steps, documents)
+    assert documents_of_steps(tmp_path / "killed") == steps
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_read_stops_all(tmp_path):
+    data, _ = write_files(tmp_path, FILES["even"], False)
+    settings = {**OF_STREAMS, **data, "through": "loop", "steps": 60, "readable": 60, "workers": 1}
+    done = run(tmp_path, {"a": settings}, ranks=2, fails=True)
+    assert "an unreadable document" in done.stderr
+    assert "another rank could not read its next rows" in done.stderr

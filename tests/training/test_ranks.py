@@ -1,35 +1,40 @@
-"""Ranks that bring different data or settings: refused on all of them, before the first batch; no rank hangs."""
+"""Ranks that bring different data or settings are refused before the first batch, and all take the same steps."""
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain, count, repeat, zip_longest
+from random import Random
+from threading import local
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from patched_models import patched
 from processes import on_ranks as call_on_ranks
 from tiny_models import build
-from trainers import documents, trainer_of
+from trainers import documents, loader_of, trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
+from hf_packing.training import lockstep
 from hf_packing.training import ranks as training_ranks
+from hf_packing.training.lockstep import Answer, in_lockstep
 
 DATA = documents(64)
 SEVEN = hfp.TokenBudget(64, max_documents=7)
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of one length, made as they are read."""
-
     def __init__(self, numbers):
         self.numbers = list(numbers)
 
@@ -54,14 +59,11 @@ def other(column):
 
 
 class Rank:
-    """What one of several ranks brings along."""
-
     def __init__(self, rank, ranks):
         self.rank, self.ranks = rank, ranks
         self.last = rank == ranks - 1
 
     def at_fault(self, error):
-        """What this rank is told where the last one alone is at fault."""
         ranks = self.ranks
         return f"^PackingError: {error}" if self.last else f"rank {ranks - 1} of {ranks} raised PackingError: {error}"
 
@@ -189,18 +191,13 @@ def evaluations(log, made, kind, own):
     log.expect(None, f"{kind}: after all that", trainer.train)
 
 
-def prepared(data, batching=None, accumulation=1, **settings):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    return hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings)
-
-
 def loops(log, own):
     for case in CASES:
-        log.expect(DIFFERENT, f"loop: {case}", lambda case=case: prepared(own.data()[case]()))
+        log.expect(DIFFERENT, f"loop: {case}", lambda case=case: loader_of(own.data()[case]()))
     accelerator, shard, rows = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank), DATA.to_list()
     model = patched()
     log.expect(DIFFERENT, "loop: evaluation", lambda: hfp.evaluation_loss(accelerator, model, shard))
-    loader = prepared(rows)
+    loader = loader_of(rows)
     rows.extend(rows[:9] if own.last else [])
     pattern = "dataset: expected 64 rows, as when batches were planned, got 73"
     log.expect(pattern, "loop: rows of one rank later", lambda: next(iter(loader)))
@@ -230,7 +227,7 @@ def tell(folder):
     loops(log, own)
     log.expect(None, "all cases", lambda: None)
     state.wait_for_everyone()  # the first process that ends takes the others with it
-    prepared(DATA.shard(own.ranks, own.rank))
+    loader_of(DATA.shard(own.ranks, own.rank))
 
 
 def one_step_trainer(folder, kind, data=DATA, **changes):
@@ -242,10 +239,7 @@ class NotedError(Exception):
 
 
 def check_on_ranks(monkeypatch, pattern, calls):
-    """Make a call for each rank, as if each of them were a process, and check what each of them is told.
-
-    Every call runs twice: until it has to wait for the other ranks, and with what all of them have said.
-    """
+    """Make a call for each rank, until it has to wait for the others, and again with what all of them have said."""
     reports = []
 
     def note(own):
@@ -271,18 +265,13 @@ def test_different_data_of_a_loop(monkeypatch, case):
     pattern = DIFFERENT
     if case == "40 against 48":
         pattern += r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens"
-    check_on_ranks(monkeypatch, pattern, [partial(prepared, each) for each in data])
-
-
-@pytest.mark.parametrize("case", SAME)
-def test_the_same_data_of_a_loop(monkeypatch, case):
-    check_on_ranks(monkeypatch, None, [lambda: prepared(SAME[case]())] * 2)
+    check_on_ranks(monkeypatch, pattern, [partial(loader_of, each) for each in data])
 
 
 @pytest.mark.parametrize("case", Rank(0, 2).batching())
 def test_different_batchings_of_a_loop(monkeypatch, case):
     (argument, *first), (_, *second) = (Rank(rank, 2).batching()[case] for rank in range(2))
-    calls = [partial(prepared, DATA, batching, **settings) for batching, settings in (first, second)]
+    calls = [partial(loader_of, DATA, batching, **settings) for batching, settings in (first, second)]
     check_on_ranks(monkeypatch, f"{argument}: ", calls)
 
 
@@ -296,18 +285,11 @@ def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):
 
 
 def test_different_accumulations_and_models_of_a_loop(monkeypatch):
-    calls = [partial(prepared, DATA, accumulation=number) for number in (1, 2)]
+    calls = [partial(loader_of, DATA, accumulation=number) for number in (1, 2)]
     check_on_ranks(monkeypatch, "gradient_accumulation_steps: ", calls)
     models = [build("Llama", intermediate_size=size) for size in (96, 128)]
-    calls = [partial(prepared, DATA, model=model) for model in models]
+    calls = [partial(loader_of, DATA, model=model) for model in models]
     check_on_ranks(monkeypatch, r"batching: .* rank 0 has .*linear_cost=240.0", calls)
-
-
-def test_different_data_of_an_evaluation(monkeypatch):
-    model = patched()
-    shards = [DATA.shard(2, rank) for rank in range(2)]
-    calls = [lambda each=each: hfp.evaluation_loss(Accelerator(cpu=True), model, each) for each in shards]
-    check_on_ranks(monkeypatch, f"{DIFFERENT}rank 0 has", calls)
 
 
 @pytest.mark.slow
@@ -321,3 +303,91 @@ def test_three_ranks(tmp_path):
         for case, (pattern, message) in of_rank.items():
             assert matches(pattern, message), (case, pattern, message)
     assert f"PackingError: {DIFFERENT}rank 0 has" in done.stderr
+
+
+THREADS = 3
+
+
+def drawn_case(random):
+    most_ahead = random.choice([1, 2, 4, 5, 8])
+    held = [
+        random.choices([Answer.ROW, Answer.NO_ROW], [4, 1], k=random.choice([0, random.randrange(40)]))
+        for _ in range(THREADS)
+    ]
+    fails_at = [random.randrange(40) if random.random() < 0.2 else None for _ in range(THREADS)]
+    return {"held": held, "fails_at": fails_at, "most_ahead": most_ahead}
+
+
+def expected(held, fails_at):
+    agreed = [max(answers) for answers in zip_longest(*held, fillvalue=Answer.ENDED)]
+    first = min((step for step in fails_at if step is not None), default=len(agreed) + 1)
+    steps = [[step, answer == Answer.ROW] for step, answer in enumerate(agreed[:first])]
+    return steps, first if first <= len(agreed) else None
+
+
+def run_rank(rank, held, fails_at, most_ahead):
+    answers, number, steps, last_read, ahead = chain(held[rank], repeat(Answer.ENDED)), count(), [], [0], 0
+
+    def read():
+        last_read[0] = next(number)
+        if last_read[0] == fails_at[rank]:
+            raise ValueError(f"rank {rank} cannot read")
+        return last_read[0], Answer(next(answers))
+
+    try:
+        for step, is_run in in_lockstep(read, THREADS, torch.device("cpu"), most_ahead):
+            steps.append([step, is_run])
+            ahead = max(ahead, last_read[0] - step)
+    except Exception as error:
+        return {"steps": steps, "error": str(error), "ahead": ahead}
+    return {"steps": steps, "error": None, "ahead": ahead}
+
+
+def test_all_ranks_run_the_same_steps_and_stop_at_the_same_error(monkeypatch):
+    """Ranks are threads, each with a process group of its own that meets those of the others in a store."""
+    cases, store, of_thread = [drawn_case(Random(seed)) for seed in range(60)], dist.HashStore(), local()
+
+    def all_reduce(tensor, op, async_op):
+        assert async_op
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return of_thread.group.allreduce([tensor], options)
+
+    def run_cases(rank):
+        of_thread.group = dist.ProcessGroupGloo(store, rank, THREADS, timedelta(seconds=60))
+        return [run_rank(rank, **case) for case in cases]
+
+    monkeypatch.setattr(lockstep, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(THREADS) as ranks:
+        found = [*ranks.map(run_cases, range(THREADS))]
+    failed = 0
+    for number, case in enumerate(cases):
+        steps, fails = expected(case["held"], case["fails_at"])
+        for rank in range(THREADS):
+            ran = found[rank][number]
+            assert ran["steps"] == steps
+            assert ran["ahead"] <= case["most_ahead"]
+            if fails is None:
+                assert ran["error"] is None
+            elif case["fails_at"][rank] == fails:
+                assert ran["error"] == f"rank {rank} cannot read"
+            else:
+                assert "another rank could not read its next rows" in ran["error"]
+        failed += fails is not None
+    assert 6 < failed < 54
+    assert max(each["ahead"] for each in found[0]) == 8, "steps have to be read ahead"
+
+
+def test_a_rank_alone_raises_its_own_error_in_its_turn():
+    answers = iter([Answer.ROW, Answer.NO_ROW, Answer.ROW])
+
+    def step():
+        try:
+            return "step", next(answers)
+        except StopIteration:
+            raise ValueError("unreadable") from None
+
+    found = []
+    with pytest.raises(ValueError, match="unreadable"):
+        found.extend(is_run for _, is_run in in_lockstep(step, 1, torch.device("cpu"), 4))
+    assert found == [True, False, True]

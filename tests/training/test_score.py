@@ -1,25 +1,22 @@
 """score: log-likelihoods and embeddings are those of each document alone, in packed rows and in rows of trees."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from documents_alone import alone, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched_tiny
 from processes import on_ranks
 from tiers import fast_only
 from tiny_models import build
-from tree_documents import DOCUMENTS, LABELS
+from tree_rows import DOCUMENTS, LABELS
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
-from hf_packing.training import head, score
-from hf_packing.training.score import rows_to_score
+from hf_packing.training import head
 from tools.tiny_model import tiny_model
 
 LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
@@ -28,6 +25,28 @@ LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
 def documents():
     rng = np.random.default_rng(0)
     return [rng.integers(8, 120, length).tolist() for length in LENGTHS]
+
+
+def alone(model, rows, labels=None):
+    found = []
+    for number, tokens in enumerate(rows):
+        states = []
+        handle = model.base_model.register_forward_hook(lambda _, __, output, to=states: to.append(output[0][0]))
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens or [8]]), use_cache=False).logits[0].double().log_softmax(-1)
+        handle.remove()
+        scored = [n for n in range(1, len(tokens)) if labels is None or labels[number][n] != -100]
+        likelihood = sum(float(logits[n - 1, tokens[n]]) for n in scored)
+        greedy = all(int(logits[n - 1].argmax()) == tokens[n] for n in scored)
+        found.append((likelihood, len(scored), greedy, states[0] if tokens else states[0][:0]))
+    return found
+
+
+def check(scores, expected, close=1e-6):
+    assert np.allclose(scores.log_likelihood, [each[0] for each in expected], rtol=close, atol=0)
+    assert scores.num_tokens.tolist() == [each[1] for each in expected]
+    assert scores.greedy.tolist() == [each[2] for each in expected]
+    assert scores.log_likelihood.dtype == np.float64
 
 
 class Seen:
@@ -45,7 +64,6 @@ class Seen:
 
 
 def related(rng):
-    """Twelve documents of up to 50 tokens that begin with the same 30, in groups that share a few more."""
     prompt = rng.integers(8, 100, 30).tolist()
     groups = [prompt + rng.integers(8, 100, each).tolist() for each in (0, 4, 9)]
     return [groups[number % 3] + rng.integers(8, 100, rng.integers(0, 11)).tolist() for number in range(12)]
@@ -76,6 +94,7 @@ def test_scores_are_those_of_each_document_alone(name, trees, rng):
         if trees:
             assert any(seen.trees)
             assert sum(seen.tokens) < 0.8 * sum(map(len, rows))
+            assert max(seen.tokens) <= max(max_tokens, *map(len, rows))
             seen.tokens.clear()
             seen.trees.clear()
 
@@ -169,26 +188,6 @@ def check_equal(found, expected):
     assert np.allclose(found.hidden, expected.hidden, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ON_RANKS)
-def test_ranks_share_the_documents(monkeypatch, case):
-    """One after the other, as if each of them were a process; the last one sees what both have scored."""
-    (rows, share), gathered = ON_RANKS[case], []
-
-    def gather(own):
-        gathered.extend(own)
-        return gathered
-
-    with monkeypatch.context() as patch:
-        patch.setattr(score, "is_initialized", lambda: True)
-        patch.setattr(score, "gather_object", gather)
-        for rank in range(2):
-            state = SimpleNamespace(process_index=rank, num_processes=2)
-            patch.setattr(score, "PartialState", lambda state=state: state)
-            found = scores_of(rows, max_tokens=50, share_prefixes=share)
-    assert max(map(len, gathered)) < len(rows) or case == "one document"
-    check_equal(found, scores_of(rows))
-
-
 def score_on_rank(folder):
     rank = Accelerator(cpu=True).process_index
     found = [scores_of(rows, max_tokens=50, share_prefixes=share) for rows, share in ON_RANKS.values()]
@@ -208,8 +207,6 @@ SCORED = [
     [token if label != -100 else -100 for token, label in zip(tokens, labels, strict=True)]
     for tokens, labels in zip(DOCUMENTS, LABELS, strict=True)
 ]
-"""Only answers are scored, each document's own."""
-
 ANSWERS = [{"input_ids": tokens, "labels": labels} for tokens, labels in zip(DOCUMENTS, SCORED, strict=True)]
 
 
@@ -251,29 +248,6 @@ def test_random_documents_in_rows_of_trees(model_and_stock, documents, fewest, m
     model, stock = model_and_stock
     scores = hfp.score(model, documents, max_tokens=max_tokens, share_prefixes=fewest, progress=False)
     check(scores, alone(stock, documents), 1e-12)
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), unique=True, max_size=15),
-    st.integers(1, 3),
-    st.integers(1, 30),
-)
-def test_laws_of_rows(documents, fewest, max_tokens):
-    """Every sequence is in one row, and reads its own tokens there; rows are no longer than they may be."""
-    sequences = [np.array(each, dtype=np.int64) for each in documents]
-    rows = rows_to_score(sequences, max_tokens, fewest)
-    assert sorted(number for row in rows for number, _ in row.places()) == list(range(len(sequences)))
-    assert [row.tokens for row in rows] == sorted((row.tokens for row in rows), reverse=True)
-    packed = rows_to_score(sequences, max_tokens, None)
-    assert sum(row.tokens for row in rows) <= sum(row.tokens for row in packed) == sum(map(len, documents))
-    for row in rows:
-        inputs = row.inputs()
-        tokens = inputs["input_ids"][0].numpy()
-        assert len(tokens) == row.tokens <= max(max_tokens, *map(len, documents))
-        assert ("parents" in inputs) == (row.tokens < sum(len(places) for _, places in row.places()))
-        for number, places in row.places():
-            assert tokens[places].tolist() == list(documents[number])
 
 
 def test_what_is_shared_runs_once(rng, model_and_stock):

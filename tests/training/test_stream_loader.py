@@ -1,18 +1,23 @@
-"""Training on streams in one process: rows, states, logs and refusals; test_elastic_streams has several processes."""
+"""Training on streams: rows, states, logs, refusals, dispatching; test_processes has several processes."""
 
 import copy
+import json
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 
 import datasets
 import numpy as np
 import pytest
 import torch
+import trainers
 from accelerate import Accelerator
-from document_streams import make_documents, read_stream, write_parquet
+from accelerate.utils import DataLoaderConfiguration
+from document_streams import make_documents, read_stream, stream_of, write_parquet
 from patched_models import patched
-from trainers import logged, trainer_of
-from transformers import TrainerCallback
+from processes import on_ranks
+from tiers import fast_only
+from trainers import attached, documents_in, logged, on_each_batch, trainer_of
+from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -24,7 +29,6 @@ DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_do
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Eight files with 20 documents each."""
     return write_parquet(tmp_path_factory.mktemp("files"), [DOCUMENTS[a : a + 20] for a in range(0, 160, 20)])
 
 
@@ -37,21 +41,11 @@ def packed(files, **more):
     return hfp.pack(open_files(files), hfp.BestFit(CAPACITY), **settings)
 
 
-def loader_of(stream, batching=None, accumulation=1, **options):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    return hfp.prepare_dataloader(accelerator, stream, batching or hfp.TokenBudget(CAPACITY), **options)
+loader_of = partial(trainers.loader_of, batching=hfp.TokenBudget(CAPACITY))
 
 
 def tokens_in(batches):
     return [batch["input_ids"][0].tolist() for batch in batches]
-
-
-def documents_in(batches):
-    found = []
-    for batch in batches:
-        borders, tokens = batch["cu_seq_lens_q"].tolist(), batch["input_ids"][0].tolist()
-        found += [tokens[a:b] for a, b in pairwise(borders)]
-    return found
 
 
 def endless(loader):
@@ -62,7 +56,7 @@ def endless(loader):
 def test_rows_come_in_the_order_of_the_stream(files):
     rows = [row["input_ids"] for row in packed(files)]
     assert tokens_in(loader_of(packed(files))) == rows
-    two = tokens_in(loader_of(packed(files), hfp.TokenBudget(2 * CAPACITY + 5)))
+    two = tokens_in(loader_of(packed(files), batching=hfp.TokenBudget(2 * CAPACITY + 5)))
     assert two[:5] == [rows[number] + rows[number + 1] for number in range(0, 10, 2)]
     assert [token for row in two for token in row] == [token for row in rows for token in row]
 
@@ -72,7 +66,7 @@ def test_every_epoch_has_every_document_in_another_order(files, streams):
     """Also where the order of files is fixed."""
     rows = open_files(files) if streams == 8 else open_files(files).take(160)
     loader = loader_of(hfp.pack(rows, hfp.BestFit(CAPACITY), streams=streams, window_packs=2))
-    first, second = (documents_in(loader) for _ in range(2))
+    first, second = ([ids for batch in loader for ids in documents_in(batch)] for _ in range(2))
     assert sorted(first) == sorted(second) == sorted(DOCUMENTS)
     assert first != second
     assert loader.epoch == 2
@@ -90,8 +84,8 @@ def test_workers_that_share_logical_streams(files, rows, workers, usable):
 def test_resumed_at_any_step(files, workers, kind):
     def open_loader(count):
         few = files[:4]
-        rows, documents = (packed(few, streams=4), None), (open_files(few), hfp.TokenBudget(CAPACITY))
-        return loader_of(*(rows if kind == "rows" else documents), accumulation=2, num_workers=count)
+        rows = packed(few, streams=4) if kind == "rows" else open_files(few)
+        return loader_of(rows, accumulation=2, num_workers=count)
 
     of_epochs = [len(tokens_in(each)) for each in [open_loader(0)] * 2]
     expected = tokens_in(islice(endless(open_loader(0)), sum(of_epochs)))
@@ -137,7 +131,7 @@ def test_masked_batches_when_the_streams_of_a_rank_have_ended():
     few = [{"input_ids": [5, 6, 7]}] * 3
     stream = datasets.IterableDataset.from_generator(lambda: iter(few))
     stream = hfp.pack(stream, hfp.BestFit(3), streams=4, window_packs=1)
-    loader = loader_of(stream, hfp.TokenBudget(3), accumulation=4)
+    loader = loader_of(stream, batching=hfp.TokenBudget(3), accumulation=4)
     batches = list(loader)
     trained = [batch for batch in batches if (batch["labels"] != -100).any()]
     assert tokens_in(trained) == [[5, 6, 7]] * 3
@@ -152,7 +146,7 @@ def test_documents_are_packed_with_level_attention(files, tmp_path):
 
     def work(balance):
         batching = hfp.TokenBudget(2048, balance=balance, linear_cost=0.0)
-        loader = loader_of(open_files(files), batching)
+        loader = loader_of(open_files(files), batching=batching)
         squares = [float((batch["cu_seq_lens_q"].diff().double() ** 2).sum()) for batch in loader]
         rounds = np.array(squares[: len(squares) // 8 * 8 - 32]).reshape(-1, 8)
         return float((rounds.mean(1) / rounds.max(1)).mean())
@@ -167,10 +161,8 @@ def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
     summary = hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
     assert str(summary).startswith("stream: 8 logical streams, 8 on each of 1 ranks\n")
     trainer.train()
-    accelerator = Accelerator(cpu=True)
-    looped = model()
-    loader = hfp.prepare_dataloader(accelerator, packed(files), hfp.TokenBudget(CAPACITY), model=looped)
-    by_hand = model()
+    looped, by_hand = model(), model()
+    loader = loader_of(packed(files), model=looped)
     steps = zip(loader, packed(files), range(4), strict=False)
     rows = [(batch, hfp.PackingCollator()([row])) for batch, row, _ in steps]
     for trained, number in ((looped, 0), (by_hand, 1)):
@@ -184,7 +176,6 @@ def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_sft_trainer_with_masks_of_completions(tmp_path):
     rows = datasets.Dataset.from_dict(
         {
@@ -196,9 +187,7 @@ def test_sft_trainer_with_masks_of_completions(tmp_path):
 
     def train(stream, **more):
         known = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_steps": 3, **more}
-        trainer = trainer_of(tmp_path, SFTTrainer, data=stream, **known)
-        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
-        return logged(trainer)
+        return logged(attached(tmp_path, hfp.TokenBudget(CAPACITY), kind=SFTTrainer, data=stream, **known))
 
     assert all(loss > 0 for loss in train(rows.to_iterable_dataset(num_shards=8)))
 
@@ -209,15 +198,9 @@ def test_the_share_of_each_source_is_logged(tmp_path):
     sources = {name: datasets.Dataset.from_dict({"input_ids": ids}) for name, ids in rows.items()}
     mixed = hfp.mix(sources, {"a": 0.75, "b": 0.25})
     data = hfp.pack(mixed, hfp.BestFit(CAPACITY), streams=1, window_packs=1)
-    trainer = trainer_of(tmp_path, data=data, max_steps=2, logging_steps=2, gradient_accumulation_steps=2)
-    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
-    step, seen = trainer.training_step, []
-
-    def noted(model, inputs, *others):
-        seen.extend(inputs["input_ids"][0].tolist())
-        return step(model, inputs, *others)
-
-    trainer.training_step = noted
+    known = {"max_steps": 2, "logging_steps": 2, "gradient_accumulation_steps": 2}
+    trainer, seen = attached(tmp_path, hfp.TokenBudget(CAPACITY), data=data, **known), []
+    on_each_batch(trainer, lambda batch: seen.extend(batch["input_ids"][0].tolist()))
     trainer.train()
     logs = next(line for line in trainer.state.log_history if "loss" in line)
     assert logs["source_b"] == pytest.approx(np.mean(np.array(seen) >= 60))
@@ -230,8 +213,7 @@ def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tm
             next(iter(trainer.get_train_dataloader()))
 
     known = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
-    trainer = trainer_of(tmp_path, data=packed(files), callbacks=[Samples()], **known)
-    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    trainer = attached(tmp_path, hfp.TokenBudget(CAPACITY), data=packed(files), callbacks=[Samples()], **known)
     trainer.train()
     with torch.serialization.safe_globals([bytes]):
         assert torch.load(tmp_path / "checkpoint-4" / "packed_stream.pt", weights_only=True)["steps"] == 4
@@ -253,3 +235,99 @@ def test_refused_states(files):
     ):
         with pytest.raises(hfp.PackingError, match=message):
             other.load_state_dict(known)
+
+
+EQUAL = [[number + 1] * (3 + number % 5) for number in range(24)]
+
+
+def packed_stream():
+    stream = datasets.IterableDataset.from_generator(
+        lambda: iter({"input_ids": tokens, "attention_mask": [1] * len(tokens)} for tokens in EQUAL)
+    )
+    return stream.map(hfp.BestFit(16), batched=True, batch_size=24, remove_columns=["attention_mask"])
+
+
+def train(folder, steps, **settings):
+    seen = []
+
+    class Noting(Trainer):
+        def compute_loss(self, model, inputs, *args, **more):
+            seen.append(documents_in(inputs))
+            return super().compute_loss(model, inputs, *args, **more)
+
+    known = {"max_steps": steps, "per_device_train_batch_size": 1, **settings}
+    trainer = trainer_of(folder, Noting, data=packed_stream(), **known)
+    trainer.data_collator = hfp.PackingCollator()
+    trainer.train()
+    return seen
+
+
+def train_on_rank(folder, steps):
+    seen = train(folder, steps, **NOT_DISPATCHED)
+    (folder / f"seen-{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
+
+
+REFUSED = "dispatch_batches: expected False, .* accelerator_config={'dispatch_batches': False}"
+NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
+PACKS = len(list(packed_stream()))
+
+
+@pytest.mark.parametrize("workers", fast_only([0, 1], 0))
+def test_trainer(tmp_path, workers):
+    with pytest.raises(hfp.PackingError, match=REFUSED):
+        train(tmp_path, PACKS, dataloader_num_workers=workers)
+    seen = train(tmp_path, PACKS, dataloader_num_workers=workers, **NOT_DISPATCHED)
+    assert sorted(document for step in seen for document in step) == sorted(EQUAL)
+    assert max(map(len, seen)) > 1
+
+
+def test_loop():
+    collator = hfp.PackingCollator()
+    rows = list(packed_stream())
+    for dispatch in (True, False):
+        settings = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=settings)
+        for dataset in (packed_stream(), rows):
+            loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, collate_fn=collator))
+            if dispatch:
+                with pytest.raises(hfp.PackingError, match=REFUSED):
+                    list(loader)
+            else:
+                assert len(list(loader)) == PACKS
+
+
+def test_another_loader_may_be_dispatched():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(3)))
+    batches = [hfp.PackingCollator()([{"input_ids": number.tolist()}]) for number in loader]
+    assert [batch["input_ids"].item() for batch in batches] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", fast_only([Trainer, SFTTrainer], SFTTrainer))
+def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
+    documents = [[token % 90 + 1 for token in document] for document in make_documents(80)]
+    packed = hfp.pack(stream_of(documents), hfp.BestFit(64), window_packs=2)
+    rows = datasets.Dataset.from_list(list(packed), features=packed.features)
+    monkeypatch.setattr(kind, "_get_train_sampler", lambda *_: torch.utils.data.SequentialSampler(rows))
+    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, **NOT_DISPATCHED}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
+
+    def losses(dataset):
+        trainer = trainer_of(tmp_path, kind, data=dataset, **settings)
+        trainer.data_collator = hfp.PackingCollator()
+        return logged(trainer)
+
+    found = losses(packed)
+    assert len(set(found)) > 5
+    assert found == losses(rows)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    on_ranks(train_on_rank, tmp_path, PACKS // 2, ranks=2)
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    documents = [document for steps in seen for step in steps for document in step]
+    packs = [sorted(step) for steps in seen for step in steps]
+    assert len(packs) == PACKS // 2 * 2
+    assert len({str(document) for document in documents}) == len(documents)
+    assert PACKS % 2 or sorted(documents) == sorted(EQUAL)

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset
-from forests import forests as tree_shapes
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from literal_trie import common_prefix, forests, tokens_of_trie
+from tree_rows import forests as tree_shapes
 
 import hf_packing as hfp
 import hf_packing.trees.find as find_module
