@@ -299,7 +299,7 @@ def test_fingerprints_indices_tables_and_descriptions_of_a_dataset():
 
 
 def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_dataset():
-    """batch.collate._datasets_being_read: without it, rows that have lost their borders are taken for documents."""
+    """batch.loader.datasets_being_read: without it, rows that have lost their borders are taken for documents."""
     seen = []
 
     def collate(rows):
@@ -317,7 +317,7 @@ def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_da
 
 
 def test_loaders_and_models_that_an_accelerator_knows():
-    """batch.collate.active_loader: without it, a patched model does not know the collator that made its batch."""
+    """batch.loader.active_loader: without it, a patched model does not know the collator that made its batch."""
     accelerator = Accelerator(cpu=True)
     rows = [{"input_ids": torch.ones(2)}] * 2
     loader = accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=list))

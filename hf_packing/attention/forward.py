@@ -32,7 +32,6 @@ from hf_packing.attention.function import register
 from hf_packing.attention.layout import (
     CACHES,
     Layout,
-    check_loader,
     current_layout,
     has_trees,
     layout_of_collator,
@@ -73,6 +72,7 @@ from hf_packing.attention.route import (
     sees_labels,
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
+from hf_packing.batch.loader import check_loader
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
@@ -316,7 +316,7 @@ class PatchedForward(ReplacedForward):
             layout = replace(rows.layout, is_unpadded=False)  # as from a tokenizer: every row is a document
         else:
             layout = rows.layout
-        check_loader(layout)
+        check_loader(len(layout.lengths))
         if rows is not None and layout.is_unpadded:
             self._check_rows(rows, inputs)
         if training and patch.facts.sees_labels and not patch.knows_labels:

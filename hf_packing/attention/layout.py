@@ -13,30 +13,24 @@ from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Literal, NamedTuple, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.model import Arguments, Inputs
 from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.batch.collate import active_loader
-from hf_packing.batch.segments import LongestSegment
+from hf_packing.batch.segments import LongestSegment, ends_in_padding, lengths_between, read_borders
 from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
     MAX_LENGTHS,
-    PADDING_SEGMENT,
     PARENTS,
     SEGMENT_LENGTHS,
     SEQ_IDX,
-    SEQ_LENGTHS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 from hf_packing.trees.segments import TreeSegments
 
 CACHES = ("cache", "past_key_values", "cache_params", "mems", "state", "past_buckets_states")
@@ -325,7 +319,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
             )
         return Layout.of([length] * rows, tokens.device)
     known, total, bound = borders.tolist(), rows * length, inputs.get(MAX_LENGTHS[0])
-    lengths, ends = _lengths_between(known), range(0, total + 1, length)
+    lengths, ends = lengths_between(known), range(0, total + 1, length)
     if sum(lengths) != total or min(lengths) < 1 or not {*ends} <= {*known}:
         raise PackingError(
             f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {total} tokens, with a border at "
@@ -335,7 +329,7 @@ def read_layout(inputs: Inputs, training: bool = False) -> Layout:
         borders.to(tokens.device, torch.int32),
         roots(lengths),
         bound=bound if isinstance(bound, int) else 0,
-        padding=lengths[-1] if _ends_in_padding(inputs) else 0,
+        padding=lengths[-1] if ends_in_padding(inputs) else 0,
     )
 
 
@@ -377,70 +371,6 @@ def layout_of_collator(inputs: Inputs) -> Layout | None:
     return Layout(borders, roots(longest.lengths), bound=int(longest), padding=longest.padding)
 
 
-def _lengths_between(borders: Sequence[int]) -> list[int]:
-    """Return the lengths of segments, without the empty ones at the end of a batch of fixed shapes."""
-    lengths = [end - start for start, end in pairwise(borders)]
-    while lengths[-1:] == [0]:
-        lengths.pop()
-    return lengths
-
-
-def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
-    """Find the segment borders from position_ids or, with a step of 0, from seq_idx. A new segment starts at the first
-    token of every row, and at every token whose value is not the value of the previous token plus `step`.
-
-    Args:
-        position_ids: positions of the tokens, or indices of their segments, integers [rows, tokens].
-
-    Returns:
-        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
-    """
-    starts = F.pad(position_ids.diff(dim=1) != step, (1, 0), value=True)
-    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
-
-
-def read_borders(rows: int, inputs: Inputs) -> Tensor | None:
-    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, seq_idx, seq_lengths and position_ids.
-
-    Args:
-        rows: number of rows in the batch.
-        inputs: keyword arguments of a model's forward, or a batch.
-
-    Returns:
-        Cumulative segment lengths, integers [segments + 1]; None if `inputs` contains none of these arguments.
-
-    Raises:
-        PackingError: an argument has a wrong shape, or two arguments have different borders.
-    """
-    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, "position_ids"))
-    found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
-    if seq_idx is not None:
-        found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
-    if lengths is not None:
-        found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
-    if positions is not None and positions.ndim == 2 and not _ends_in_padding(inputs):  # where positions begin again
-        found["position_ids"] = borders_from_positions(positions.expand(rows, -1))
-    elif positions is not None and not found:
-        raise PackingError(
-            f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
-            "position_ids of the latter shape, also pass cu_seq_lens_q"
-        )
-    first, known = next(iter(found), ""), {name: _lengths_between(each.tolist()) for name, each in found.items()}
-    for name, given in known.items():
-        if given != known[first]:
-            raise PackingError(
-                f"{name}: expected segments of the same lengths as in {first}, {known[first]}, got {given}; "
-                "position_ids, if given, must restart in every segment"
-            )
-    return found.get(first)
-
-
-def _ends_in_padding(inputs: Inputs) -> bool:
-    """Return whether the last segment only fills a batch of fixed shapes, as PackingCollator marks it."""
-    seq_idx = inputs.get(SEQ_IDX)
-    return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
-
-
 def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
     """Return the arguments for a packed row, in which no document has a label at its first token, which a model would
     predict from the document before. PackingCollator makes no such labels."""
@@ -450,59 +380,3 @@ def without_first_labels(inputs: Arguments, layout: Layout) -> Arguments:
         return inputs
     first = layout.cu_seq_lens[: len(layout.lengths)].long().to(labels.device)
     return {**inputs, "labels": labels.index_fill(1, first, IGNORED_LABEL)}
-
-
-_TWO_DOCUMENTS = {
-    "input_ids": [1, 1, 1, 1],
-    "labels": [-100, 1, -100, 1],
-    "position_ids": [0, 1, 0, 1],
-    SEQ_IDX: [0, 0, 1, 1],
-    **{name: [0, 2, 4] for name in CU_SEQ_LENS},
-    SEQ_LENGTHS: [2, 2],
-}
-"""A packed row, with all columns that collators read."""
-
-_checked: "WeakSet[Any]" = WeakSet()
-"""The data loaders that were checked."""
-
-
-def check_loader(layout: Layout) -> None:
-    """Check the data loader that is being read, if the rows of its dataset are packed.
-
-    Args:
-        layout: where the documents of the batch are. If there are more documents than rows were read, the borders of
-            packed rows are known, however the caller has found them, and the collator is not asked.
-
-    Raises:
-        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; or the
-            collator makes one document of a row.
-    """
-    loader = active_loader()
-    if loader is None or loader in _checked:
-        return
-    rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    for dataset in stored_datasets(getattr(loader, "dataset", None)):
-        form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)  # None of some streams
-        if isinstance(form, dict) and not form["output_all_columns"]:
-            names = form["columns"]
-        if names and has_packs(dataset, names) and (rows_read is None or len(layout.lengths) <= rows_read):
-            refuse_lost_borders(dataset, names)
-            _ask(loader.collate_fn, names)
-    _checked.add(loader)
-
-
-def _ask(collate: Callable[..., Any], names: list[str]) -> None:
-    """Raise PackingError if a collator makes one document of a row of two documents with these columns."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            batch = collate([{name: values for name, values in _TWO_DOCUMENTS.items() if name in names}])
-        borders = read_borders(len(batch["input_ids"]), batch)
-    except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
-        return
-    if borders is None or borders.tolist()[:3] != [0, 2, 4]:
-        raise PackingError(
-            "data_collator: expected a collator that reads where documents begin in packed rows, got "
-            f"{type(getattr(collate, 'data_collator', collate)).__name__}, which makes one document of each row. Pass "
-            "data_collator=PackingCollator() to Trainer, padding_free=True and max_length=None to SFTConfig, or call "
-            "attach(trainer, TokenBudget(max_tokens))"
-        )

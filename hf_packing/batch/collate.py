@@ -3,19 +3,17 @@
 A segment is a document, or a part of a document, in a row. All columns that describe a row's segments must agree.
 """
 
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
+from hf_packing.batch.loader import datasets_being_read, refuse_dispatched_batches
 from hf_packing.batch.segments import (
     LongestSegment,
     check_length,
@@ -47,7 +45,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, offsets_of
-from hf_packing.rows.packing_trace import refuse_lost_borders, stored_datasets
+from hf_packing.rows.packing_trace import refuse_lost_borders
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -127,7 +125,7 @@ class PackingCollator:
             check_shapes(self.tokens, self.max_segments)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        _refuse_dispatched_batches(self)
+        refuse_dispatched_batches(self)
         if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
             raise PackingError(
                 f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
@@ -300,40 +298,6 @@ def numbers_in(values: Any) -> npt.NDArray[Any] | None:
     return found if found.ndim == 1 and found.dtype.kind in "iufb" else None
 
 
-def _refuse_dispatched_batches(collator: PackingCollator) -> None:
-    """Raise PackingError if accelerate makes batches in one process and sends slices of each batch to the others.
-
-    This is accelerate's default for an IterableDataset. If accelerate is imported, its active data loader tells.
-    """
-    loader = active_loader()
-    if loader is None or not isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
-        return
-    used = loader.base_dataloader.collate_fn
-    if getattr(used, "data_collator", used) is collator:  # Trainer wraps the collator, to remove columns
-        raise PackingError(
-            "dispatch_batches: expected False, got True, which is accelerate's default for an IterableDataset. With "
-            "True, accelerate sends slices of a batch to the processes, but cu_seq_lens cannot be sliced. Pass "
-            "accelerator_config={'dispatch_batches': False} to TrainingArguments, or "
-            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to your own Accelerator"
-        )
-
-
-def active_loader() -> Any:
-    """Return the data loader of accelerate that is being read; None without accelerate, or outside of its loops."""
-    state = sys.modules.get("accelerate.state")
-    return None if state is None else state.GradientState().active_dataloader
-
-
-def _datasets_being_read() -> list[Any]:
-    """Return the datasets whose rows a DataLoader of torch is giving to its collator; none outside of a loader."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(fetcher := frame.f_locals.get("self"), _BaseDatasetFetcher):
-            return stored_datasets(fetcher.dataset)
-        frame = frame.f_back
-    return []
-
-
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
@@ -344,7 +308,7 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
         PackingError: rows have lost their segment columns, or the columns of a row disagree.
     """
     if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
-        for dataset in _datasets_being_read():
+        for dataset in datasets_being_read():
             refuse_lost_borders(dataset, sorted(names))
     if ATTENTION_MASK in names:
         for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):

@@ -1,10 +1,12 @@
 """The segments of a row or a batch: read from columns, cut by extra borders, or filled up to a fixed shape."""
 
 from collections.abc import Mapping, Sequence, Sized
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 try:
@@ -106,6 +108,70 @@ def check_mask(mask: Any, tokens: int, row: int) -> None:
             f"{row}; if the values number the documents of the row, replace this column by a column 'seq_lengths' with "
             "the documents' lengths"
         )
+
+
+def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, seq_idx, seq_lengths and position_ids.
+
+    Args:
+        rows: number of rows in the batch.
+        inputs: keyword arguments of a model's forward, or a batch.
+
+    Returns:
+        Cumulative segment lengths, integers [segments + 1]; None if `inputs` contains none of these arguments.
+
+    Raises:
+        PackingError: an argument has a wrong shape, or two arguments have different borders.
+    """
+    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, "position_ids"))
+    found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
+    if seq_idx is not None:
+        found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
+    if lengths is not None:
+        found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
+    if positions is not None and positions.ndim == 2 and not ends_in_padding(inputs):  # where positions begin again
+        found["position_ids"] = borders_from_positions(positions.expand(rows, -1))
+    elif positions is not None and not found:
+        raise PackingError(
+            f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "
+            "position_ids of the latter shape, also pass cu_seq_lens_q"
+        )
+    first, known = next(iter(found), ""), {name: lengths_between(each.tolist()) for name, each in found.items()}
+    for name, given in known.items():
+        if given != known[first]:
+            raise PackingError(
+                f"{name}: expected segments of the same lengths as in {first}, {known[first]}, got {given}; "
+                "position_ids, if given, must restart in every segment"
+            )
+    return found.get(first)
+
+
+def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
+    """Find the segment borders from position_ids or, with a step of 0, from seq_idx. A new segment starts at the first
+    token of every row, and at every token whose value is not the value of the previous token plus `step`.
+
+    Args:
+        position_ids: positions of the tokens, or indices of their segments, integers [rows, tokens].
+
+    Returns:
+        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
+    """
+    starts = F.pad(position_ids.diff(dim=1) != step, (1, 0), value=True)
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
+
+
+def lengths_between(borders: Sequence[int]) -> list[int]:
+    """Return the lengths of segments, without the empty ones at the end of a batch of fixed shapes."""
+    lengths = [end - start for start, end in pairwise(borders)]
+    while lengths[-1:] == [0]:
+        lengths.pop()
+    return lengths
+
+
+def ends_in_padding(inputs: Mapping[str, Any]) -> bool:
+    """Return whether the last segment only fills a batch of fixed shapes, as PackingCollator marks it."""
+    seq_idx = inputs.get(SEQ_IDX)
+    return seq_idx is not None and len(seq_idx) == 1 and int(seq_idx[0, -1]) == PADDING_SEGMENT
 
 
 def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:

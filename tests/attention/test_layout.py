@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hf_packing.attention.layout import (
     CALL_OVERHEAD,
     MAX_PADDING,
-    borders_from_positions,
     group_lengths,
     read_layout,
 )
 from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method
+from hf_packing.batch.segments import borders_from_positions
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
