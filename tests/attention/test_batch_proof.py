@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from leaky_models import LEAKS, Behind, NormOfTokens, leaky
+from model_inputs import documents
 from model_state import state_of
-from padded_models import documents
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build, enable_checkpointing

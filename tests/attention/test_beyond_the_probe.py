@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from forms import packed
-from padded_models import documents
+from model_inputs import documents
 from patched_models import patched_tiny
 from tiers import fast_only
 from training_by_hand import batch_of

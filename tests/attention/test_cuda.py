@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare_trees import CHAT, inputs_of
+from model_inputs import CHAT, inputs_of
 from tiny_models import build
 
 import hf_packing as hfp

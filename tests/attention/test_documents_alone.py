@@ -11,7 +11,7 @@ import torch
 from forms import FORMS, alone, check, check_gradients, gradients_of, outputs_of, packed, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from padded_models import CHOICE, QUESTION, SEQUENCE, TOKEN, documents
+from model_inputs import CHOICE, QUESTION, SEQUENCE, TOKEN, documents
 from tiers import fast_only
 from tiny_models import SUPPORTED, build, enable_checkpointing
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (

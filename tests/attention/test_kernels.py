@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from any_strategy import few_examples
-from compare_trees import CHAT, inputs_of
 from forms import check as check_documents
 from forms import tree
 from hypothesis import given
@@ -28,6 +27,7 @@ from kernel_stand_ins import (
     stand_in,
     tensors,
 )
+from model_inputs import CHAT, inputs_of
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build

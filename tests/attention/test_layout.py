@@ -5,12 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packing.attention.layout import (
-    CALL_OVERHEAD,
-    MAX_PADDING,
-    group_lengths,
-    read_layout,
-)
+from hf_packing.attention.layout import CALL_OVERHEAD, MAX_PADDING, group_lengths, read_layout
 from hf_packing.attention.model import Signature
 from hf_packing.attention.padded import packed_rows
 from hf_packing.attention.route import Method

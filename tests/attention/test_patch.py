@@ -13,7 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
-from hf_packing.attention.route import route_of
+from hf_packing.attention.by_segment import ModulePlan
+from hf_packing.attention.route import Facts, Method, Route, route_of
+from hf_packing.attention.token_axes import TokenAxes
 
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
@@ -104,3 +106,14 @@ def test_labels_of_rows_have_the_stock_loss(architecture):
     found = model(input_ids=ids, labels=ids).loss
     with hfp.unpatch_model(model):
         assert torch.allclose(model(input_ids=ids, labels=ids).loss, found)
+
+
+def test_a_route_in_one_line_and_in_several():
+    plans = tuple(ModulePlan(f"layers.{i}.mixer", "Mixer", TokenAxes("", 41), TokenAxes("", 41)) for i in range(2))
+    route = Route(Method("packed_varlen"), plans, 0.5, facts=Facts(unproven="the model draws random numbers"))
+    assert repr(route) == "Route('varlen + segments', modules={'Mixer': 2}, packed_share=0.50)"
+    assert route.describe().splitlines() == [
+        "route: varlen + segments, 50% of the parameters stay packed",
+        "by segment: 2 Mixer",
+        "training mode not proven: the model draws random numbers",
+    ]

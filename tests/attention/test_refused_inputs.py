@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from compare_trees import CHAT, inputs_of
-from padded_models import SEQUENCE
+from model_inputs import CHAT, SEQUENCE, inputs_of
 from patched_models import patched, patched_tiny
 from transformers import DynamicCache
 

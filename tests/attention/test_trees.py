@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from compare_trees import CHAT, inputs_of
+from model_inputs import CHAT, inputs_of
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build

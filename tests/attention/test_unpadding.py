@@ -9,7 +9,7 @@ import torch
 import transformers
 from forms import FORMS, alone, check, check_gradients, gradients_of
 from leaky_models import with_embeddings
-from padded_models import LENGTHS, SEQUENCE, documents, padded
+from model_inputs import LENGTHS, SEQUENCE, documents, padded
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build

@@ -12,7 +12,7 @@ import torch
 import transformers
 from forms import Batch, alone, check, outputs_of
 from forms import packed as packed_rows
-from padded_models import CHOICE, SEQUENCE, TOKEN, documents, padded
+from model_inputs import CHOICE, SEQUENCE, TOKEN, documents, padded
 from patched_models import patched_tiny
 from tiers import fast_only
 

@@ -4,8 +4,7 @@ import inspect
 from typing import NamedTuple
 
 import torch
-from compare_trees import CHAT, inputs_of
-from padded_models import CHOICE, LENGTHS, documents, padded
+from model_inputs import CHAT, CHOICE, LENGTHS, documents, inputs_of, padded
 from training_by_hand import largest_difference
 
 import hf_packing as hfp

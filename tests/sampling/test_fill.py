@@ -217,12 +217,7 @@ def test_equal_lengths_meet_others_for_another_seed():
     assert len({frozenset(rows) for rows in one} & {frozenset(rows) for rows in other}) < 10
 
 
-@given(
-    st.lists(st.integers(1, 99), min_size=1, max_size=20),
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.integers(0, 9),
-)
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 4), st.integers(0, 9))
 def test_neighbors_by_cost_run_together_the_costliest_where_least_was_done(costs, world_size, accumulation, seed):
     cost = np.resize(np.array(costs, dtype=np.float64), len(costs) * world_size)
     rounds = assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from leaky_models import LEAKS, leaky
-from padded_models import documents as random_documents
+from model_inputs import documents as random_documents
 from patched_models import patched
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from datasets import concatenate_datasets, load_from_disk
-from padded_models import documents as random_documents
+from model_inputs import documents as random_documents
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build

@@ -14,7 +14,7 @@ import torch
 import trl
 from hypothesis import given
 from hypothesis import strategies as st
-from padded_models import SEQUENCE, padded
+from model_inputs import SEQUENCE, padded
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
