@@ -40,6 +40,7 @@ from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
 from hf_packing.training.losses import Batch, documents_in
 from hf_packing.training.model_loss import check_predicts_next
+from hf_packing.training.ranks import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,11 @@ class FirstBatchProof:
 
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
+            PackingError: the proof could not be run on another rank.
         """
         if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
-        proofs = gather_object([prove_on_batch(model, batch, training=mode == "training")])
+        proofs = gather_object([on_all_ranks(lambda _: prove_on_batch(model, batch, training=mode == "training"))])
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""

@@ -36,7 +36,7 @@ def test_not_a_strategy(strategy):
 def test_integers_of_any_size_and_type_are_taken(rng):
     for strategy in (hfp.BestFit(1), hfp.Bucket((1,)), hfp.FirstCome(1)):
         with pytest.raises(
-            hfp.PackingError, match=r"max_length or bucket_lengths: expected longer packs, .* at most 2\*\*40 pieces"
+            hfp.PackingError, match=r"max_length or bucket_lengths: expected longer packs, .* 2\*\*40 pieces"
         ):
             hfp.plan_packing([2**62], strategy)
     assert hfp.plan_packing([5, 3], hfp.FirstCome(2**31 - 1)).metrics().lower_bound == 1

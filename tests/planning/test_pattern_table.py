@@ -89,9 +89,7 @@ def test_counts_that_a_strategy_cannot_plan():
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
-    with pytest.raises(
-        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
-    ):
+    with pytest.raises(hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* has 9"):
         hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))
 
 
