@@ -6,7 +6,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
    and its modules can look up the borders while the model's forward runs (layout). An attention mask must not hide
-   tokens, and the data loader must not take packed rows for documents.
+   tokens.
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch (function, exact). A table contains the kernels; a call
    runs on the first kernel that takes it and has failed in no proof (kernels, flex).
@@ -41,8 +41,9 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     to copy them (forward).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (layout,
-    exact), on a GPU with a mask for FlexAttention (flex). A proof of its own runs before the first such row
-    (batch_kinds). The rows of a padded batch can share their prefixes in the same way (padded).
+    exact), on a GPU with the keys of each path (kernels), or with a mask for FlexAttention (flex). A proof of its own
+    runs before the first such row (batch_kinds). The rows of a padded batch can share their prefixes in the same way
+    (padded).
 
 The file model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
