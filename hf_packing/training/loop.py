@@ -134,17 +134,17 @@ def prepare_dataloader(
 
     with nullcontext() if model is None else unpatched_on_error(model):
         on_all_ranks(isolate_and_check)
+        known = None if model is None else own_loss_of(model)
+        # the model then can compute the loss itself
+        keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
+        steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if prove == "first batch" else None)
+        loader: PackedLoader | StreamLoader = source.loader(
+            accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
-    known = None if model is None else own_loss_of(model)
-    # the model then can compute the loss itself
-    keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
-    steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if prove == "first batch" else None)
-    loader: PackedLoader | StreamLoader = source.loader(
-        accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
-    )
     accelerator.register_for_checkpointing(loader)
     return loader
 

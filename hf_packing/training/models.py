@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,11 +234,14 @@ class FirstBatchProof:
 
         Raises:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
-            PackingError: the proof could not be run on another rank.
+            PackingError: the proof raised an error on another rank, of ranks that do not shard the model.
         """
         if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
-        proofs = gather_object([on_all_ranks(lambda _: prove_on_batch(model, batch, training=mode == "training"))])
+        prove = partial(prove_on_batch, model, batch, training=mode == "training")
+        # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
+        alone = has_local_weights(inner_model(model))
+        proofs = gather_object([on_all_ranks(lambda _: prove()) if alone else prove()])
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""

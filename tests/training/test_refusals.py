@@ -431,12 +431,15 @@ def loop(batching=BUDGET, data=DATA, accelerator=None, **how):
     return hfp.prepare_dataloader(accelerator or Accelerator(cpu=True), data, batching, **how)
 
 
+def test_a_loop_that_cannot_be_made_leaves_its_model_as_it_was():
+    model = build("Llama")
+    with pytest.raises(ValueError, match="prefetch_factor"):
+        loop(model=model, prefetch_factor=2)
+    assert not is_patched(model)
+
+
 def dispatching():
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-
-
-def planned(**how):
-    return next(iter(loop(**how)))
 
 
 def collated(*rows, **shapes):
@@ -475,18 +478,16 @@ LOOPS = [
         ("batch", lambda name=name: hfp.compute_loss(patched(trees=True), tree_batch(without=name)))
         for name in ("segment_lengths", "ends", "trained", "tree_labels")
     ),
-    *(
-        ("model", lambda call=call: call(patched_tiny("bert", "masked"), tree_batch()))
-        for call in (hfp.compute_loss, hfp.document_logps)
-    ),
+    ("model", lambda: hfp.compute_loss(patched_tiny("bert", "masked"), tree_batch())),
+    ("model", lambda: hfp.document_logps(patched_tiny("bert", "masked"), tree_batch())),
     *(
         ("num_items_in_batch", lambda wrong=wrong: hfp.compute_loss(patched(), collated(), num_items_in_batch=wrong))
         for wrong in (-1, True, "28", torch.ones(2), torch.tensor(True))
     ),
     ("loss", lambda: hfp.compute_loss(patched(), collated(), loss="mean")),
-    ("loss", lambda: hfp.compute_loss(patched(), planned(loss="token"), loss="token")),
-    ("loss", lambda: hfp.compute_loss(patched(), planned(loss="sequence"), loss="token")),
-    ("num_items_in_batch", lambda: hfp.compute_loss(patched(), planned(), num_items_in_batch=7)),
+    ("loss", lambda: hfp.compute_loss(patched(), next(iter(loop(loss="token"))), loss="token")),
+    ("loss", lambda: hfp.compute_loss(patched(), next(iter(loop(loss="sequence"))), loss="token")),
+    ("num_items_in_batch", lambda: hfp.compute_loss(patched(), next(iter(loop())), num_items_in_batch=7)),
     ("model", lambda: hfp.document_logps(build("Llama"), collated())),
     ("column 'weights'", lambda: collated({"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]})),
 ]
