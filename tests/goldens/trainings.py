@@ -82,9 +82,7 @@ def pairs(*columns: str) -> datasets.Dataset:
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    words = trainers.tokenizer()
-    words.mask_token = "w4"
-    return words
+    return trainers.tokenizer(mask_token="w4")
 
 
 def headed(head: str, labels: int) -> transformers.PreTrainedModel:

@@ -29,11 +29,11 @@ def documents(number, samples=1):
     return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
-def tokenizer():
+def tokenizer(**more):
     """The words w0, which pads, w1 for all unknown ones, w2, which ends a text, and so on."""
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(128)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1", **more)
 
 
 def arguments(folder, kind=TrainingArguments, **changes):
