@@ -29,9 +29,9 @@ HOME_OF = {
     "sizes_of_documents": "sampling.sizes",
     "sizes_of_packs": "sampling.sizes",
     # documents on several ranks: long_documents
-    "RankLayout": "sampling.rank_layout",
-    "join_layouts": "sampling.rank_layout",
-    "plan_exchange": "sampling.rank_layout",
+    "RankLayout": "planning.rank_layout",
+    "join_layouts": "planning.rank_layout",
+    "plan_exchange": "planning.rank_layout",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",

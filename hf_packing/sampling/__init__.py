@@ -10,7 +10,6 @@ optimizer step depends only on the product of the last two. The rows are read in
 sizes.py          measures the size of every row: tokens, segments, attention cost, bucket; facts that ranks compare
 batching.py       Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
 fill.py           puts rows into micro-batches, few or a given number, with equal work on all ranks
-rank_layout.py    lays documents out on several ranks if one cannot hold them, and plans what the ranks send each other
 token_budget.py   TokenBudget, which limits the tokens of a micro-batch, and cuts or leaves out rows that are too large
 bucket_batches.py BucketBatches, for rows that were packed in buckets
 evaluation.py     InOrder, for evaluation

@@ -15,9 +15,9 @@ from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.rank_layout import LayoutCounts, join_layouts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, mean_over_max
-from hf_packing.sampling.rank_layout import LayoutCounts, join_layouts, plan_exchange
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 

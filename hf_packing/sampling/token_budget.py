@@ -10,9 +10,9 @@ from hf_packing.checks import INT32_MAX, check_choice, check_optional_number, ch
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
+from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
 from hf_packing.sampling.fill import (
-    LINEAR_COST,
     Limits,
     fewest_micro_batches,
     fill,
@@ -23,7 +23,6 @@ from hf_packing.sampling.fill import (
     redistribute_rows,
     sum_rows,
 )
-from hf_packing.sampling.rank_layout import RankLayout, lay_out
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 from hf_packing.trees.forest import check_fewest_shared
 

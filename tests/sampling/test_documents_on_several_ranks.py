@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
+from hf_packing.planning.rank_layout import plan_exchange
 from hf_packing.sampling.batching import Epoch
-from hf_packing.sampling.rank_layout import plan_exchange
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 

@@ -20,7 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
-from hf_packing.sampling.fill import LINEAR_COST
+
+LINEAR_COST = 6 * 2048
+"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
+model of width 2048."""
 
 _EVEN = 0.98
 """A layout is even enough if the mean work of its ranks is at least this share of the largest."""

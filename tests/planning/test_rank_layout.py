@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packing.planning.lengths import offsets_of
-from hf_packing.sampling.rank_layout import join_layouts, lay_out, plan_exchange
+from hf_packing.planning.rank_layout import join_layouts, lay_out, plan_exchange
 
 
 @st.composite
