@@ -374,31 +374,38 @@ def run_by_length(forward: Callable[..., Any], inputs: Inputs, rows: PaddedRows)
         inputs: the arguments, for a padded batch.
         rows: the places of the tokens in the batch.
     """
-    outputs = []
-    for length in sorted({*rows.lengths} - {0}):
-        group = replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
-        places = group._places.view(-1, length)
-
-        def widen(_: Path, leaf: Tensor, shape: tuple[int, ...] = places.shape) -> Tensor:
-            if not leaf.is_floating_point():
-                return leaf
-            if leaf.ndim < 2 or len(leaf) != shape[0]:
-                raise ModelNotSupportedError(
-                    f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
-                    "run on the rows of each length separately"
-                )
-            if leaf.ndim > 2 and leaf.shape[1] != shape[1]:  # tokens that were pooled, as in Funnel
-                return F.pad(leaf, (*[0, 0] * (leaf.ndim - 2), 0, rows.shape[1] - leaf.shape[1]))
-            return leaf
-
-        output = _without_caches(forward(**rows.take(dict(inputs), places)))
-        outputs.append(dict(leaves(group.put_back(map_tensors(output, widen)))))
+    groups = [
+        replace(rows, real=rows.real & (rows.real.sum(1, keepdims=True) == length))
+        for length in sorted({*rows.lengths} - {0})
+    ]
+    places = [group._places.view(-1, max(group.lengths)) for group in groups]
+    outputs = [_without_caches(forward(**rows.take(dict(inputs), each))) for each in places]
+    found = [dict(leaves(output)) for output in outputs]
 
     def join(path: Path, leaf: Tensor) -> Any:
-        # each of which has zeros in the rows of the others
-        return sum(each[path] for each in outputs) if leaf.is_floating_point() else leaf
+        if not leaf.is_floating_point():
+            return leaf
+        parts: list[Tensor] = [each[path] for each in found]
+        # of a single group, the second size may also be that of a pooled state
+        is_of_tokens = len(parts) > 1 and all(
+            part.shape[:2] == each.shape for part, each in zip(parts, places, strict=True)
+        )
+        whole = []
+        for group, each, part in zip(groups, places, parts, strict=True):
+            if part.ndim < 2 or len(part) != len(each):
+                raise ModelNotSupportedError(
+                    f"its backbone computes a tensor of shape {list(part.shape)} from all rows of a batch, and would "
+                    "run on the rows of each length separately"
+                )
+            if part.ndim == 2 and is_of_tokens:
+                whole.append(group.put_back(part[..., None])[..., 0])
+                continue
+            if part.ndim > 2 and part.shape[1] != each.shape[1]:  # tokens that were pooled, as in Funnel
+                part = F.pad(part, (*[0, 0] * (part.ndim - 2), 0, rows.shape[1] - part.shape[1]))
+            whole.append(group.put_back(part))
+        return sum(whole)  # each has zeros in the rows of the others
 
-    return map_tensors(output, join)
+    return map_tensors(outputs[-1], join)
 
 
 def _without_caches(output: Any) -> Any:

@@ -137,7 +137,7 @@ SAMPLES = {
     "masked": "bert deberta-v2 fnet modernbert mobilebert mra roberta",
     HEADS[0]: "albert distilbert fnet llama xlnet canine gte ibert mobilebert",
     HEADS[1]: "gpt2 funnel qwen3_moe",
-    HEADS[2]: "bert splinter modernbert",
+    HEADS[2]: "bert splinter modernbert t5",
     HEADS[3]: "roformer convbert big_bird",
     "pictures": "llava idefics3 mistral3 llava_next qwen2_vl gemma3 git mllama hunyuan_vl",
     "trees": "gpt2 llama mamba xlnet bloom gemma3_text gpt_oss jamba qwen3_next deepseek_v4 rwkv recurrent_gemma "
