@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.split_row import Runs, SplitLayout, runs_of_pieces
 from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
@@ -28,6 +29,7 @@ class TracedRow(NamedTuple):
     max_length: int
     """Number of tokens in the longest segment, or more."""
     has_branches: bool = False
+    has_prefixes: bool = False
 
 
 def attend_exactly(
@@ -111,6 +113,14 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple
     return lengths, [*map(len, keys)], np.concatenate(keys)
 
 
+def runs_in(row: Layout, is_causal: bool, window: int | None, chunk: int | None) -> Runs:
+    """Return the runs of a row, whose keys are among the tokens that this rank sees; see `runs_of`."""
+    if isinstance(row, SplitLayout):
+        return runs_of_pieces(row, is_causal, window, chunk)
+    lengths, keys, places = runs_of(row.trees, window, chunk)
+    return lengths, keys, [each - length for each, length in zip(keys, lengths, strict=True)], places
+
+
 _Plan = tuple[list[int], list[int], Tensor | None, list[tuple[list[int], Tensor | None]]]
 """The calls of torch's attention that compute a row: the number of tokens of each run; the number of its keys; where
 the keys of all runs are in the row, int64 [keys], or None if no run has a prefix; and for each call, its runs, which
@@ -119,23 +129,24 @@ have equal numbers of tokens and of keys, and the mask of `_mask`."""
 
 @once_for_all_layers
 def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    lengths, keys, places = runs_of(layout.trees, window, chunk)
-    calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for run, shape in enumerate(zip(lengths, keys, strict=True)):
+    lengths, keys, before, places = runs_in(layout, is_causal, window, chunk)
+    calls: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for run, shape in enumerate(zip(lengths, keys, before, strict=True)):
         calls[shape].append(run)
-    gathered = on_device(places, device) if layout.has_branches else None
+    gathered = on_device(places, device) if layout.has_prefixes else None
     return lengths, keys, gathered, [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
 
 
-def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which of its keys each token of a run attends to, bool [length, keys]; None if the rule is that of torch's
-    attention."""
+def _mask(
+    length: int, keys: int, before: int, is_causal: bool, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return which of its keys each token of a run attends to, bool [length, keys], given the number of keys before its
+    first token; None if the rule is that of torch's attention."""
     window = window or keys
     if length == keys <= window:
         return None
-    own = keys - length  # the place of the first token among the keys
-    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(own - window + 1)
-    return near.tril(own if is_causal else own + window - 1)
+    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(before - window + 1)
+    return near.tril(before if is_causal else before + window - 1)
 
 
 def attend_with_scores(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact import TracedRow, gather_tokens, runs_of
+from hf_packing.attention.exact import TracedRow, gather_tokens, runs_in
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
 from hf_packing.attention.model import Arguments
@@ -140,9 +140,9 @@ class VarlenKernel:
             "dropout": dropout or None,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
-        if not row.has_branches:
+        if not row.has_prefixes:
             return self._call(query, key, value, row, row, options)
-        places, queries, keys = keys_along_paths(row, window, query.device)
+        places, queries, keys = keys_along_paths(row, is_causal, window, query.device)
 
         def attend() -> Tensor:
             return self._call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys, options)
@@ -181,10 +181,13 @@ class VarlenKernel:
 
 
 @once_for_all_layers
-def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Layout, Layout]:
-    """Return the keys of the runs of a row of trees: for each key, the index of its token in the row, int64 [keys]; the
-    layout of the runs' queries; and that of their keys."""
-    lengths, keys, places = runs_of(row.trees, window, None)
+def keys_along_paths(
+    row: Layout, is_causal: bool, window: int | None, device: torch.device
+) -> tuple[Tensor, Layout, Layout]:
+    """Return the keys of the runs of a row of trees, or of a row on several ranks: for each key, the index of its token
+    in the row, or among the tokens that the rank sees, int64 [keys]; the layout of the runs' queries; and that of their
+    keys."""
+    lengths, keys, _, places = runs_in(row, is_causal, window, None)
     return on_device(places, device), Layout.of(lengths, device), Layout.of(keys, device)
 
 

@@ -72,6 +72,20 @@ class RankLayout:
         return _sum_by(self.rank, of_piece, self.num_ranks)
 
 
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """The part of a row that one rank of a block holds."""
+
+    layout: RankLayout
+    rank: int
+    """The rank, from 0 in the block."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of documents that the rank holds, in the order of the row."""
+        return self.layout.pieces.take(np.flatnonzero(self.layout.rank == self.rank))
+
+
 def lay_out(
     lengths: Sequence[int] | IntArray, ranks: int, max_tokens: int, linear_cost: float = LINEAR_COST
 ) -> RankLayout:
