@@ -68,8 +68,8 @@ class Method:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed.
-            row: where the segments of a single row are. A row of trees is given to the model without borders, since
-                its segments are not documents.
+            row: where the segments of a single row are. A row of trees, or on several ranks, is given to the model
+                without borders, since its segments are not documents.
 
         Raises:
             PackingError: the method does not support the caller's position_ids.
@@ -89,7 +89,7 @@ class Method:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
             inputs["attention_mask"] = torch.ones_like(row.position_ids)
-        if self.borders and not row.has_branches:
+        if self.borders and not row.has_prefixes:
             inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
             inputs[SEQ_IDX] = row.seq_idx
         return signature.without_unknown(inputs, READ_ARGUMENTS)
@@ -141,6 +141,10 @@ class Facts:
     """The way in which the model runs padded batches; None as long as this is not proven."""
     takes_trees: bool = False
     """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
+    takes_split_rows: bool = False
+    """True if it is proven that the model runs rows whose documents are on several ranks."""
+    is_causal: bool = False
+    """True if it is known that no module lets a token see later ones."""
     fewest_shared: int | None = None
     """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
 

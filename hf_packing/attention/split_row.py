@@ -5,7 +5,6 @@ one call for uneven sizes, whose backward pass is the same call in the other dir
 of the row what the others send. If no rank needs anything of another one, none makes the call.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -28,16 +27,22 @@ class SplitLayout(Layout):
     """This rank's tokens of a row on several ranks. The segments are the rank's pieces of documents."""
 
     part: RowPart | None = None
+    is_causal: bool = False
+    """True if it is known that no module lets a token see later ones, so that modules by segment need only these."""
 
     @classmethod
-    def of_part(cls, part: RowPart, device: torch.device) -> "SplitLayout":
-        layout = cls.of(part.pieces.length.tolist(), device, part=part)
+    def of_part(cls, part: RowPart, device: torch.device, is_causal: bool) -> "SplitLayout":
+        layout = cls.of(part.pieces.length.tolist(), device, part=part, is_causal=is_causal)
         assert isinstance(layout, SplitLayout)
         return layout
 
     @property
     def has_prefixes(self) -> bool:
         return True
+
+    @property
+    def is_one_path_per_row(self) -> bool:
+        return False
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -55,7 +60,7 @@ class SplitLayout(Layout):
 def block_of(ranks: int) -> Any:
     """Return the process group of this rank's block: the consecutive ranks that run a row together. The first call
     makes the groups of all blocks, so all ranks make it together."""
-    return dist.new_subgroups(group_size=ranks)[0]
+    return dist.new_subgroups(group_size=ranks)[0]  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +75,8 @@ class TokenExchange:
     """int64 [seen]: where each seen token is in what is received. Seen tokens are in the order of the row."""
     own: Tensor
     """int64 [own tokens]: where the rank's own tokens are among those seen."""
-    lengths: list[int]
-    """The number of seen tokens of each document that the rank has a piece of."""
+    documents: Layout
+    """The seen tokens, of each document that the rank has a piece of."""
     seen: IntArray
     """int64 [seen]: the places of the seen tokens in the row, ascending."""
     is_local: bool
@@ -84,8 +89,7 @@ class TokenExchange:
         exact = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
         # gradients of a token that several ranks got are summed in float32
         given = tensor.movedim(axis, 0).to(exact).index_select(0, self.sent).to(tensor.dtype)
-        got = _AllToAll.apply(given, self.sends, self.receives)
-        assert isinstance(got, Tensor)
+        got: Tensor = _AllToAll.apply(given, self.sends, self.receives)  # type: ignore[no-untyped-call]
         return got.index_select(0, self.order).movedim(0, axis)
 
 
@@ -100,8 +104,8 @@ class _AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _AllToAll.apply(gradient, *ctx.way_back), None, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllToAll.apply(gradient, *ctx.way_back), None, None  # type: ignore[no-untyped-call]
 
 
 @once_for_all_layers
@@ -129,7 +133,7 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
         receives=np.bincount(sender, minlength=layout.num_ranks).tolist(),
         order=on_device(order, device),
         own=on_device(np.searchsorted(seen, own), device),
-        lengths=np.unique(documents, return_counts=True)[1].tolist(),
+        documents=Layout.of(np.unique(documents, return_counts=True)[1].tolist(), device),
         seen=seen,
         is_local=not plan.received.any(),
     )
@@ -168,7 +172,7 @@ def exchange_keys(
     """Return the keys and the values of all tokens that this rank's tokens attend to, [1, kv_heads, seen, dim]."""
     exchange = exchange_of(row, is_causal, window, chunk)
     both = exchange(torch.cat([key, value], dim=3), axis=2)
-    return [*both.split([key.shape[3], value.shape[3]], dim=3)]
+    return [*torch.split(both, [key.shape[3], value.shape[3]], dim=3)]
 
 
 def gather_inputs(value: Any, axes: TokenAxes, exchange: TokenExchange) -> Any:
@@ -183,23 +187,13 @@ def gather_inputs(value: Any, axes: TokenAxes, exchange: TokenExchange) -> Any:
         counts = path in axes.counting
         if len(along) > 1 or (counts and leaf.is_floating_point()):
             raise PackingError(
-                f"max_ranks_per_document: expected 1, since {axes.where} gets a tensor of shape {list(leaf.shape)} that "
-                "the model makes for a whole row, so its documents cannot be on several ranks"
+                f"max_ranks_per_document: expected 1, since {axes.where} gets a tensor of shape {list(leaf.shape)} for "
+                "pairs of tokens or for places in a row, so documents cannot be on several ranks"
             )
         if along and counts:  # places in the row, of which every segment gets the first ones
             shape = [-1 if axis == along[0] else 1 for axis in range(leaf.ndim)]
-            return torch.arange(len(exchange.seen), device=leaf.device).view(shape).to(leaf) + leaf.narrow(along[0], 0, 1)
+            counted = torch.arange(len(exchange.seen), device=leaf.device).view(shape)
+            return counted.to(leaf) + leaf.narrow(along[0], 0, 1)
         return exchange(leaf, along[0]) if along else leaf
 
     return map_tensors(value, gather)
-
-
-def take_own(value: Any, axes: TokenAxes, exchange: TokenExchange, then: Callable[[Path, Tensor], Tensor]) -> Any:
-    """Return the nested outputs of a module for the rank's own tokens, given those for all seen tokens."""
-
-    def take(path: Path, leaf: Tensor) -> Tensor:
-        for axis in axes.of(path, leaf):
-            leaf = leaf.index_select(axis, exchange.own)
-        return then(path, leaf)
-
-    return map_tensors(value, take)
