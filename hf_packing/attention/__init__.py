@@ -74,12 +74,14 @@ from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
+from hf_packing.attention.split_row import block_of
 
 __all__ = [
     "IsolationReport",
     "NoLanguageModelError",
     "Proof",
     "ProveInTraining",
+    "block_of",
     "borders_required",
     "check_isolation",
     "check_patched",

@@ -250,7 +250,10 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
         max_leak=float(leak.max()) if leak.numel() else 0.0,
         max_gradient_leak=math.nan,
         mode="training",
-        where=f"{len(lengths)} documents on {ranks} ranks, {len(case.tokens)} tokens in all, in training mode",
+        where=(
+            f"{len(lengths)} documents of {len(case.tokens)} tokens on {ranks} ranks, with the outputs and gradients "
+            "that they have on one, in training mode"
+        ),
         tokens=len(case.tokens),
         documents=len(lengths),
         alone=0,

@@ -279,5 +279,18 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
     return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
+def with_fillers(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a batch with so many segments of a single token and without labels at its end, which are no documents."""
+    known = batch[MAX_LENGTHS[0]]
+    filled = {name: F.pad(values, (0, number)) for name, values in batch.items() if name not in _OF_SEGMENTS}
+    filled[INPUT_IDS][:, -number:] = filled[INPUT_IDS][0, 0]
+    filled[LABELS][:, -number:] = IGNORED_LABEL
+    filled[SEQ_IDX][:, -number:] = PADDING_SEGMENT
+    borders = batch[CU_SEQ_LENS[0]]
+    more = borders[-1] + torch.arange(1, number + 1, dtype=borders.dtype)
+    longest = LongestSegment(int(known), [*known.lengths, *[1] * number])
+    return {**filled, **dict.fromkeys(CU_SEQ_LENS, torch.cat([borders, more])), **dict.fromkeys(MAX_LENGTHS, longest)}
+
+
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)
 """The entries of a batch that do not have a value for each token."""

@@ -142,8 +142,9 @@ class TokenBudget(Batching):
         ranks = check_whole_number("max_ranks_per_document", self.max_ranks_per_document, maximum=most)
         set_fields(self, max_ranks_per_document=ranks)
         if ranks > 1:
-            limited = {"max_documents": self.max_documents, "max_patches": self.max_patches}
-            for name, value in (limited | {"share_prefixes": self.fewest_shared}).items():
+            limited: dict[str, Any] = {"max_documents": self.max_documents, "max_patches": self.max_patches}
+            limited |= {"share_prefixes": self.fewest_shared, "length_schedule": self.length_schedule}
+            for name, value in limited.items():
                 if value is not None:
                     raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
 

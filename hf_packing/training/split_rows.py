@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import PackingCollator, Row
-from hf_packing.batch.segments import part_of
+from hf_packing.batch.segments import part_of, with_fillers
 from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, LABELS, MAX_LENGTHS, SEQ_IDX
 from hf_packing.planning.rank_layout import RankLayout, RowPart
 from hf_packing.training.losses import COUNTS, TARGETS, WEIGHTS, Batch, Loss, trainable_per_document, weights_of
@@ -37,7 +37,11 @@ class PartCollator:
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         batch = self.collate(rows)
-        part = RowPart(self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths)), self.rank)
+        layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
+        if empty := int((layout.tokens == 0).sum()):  # every rank has to run something
+            batch = with_fillers(batch, empty)
+            layout = self.lay_out(np.array(batch[MAX_LENGTHS[0]].lengths))
+        part = RowPart(layout, self.rank)
         weights, labels = weights_of(batch, self.loss), batch[LABELS]
         if not self.collate.keep_first_labels:  # a token predicts the label of the next one
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))

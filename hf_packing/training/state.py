@@ -268,6 +268,11 @@ class AttachedRows(Attached):
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
+        if batching.ranks_per_block > 1:
+            raise PackingError(
+                f"max_ranks_per_document: expected 1 for rows that stay whole, as for {type(trainer).__name__} and this "
+                f"model, got {batching.ranks_per_block}"
+            )
         self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)

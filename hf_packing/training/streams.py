@@ -97,6 +97,11 @@ def training_stream(
             "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
             f"{batching.match_documents_per_step}"
         )
+    if batching is not None and batching.ranks_per_block > 1:
+        raise PackingError(
+            f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
+            "map-style dataset can be on several ranks"
+        )
     if getattr(stream, "_distributed", None) is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "

@@ -112,7 +112,7 @@ class PackedTrainer(AttachedTrainer):
         """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        if state.prove == "first batch":
+        if state.prove == "first batch" or is_part(inputs):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
             state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         if trains:  # after isolation was proven on whole documents
