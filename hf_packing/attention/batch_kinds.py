@@ -219,7 +219,7 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
             (gradients,) = torch.autograd.grad(score, [leaf for _, leaf in embedded[:1]], materialize_grads=True)
         return [outputs.detach(), gradients.flatten(0, -2).float()]
 
-    facts.takes_split_rows, facts.is_causal, problem = True, False, ""
+    facts.ranks_per_row, facts.is_causal, problem = ranks, False, ""
     late = 2 * case.inputs["position_ids"][0] >= torch.tensor(lengths, device=own.device)[case.segment]
     kept = ~case.has_tokens([0])[own]
     try:
@@ -243,8 +243,11 @@ def prove_split_rows(model: nn.Module, ranks: int) -> Proof:
                     )
             if leak.any() and not (has_experts(runner.model) and explains(leak / units[0])):
                 problem = problem or "replacing a document changed the outputs of other documents on several ranks"
-    finally:
-        facts.takes_split_rows = not problem
+    except BaseException:
+        facts.ranks_per_row = 1
+        raise
+    if problem:
+        facts.ranks_per_row = 1
     return Proof(
         problem=problem,
         max_leak=float(leak.max()) if leak.numel() else 0.0,

@@ -332,10 +332,10 @@ class PatchedForward(ReplacedForward):
         refuse_earlier_tokens(inputs)
         facts, tokens = self.patch.facts, tokens_of(inputs)
         if (part := getattr(inputs.get(MAX_LENGTHS[0]), "part", None)) is not None:
-            if not facts.takes_split_rows:
+            if facts.ranks_per_row != part.layout.num_ranks:
                 raise PackingError(
                     f"max_ranks_per_document: expected 1, since it is not proven that {type(self.model).__name__} runs "
-                    "documents on several ranks; pass the model to prepare_dataloader, or its trainer to attach"
+                    f"rows on {part.layout.num_ranks} ranks; pass the model to prepare_dataloader, or use attach"
                 )
             return SplitLayout.of_part(part, tokens.device, facts.is_causal)
         known = None if has_trees(inputs) else layout_of_collator(inputs)

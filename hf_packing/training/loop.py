@@ -130,7 +130,7 @@ def prepare_dataloader(
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:
-            patch_for_training(model, accelerator, prove)
+            patch_for_training(model, accelerator, prove, balanced.ranks_per_block)
             check_takes_rows(model, source, balanced, shapes)
         source.count_labels(collator)
 

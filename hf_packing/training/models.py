@@ -94,12 +94,12 @@ def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None
     return UnpaddedModels(described)
 
 
-def patch_models(trainer: Any, prove: ProveInTraining) -> None:
+def patch_models(trainer: Any, prove: ProveInTraining, ranks_per_row: int = 1) -> None:
     """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
     for name, model in models_of(trainer).items():
         with _named(name):
             waits = prove == "first batch" and name != "model"
-            patch_for_training(model, trainer.accelerator, "model" if waits else prove)
+            patch_for_training(model, trainer.accelerator, "model" if waits else prove, ranks_per_row)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def compare(folder, names):
         model.set_experts_implementation("eager")  # the grouped one has no float64
         hfp.patch_model(model)
         facts = route_of(model).facts
-        facts.takes_split_rows, facts.is_causal = True, kind == "causal"
+        facts.ranks_per_row, facts.is_causal = ranks, kind == "causal"
         for row, (lengths, cuts) in ROWS.items():
             generator = np.random.default_rng(0)
             batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])
