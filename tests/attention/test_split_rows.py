@@ -1,6 +1,7 @@
 """Rows on several ranks: logits and gradients of every token are those of the row on one rank."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import hf_packing as hfp
 from hf_packing.attention import route_of
 from hf_packing.attention.split_row import block_of
 from hf_packing.batch.segments import part_of
+from hf_packing.columns import MAX_LENGTHS
 from hf_packing.planning.lengths import Pieces
-from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out
+from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_exchange
 from tools.tiny_model import tiny_model
 
 WINDOW = {"sliding_window": 6}
@@ -56,6 +58,18 @@ def layout_of(lengths, cuts, ranks):
     return RankLayout(np.array(lengths), pieces, np.searchsorted(cuts, borders[:-1], side="right"), ranks)
 
 
+@contextmanager
+def all_float64():
+    """Within the block, code of models that computes in float32 computes in float64, so that all differences are those
+    of float64."""
+    before = torch.float32, torch.float, torch.Tensor.float
+    torch.float32, torch.float, torch.Tensor.float = torch.float64, torch.float64, torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = before
+
+
 def run(model, inputs, weights):
     """The logits, and the gradients of a weighted sum of them."""
     model.zero_grad()
@@ -63,6 +77,15 @@ def run(model, inputs, weights):
     (logits * weights[:, None] * torch.arange(logits.shape[-1]).cos()).sum().backward()
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     return logits.detach(), found
+
+
+def needs_others(layout):
+    return bool(plan_exchange(layout).received.any())
+
+
+def alone(part):
+    """The part as a packed row of its own, whose tokens see no others: the exchange is left out."""
+    return {**part, **dict.fromkeys(MAX_LENGTHS, int(part["max_length_q"]))} | {"position_ids": None, "seq_idx": None}
 
 
 def compare(folder, names):
@@ -83,16 +106,22 @@ def compare(folder, names):
             batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])
             del batch["labels"]
             weights = torch.from_numpy(generator.normal(size=sum(lengths)))
-            expected, wanted = run(model, batch, weights)
             layout = layout_of(lengths, cuts, ranks)
             places = torch.from_numpy(layout.places(rank))
-            logits, own = run(model, part_of(batch, RowPart(layout, rank)), weights[places])
+            part = part_of(batch, RowPart(layout, rank))
+            with all_float64():
+                expected, wanted = run(model, batch, weights)
+                logits, own = run(model, part, weights[places])
+            largest = max(float(gradient.abs().max()) for gradient in wanted.values())
             apart = 0.0
             for each, gradient in wanted.items():
                 got = own.get(each, torch.zeros_like(gradient))
                 dist.all_reduce(got)
-                apart = max(apart, float((got - gradient).abs().max() / gradient.abs().max().clamp_min(1e-9)))
-            found[f"{name}: {row}"] = float((logits - expected[places]).abs().max()), apart
+                apart = max(apart, float((got - gradient).abs().max()) / largest)
+            without = run(model, alone(part), weights[places])[0] if needs_others(layout) else expected[places] + 1
+            changed = (without - expected[places]).abs().max() > 1e-3
+            dist.all_reduce(seen := changed.int(), op=dist.ReduceOp.MAX)
+            found[f"{name}: {row}"] = float((logits - expected[places]).abs().max()), apart, bool(seen)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -102,6 +131,6 @@ def compare(folder, names):
 def test_outputs_and_gradients_are_those_of_one_rank(ranks, tmp_path):
     on_ranks(compare, tmp_path, [*CASES], ranks=ranks)
     for rank in range(ranks):
-        print((tmp_path / f"{rank}.json").read_text().replace("],", "],\n"))
-        for name, apart in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+        for name, (*apart, seen) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
             assert max(apart) < 1e-12, (name, apart)
+            assert seen, f"{name} would also pass without an exchange"
