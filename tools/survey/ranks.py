@@ -118,9 +118,8 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
     if any(problems):
         return MeasuredRanks(kind, name, "refused", next(filter(None, problems)))
     difference, gradient = (max(each) for each in zip(*(_apart(model, layout) for layout in layouts()), strict=True))
-    return MeasuredRanks(
-        kind, name, "exact" if max(difference, gradient) <= EXACT else "WRONG", "", difference, gradient
-    )
+    status: Status = "exact" if max(difference, gradient) <= EXACT else "WRONG"
+    return MeasuredRanks(kind, name, status, "", difference, gradient)
 
 
 def _apart(model: PreTrainedModel, layout: RankLayout) -> tuple[float, float]:
@@ -135,9 +134,8 @@ def _apart(model: PreTrainedModel, layout: RankLayout) -> tuple[float, float]:
     for each in found.values():
         dist.all_reduce(each)
     scale = max(float(each.abs().max()) for each in expected.values())
-    apart = torch.tensor(
-        [largest(own, whole[places]), max(largest(found[n], each) for n, each in expected.items()) / scale]
-    )
+    gradients = max(largest(found[each], gradient) for each, gradient in expected.items())
+    apart = torch.tensor([largest(own, whole[places]), gradients / scale])
     dist.all_reduce(apart, dist.ReduceOp.MAX)
     difference, gradient = apart.tolist()
     return difference, gradient
@@ -147,8 +145,7 @@ def _run(model: PreTrainedModel, batch: dict[str, Any], weights: Tensor) -> tupl
     """Return the logits, and the gradients of a weighted sum of them by parameter."""
     model.zero_grad()
     logits = logits_of(model, model(**batch))[0]
-    torch.autograd.backward(
-        (logits * weights[:, None] * torch.arange(logits.shape[-1]).cos()).nan_to_num(0, 0, 0).sum()
-    )
+    weighted = logits * weights[:, None] * torch.arange(logits.shape[-1]).cos()
+    torch.autograd.backward(weighted.nan_to_num(0, 0, 0).sum())
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
     return logits.detach(), {name: each.clone() for name, each in gradients.items() if each.numel()}
