@@ -139,31 +139,35 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
     )
 
 
-Runs = tuple[list[int], list[int], list[int], IntArray]
-"""Runs of tokens that are next to each other in a row and in a document: the number of tokens of each; the number of
-its keys; the number of keys before its first token; and the places of the keys of all runs, int64 [keys]."""
+def runs_of_pieces(
+    row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the runs of a rank's pieces, whose tokens and whose keys are next to each other.
 
+    Args:
+        row: the row.
+        is_causal, window, chunk: arguments of `attend_exactly`.
+        longest: the most tokens of a run; None for no limit.
 
-def runs_of_pieces(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> Runs:
-    """Return the runs of a rank's pieces. Places are among the seen tokens of `exchange_of`."""
+    Returns:
+        The number of tokens of each run; the number of its keys; the number of keys before its first token; and where
+        its keys begin among the seen tokens of `exchange_of`.
+    """
     layout, pieces = row.own.layout, row.own.pieces
     begins, seen = offsets_of(layout.lengths), exchange_of(row, is_causal, window, chunk).seen
-    lengths: list[int] = []
-    keys: list[int] = []
-    before: list[int] = []
+    runs: list[tuple[int, int, int]] = []
     first_keys: list[int] = []
-    for document, start, length in zip(pieces.document, pieces.start, pieces.length, strict=True):
-        size, end = int(layout.lengths[document]), int(start + length)
-        step = chunk or size
-        for first, last in pairwise([int(start), *range((start // step + 1) * step, end, step), end]):
-            begin = max(first - (window or size) + 1, first // step * step, 0)
-            beyond = last if is_causal else min(last + (window or size) - 1, (first // step + 1) * step, size)
-            lengths.append(last - first)
-            keys.append(beyond - begin)
-            before.append(first - begin)
+    for document, start, length in np.stack([pieces.document, pieces.start, pieces.length], 1).tolist():
+        size, end = int(layout.lengths[document]), start + length
+        step, near = chunk or size, window or size
+        cuts = {*range((start // step + 1) * step, end, step), *range(start, end, longest or length)}
+        for first, last in pairwise([*sorted(cuts | {start}), end]):
+            begin = max(first - near + 1, first // step * step, 0)
+            beyond = last if is_causal else min(last + near - 1, (first // step + 1) * step, size)
+            runs.append((last - first, beyond - begin, first - begin))
             first_keys.append(begins[document] + begin)
-    places = indices_in_ranges(np.searchsorted(seen, first_keys), np.array(keys))
-    return lengths, keys, before, places
+    lengths, keys, before = map(list, zip(*runs, strict=True))
+    return lengths, keys, before, np.searchsorted(seen, first_keys).tolist()
 
 
 def exchange_keys(

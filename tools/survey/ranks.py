@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -78,7 +78,7 @@ def layouts() -> list[RankLayout]:
 def measure_all_ranks(jobs: list[tuple[str, str]]) -> list[MeasuredRanks]:
     """Measure architectures on two processes; return the results in the order of the jobs."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(_measure_jobs, (jobs, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
+        start_processes(_measure_jobs, (jobs, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
         found: list[MeasuredRanks] = pickle.loads(Path(folder, "results").read_bytes())
     return found
 
