@@ -136,6 +136,7 @@ def stream():
 def refused(folder):
     """What each rank says of what cannot have documents on several ranks."""
     accelerator = Accelerator(cpu=True)
+    bloom = tiny_model("bloom", "causal")
     wide, three = budget(2), hfp.TokenBudget(48, max_ranks_per_document=3)
     calls = {
         "ranks": lambda: hfp.prepare_dataloader(accelerator, documents(), three, model=build("Llama")),
@@ -145,9 +146,7 @@ def refused(folder):
         ),
         "stream": lambda: hfp.prepare_dataloader(accelerator, stream(), wide, model=build("Llama")),
         "model": lambda: hfp.prepare_dataloader(accelerator, documents(), wide),
-        "biases": lambda: next(
-            iter(hfp.prepare_dataloader(accelerator, documents(), wide, model=tiny_model("bloom", "causal")))
-        ),
+        "biases": lambda: next(iter(hfp.prepare_dataloader(accelerator, documents(), wide, model=bloom))),
         "ranks disagree": lambda: hfp.prepare_dataloader(
             accelerator, documents([70, 5 + accelerator.process_index]), wide, model=build("Llama")
         ),
