@@ -10,7 +10,7 @@ import torch
 from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from hf_packing.batch.segments import read_borders
-from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 from hf_packing.rows.packing_trace import has_packs, refuse_lost_borders, stored_datasets
 
@@ -50,9 +50,9 @@ def refuse_dispatched_batches(collator: Any) -> None:
 
 
 _TWO_DOCUMENTS = {
-    "input_ids": [1, 1, 1, 1],
-    "labels": [-100, 1, -100, 1],
-    "position_ids": [0, 1, 0, 1],
+    INPUT_IDS: [1, 1, 1, 1],
+    LABELS: [-100, 1, -100, 1],
+    POSITION_IDS: [0, 1, 0, 1],
     SEQ_IDX: [0, 0, 1, 1],
     **{name: [0, 2, 4] for name in CU_SEQ_LENS},
     SEQ_LENGTHS: [2, 2],
@@ -93,7 +93,7 @@ def _ask(collate: Callable[..., Any], names: list[str]) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             batch = collate([{name: values for name, values in _TWO_DOCUMENTS.items() if name in names}])
-        borders = read_borders(len(batch["input_ids"]), batch)
+        borders = read_borders(len(batch[INPUT_IDS]), batch)
     except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
         return
     if borders is None or borders.tolist()[:3] != [0, 2, 4]:

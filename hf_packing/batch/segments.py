@@ -123,14 +123,14 @@ def read_borders(rows: int, inputs: Mapping[str, Any]) -> Tensor | None:
     Raises:
         PackingError: an argument has a wrong shape, or two arguments have different borders.
     """
-    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, "position_ids"))
+    seq_idx, lengths, positions = (inputs.get(name) for name in (SEQ_IDX, SEQ_LENGTHS, POSITION_IDS))
     found = {name: torch.as_tensor(inputs[name]).flatten() for name in CU_SEQ_LENS if inputs.get(name) is not None}
     if seq_idx is not None:
         found[SEQ_IDX] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if lengths is not None:
         found[SEQ_LENGTHS] = F.pad(torch.as_tensor(lengths).flatten().cumsum(0), (1, 0))
     if positions is not None and positions.ndim == 2 and not ends_in_padding(inputs):  # where positions begin again
-        found["position_ids"] = borders_from_positions(positions.expand(rows, -1))
+        found[POSITION_IDS] = borders_from_positions(positions.expand(rows, -1))
     elif positions is not None and not found:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(positions.shape)}; if the model needs "

@@ -240,8 +240,8 @@ class FirstBatchProof:
             return
         prove = partial(prove_on_batch, model, batch, training=mode == "training")
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
-        alone = has_local_weights(inner_model(model))
-        proofs = gather_object([on_all_ranks(lambda _: prove()) if alone else prove()])
+        has_all_weights = has_local_weights(inner_model(model))
+        proofs = gather_object([on_all_ranks(lambda _: prove()) if has_all_weights else prove()])
         for rank, each in enumerate(proofs):
             if each.problem:
                 on_rank = f" on rank {rank}" if len(proofs) > 1 else ""

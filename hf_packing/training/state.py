@@ -83,10 +83,10 @@ class Attached(ABC):
 
     def check(self, trainer: Trainer) -> None:
         """Raise PackingError if something that decides batches or losses is not as it was when attach was called."""
-        for name, now in decided_by(trainer).items():
+        for name, current in decided_by(trainer).items():
             before = self.expected[name]
-            if now is not before and now != before:
-                was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, now))
+            if current is not before and current != before:
+                was, got = (shorten(short_repr(each), 60, placeholder=" ...") for each in (before, current))
                 raise PackingError(
                     f"{name}: expected {was}, as when attach was called, got {got}; call attach again after a change"
                 )
