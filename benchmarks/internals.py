@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 HOME_OF = {
-    # lengths, and the window in which a stream is planned: streams, trees
+    # lengths and pieces, and the window in which a stream is planned: streams, trees, long_documents
+    "Pieces": "planning.lengths",
     "check_lengths": "planning.lengths",
     "cut_to_pieces": "planning.lengths",
     "WindowSize": "planning.windows",
@@ -22,11 +23,15 @@ HOME_OF = {
     "plan_trees": "trees.rows",
     # the logical streams of a mixture: mixtures
     "examples_of": "streams.upstream",
-    # micro-batches of sizes alone: samplers, shapes
+    # micro-batches of sizes alone: samplers, shapes, long_documents
     "Epoch": "sampling.batching",
     "RowSizes": "sampling.sizes",
     "sizes_of_documents": "sampling.sizes",
     "sizes_of_packs": "sampling.sizes",
+    # documents on several ranks: long_documents
+    "RankLayout": "planning.rank_layout",
+    "join_layouts": "planning.rank_layout",
+    "plan_exchange": "planning.rank_layout",
     # the loader, and the masks that its rows draw, without a trainer: loader, lazy, masking
     "sizes_of": "sampling.sizes",
     "RankBatchSampler": "sampling.sampler",

@@ -5,14 +5,19 @@ the route that was found, and what counts as equal up to rounding, so that the p
 The list of kernels' signatures is checked against the call that the package makes.
 """
 
+from hf_packing.attention.batch_kinds import prove_split_rows
 from hf_packing.attention.cases import RowCase
 from hf_packing.attention.kernels import Call, VarlenKernel
 from hf_packing.attention.route import route_of
 from hf_packing.attention.runs import Runner, logits_of
 from hf_packing.attention.small_copy import SIZES, THRESHOLDS, VOCABULARY, randomize
+from hf_packing.attention.split_row import block_of
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import comparable, spread
+from hf_packing.batch.segments import part_of
 from hf_packing.checks import OLDEST
+from hf_packing.planning.lengths import Pieces
+from hf_packing.planning.rank_layout import RankLayout, RowPart
 
 __all__ = [
     "OLDEST",
@@ -20,11 +25,17 @@ __all__ = [
     "THRESHOLDS",
     "VOCABULARY",
     "Call",
+    "Pieces",
+    "RankLayout",
     "RowCase",
+    "RowPart",
     "Runner",
     "VarlenKernel",
+    "block_of",
     "comparable",
     "logits_of",
+    "part_of",
+    "prove_split_rows",
     "randomize",
     "route_of",
     "spread",

@@ -53,7 +53,7 @@ from hf_packing.checks import refuse_older
 
 refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
 
-from hf_packing.attention.batch_kinds import prove_unpadding, share_prefixes
+from hf_packing.attention.batch_kinds import prove_split_rows, prove_unpadding, share_prefixes
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.cases import random_documents
 from hf_packing.attention.forward import refuse_copied_labels, unpatched_on_error
@@ -74,12 +74,14 @@ from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.runs import NoLanguageModelError
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
+from hf_packing.attention.split_row import block_of
 
 __all__ = [
     "IsolationReport",
     "NoLanguageModelError",
     "Proof",
     "ProveInTraining",
+    "block_of",
     "borders_required",
     "check_isolation",
     "check_patched",
@@ -95,6 +97,7 @@ __all__ = [
     "patched",
     "predicts_tokens",
     "prove_on_batch",
+    "prove_split_rows",
     "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",

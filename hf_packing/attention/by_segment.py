@@ -20,6 +20,7 @@ from hf_packing.attention.layout import Layout, SharedCall, Sharing, calls_of, c
 from hf_packing.attention.model import GATHERED, Arguments, is_fsdp
 from hf_packing.attention.padded import PaddedRows, current_rows
 from hf_packing.attention.snapshot import restored
+from hf_packing.attention.split_row import SplitLayout, exchange_of, gather_inputs
 from hf_packing.attention.token_axes import (
     Fill,
     Path,
@@ -185,14 +186,20 @@ class SegmentedForward(ReplacedForward):
     def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
-        the output that it has on the first path."""
+        the output that it has on the first path. Of a row on several ranks, the module gets all tokens that this rank
+        sees, and its own ones get their outputs."""
+        given, own = (*inputs, self._run_ahead(inputs)), row.first_places if row.has_branches else None
+        if isinstance(row, SplitLayout):
+            exchange = exchange_of(row, row.is_causal, None, None)
+            given, own, row = gather_inputs(given, self.plan.inputs, exchange), exchange.own, exchange.documents
 
         def finish(path: Path, leaf: Tensor) -> Any:
-            for axis in self.plan.outputs.of(path, leaf) if row.has_branches else ():
-                leaf = leaf.index_select(axis, row.first_places)
+            if own is not None:
+                for axis in self.plan.outputs.of(path, leaf):
+                    leaf = leaf.index_select(axis, own)
             return self.module.get_submodule(self.plan.after[path])(leaf) if path in self.plan.after else leaf
 
-        return map_tensors(self.run_calls(inputs, calls_of(row, sharing)), finish)
+        return map_tensors(self._run_parts(given, calls_of(row, sharing)), finish)
 
     def run_calls(self, inputs: Given, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
         """Call the module on parts of a row, and return the joined outputs.
@@ -202,9 +209,13 @@ class SegmentedForward(ReplacedForward):
             calls: the calls to make, each of which covers one or more parts.
             fill: function that makes the padding of shorter parts in a call.
         """
-        ahead, outputs = self._run_ahead(inputs), []
+        return self._run_parts((*inputs, self._run_ahead(inputs)), calls, fill)
+
+    def _run_parts(self, given: Any, calls: list[SharedCall], fill: Fill = Tensor.new_zeros) -> Any:
+        """Do what `run_calls` does, given the arguments and the outputs of the inner modules in `plan.ahead`."""
+        outputs = []
         for call in calls:
-            args, kwargs, results = cut_inputs((*inputs, ahead), self.plan.inputs, call.places, fill)
+            args, kwargs, results = cut_inputs(given, self.plan.inputs, call.places, fill)
             with within(current_layout, call.batch), self._with_results(results):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             outputs.append((call.segments, call.lengths, output))

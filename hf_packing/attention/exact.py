@@ -7,7 +7,7 @@ different lengths costs n calls. Compiled code calls the same function as one op
 
 from collections import defaultdict
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.split_row import SplitLayout, runs_of_pieces
 from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
@@ -28,6 +29,7 @@ class TracedRow(NamedTuple):
     max_length: int
     """Number of tokens in the longest segment, or more."""
     has_branches: bool = False
+    has_prefixes: bool = False
 
 
 def attend_exactly(
@@ -67,7 +69,7 @@ def attend_exactly(
     lengths, keys, places, calls = _plan(layout, is_causal, window, chunk, query.device)
     if places is not None:
         key, value = gather_tokens(key, places), gather_tokens(value, places)
-    parts = torch.split(query, lengths, dim=2), torch.split(key, keys, dim=2), torch.split(value, keys, dim=2)
+    parts = torch.split(query, lengths, dim=2), *([each.narrow(2, *at) for at in keys] for each in (key, value))
     outputs: list[Tensor] = [query] * len(lengths)
     for runs, mask in calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
@@ -111,31 +113,43 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple
     return lengths, [*map(len, keys)], np.concatenate(keys)
 
 
-_Plan = tuple[list[int], list[int], Tensor | None, list[tuple[list[int], Tensor | None]]]
-"""The calls of torch's attention that compute a row: the number of tokens of each run; the number of its keys; where
-the keys of all runs are in the row, int64 [keys], or None if no run has a prefix; and for each call, its runs, which
-have equal numbers of tokens and of keys, and the mask of `_mask`."""
+_LONGEST_RUN = 512
+"""The most tokens of a document on several ranks in one call, whose mask hides at most as many keys of each."""
+
+_Plan = tuple[list[int], list[tuple[int, int]], Tensor | None, list[tuple[list[int], Tensor | None]]]
+"""The calls of torch's attention that compute a row: the number of tokens of each run; where its keys begin, and their
+number; where the keys of all runs are in the row, int64 [keys], if they have to be gathered; and for each call, its
+runs, which have equal numbers of tokens and of keys, and the mask of `_mask`."""
 
 
 @once_for_all_layers
 def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    lengths, keys, places = runs_of(layout.trees, window, chunk)
-    calls: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for run, shape in enumerate(zip(lengths, keys, strict=True)):
+    gathered = None
+    if isinstance(layout, SplitLayout):
+        lengths, keys, before, begins = runs_of_pieces(layout, is_causal, window, chunk, _LONGEST_RUN)
+    else:
+        lengths, keys, places = runs_of(layout.trees, window, chunk)
+        before = [each - length for each, length in zip(keys, lengths, strict=True)]
+        begins = [0, *accumulate(keys)]
+        if layout.has_branches:
+            gathered = on_device(places, device)
+    calls: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for run, shape in enumerate(zip(lengths, keys, before, strict=True)):
         calls[shape].append(run)
-    gathered = on_device(places, device) if layout.has_branches else None
-    return lengths, keys, gathered, [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
+    masked = [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
+    return lengths, [*zip(begins, keys, strict=False)], gathered, masked
 
 
-def _mask(length: int, keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which of its keys each token of a run attends to, bool [length, keys]; None if the rule is that of torch's
-    attention."""
+def _mask(
+    length: int, keys: int, before: int, is_causal: bool, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return which of its keys each token of a run attends to, bool [length, keys], given the number of keys before its
+    first token; None if the rule is that of torch's attention."""
     window = window or keys
     if length == keys <= window:
         return None
-    own = keys - length  # the place of the first token among the keys
-    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(own - window + 1)
-    return near.tril(own if is_causal else own + window - 1)
+    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(before - window + 1)
+    return near.tril(before if is_causal else before + window - 1)
 
 
 def attend_with_scores(

@@ -37,6 +37,7 @@ from hf_packing.attention.layout import (
     layout_of_collator,
     read_layout,
     refuse_earlier_tokens,
+    tokens_of,
     within,
     without_first_labels,
 )
@@ -72,8 +73,9 @@ from hf_packing.attention.route import (
     sees_labels,
 )
 from hf_packing.attention.snapshot import Attention, attention_now, attention_of, restore_attention, use_attention
+from hf_packing.attention.split_row import SplitLayout
 from hf_packing.batch.loader import check_loader
-from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, PARENTS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, MAX_LENGTHS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -240,8 +242,8 @@ class PatchedForward(ReplacedForward):
         """Run the forward on a packed row or a row of trees, and return the output."""
         inputs = self._prepare(inputs, layout)
         with self._running(layout, None):
-            # the paths of trees have too many lengths to compile each
-            forward = torch.compiler.disable(self.forward) if layout.has_branches else self.forward  # type: ignore[no-untyped-call]
+            # the paths of trees have too many lengths to compile each, and compiled code does not know the other ranks
+            forward = torch.compiler.disable(self.forward) if layout.has_prefixes else self.forward  # type: ignore[no-untyped-call]
             output = forward(**inputs)
         if layout.padding and getattr(output, "aux_loss", None) is not None:
             raise PackingError(
@@ -328,6 +330,14 @@ class PatchedForward(ReplacedForward):
     def _read_layout(self, inputs: Arguments) -> Layout:
         """Read the layout of packed rows or trees. Compare it once with what PackingCollator knows of its batch."""
         refuse_earlier_tokens(inputs)
+        facts, tokens = self.patch.facts, tokens_of(inputs)
+        if (part := getattr(inputs.get(MAX_LENGTHS[0]), "part", None)) is not None:
+            if facts.ranks_per_row != part.layout.num_ranks:
+                raise PackingError(
+                    f"max_ranks_per_document: expected 1, since it is not proven that {type(self.model).__name__} runs "
+                    f"rows on {part.layout.num_ranks} ranks; pass the model to prepare_dataloader, or use attach"
+                )
+            return SplitLayout.of_part(part, tokens.device, facts.is_causal)
         known = None if has_trees(inputs) else layout_of_collator(inputs)
         if known is not None and self.patch.trusts_collator:
             return known

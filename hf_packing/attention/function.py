@@ -16,6 +16,7 @@ from transformers.masking_utils import flash_attention_mask
 from hf_packing.attention.exact import TracedRow, attend_exactly, attend_exactly_compiled
 from hf_packing.attention.kernels import choose
 from hf_packing.attention.layout import CACHES, Layout, current_layout
+from hf_packing.attention.split_row import SplitLayout, exchange_keys
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
@@ -129,7 +130,11 @@ def packed_varlen(
         "sinks": s_aux,
         "dropout": dropout,
     }
-    kernel = choose(module, q, v, row.has_branches, options)
+    if isinstance(row, SplitLayout):
+        k, v = exchange_keys(k, v, row, is_causal, local.window, local.chunk)
+        options["window on both sides"] = not is_causal and local.window
+    kernel = choose(module, q, v, row, options)
+    options.pop("window on both sides", None)
     options |= {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5 if scaling is None else scaling}
     exactly: Any = attend_exactly_compiled if isinstance(row, TracedRow) else attend_exactly
     attended = (exactly if kernel is None else kernel.attend)(q, k, v, row, **options)
@@ -158,10 +163,10 @@ def _current_row(module: torch.nn.Module, tokens: int) -> Layout:
 def _uncompiled_row(module: torch.nn.Module, tokens: int) -> TracedRow:
     """Return the row that the patched model currently processes, in uncompiled code."""
     layout = _current_row(module, tokens)
-    if layout.has_branches:
+    if layout.has_prefixes:
         raise PackingError(
-            f"{type(module).__name__}: expected a row of trees in uncompiled code, but torch.compile has compiled this "
-            "module by itself; compile the whole model, which then runs uncompiled on rows of trees"
+            f"{type(module).__name__}: expected rows of trees, and rows on several ranks, in uncompiled code, but "
+            "torch.compile has compiled this module by itself; compile the whole model, which runs them uncompiled"
         )
     return TracedRow(layout.cu_seq_lens, layout.max_length)
 

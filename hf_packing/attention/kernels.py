@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,8 @@ from hf_packing.attention.exact import TracedRow, gather_tokens, runs_of
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers, within
 from hf_packing.attention.model import Arguments
+from hf_packing.attention.split_row import SplitLayout, runs_of_pieces
+from hf_packing.planning.lengths import indices_in_ranges
 
 DEVICES = {"cuda"}
 """The types of devices that have kernels."""
@@ -69,7 +72,8 @@ class Call(NamedTuple):
     head_dim: int
     """The head dimension of queries and keys or that of values, whichever is larger."""
     asked: tuple[str, ...] = ()
-    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks" and "dropout"."""
+    """What the call asks for besides: any of "window", "chunk", "softcap", "sinks", "dropout", "row on several
+    ranks", and "window on both sides" of such a row."""
     hub: str | None = None
     """The name of the layer's kernel from the hub, or None."""
     in_trees: bool = False
@@ -109,7 +113,8 @@ class VarlenKernel:
             return f"takes no {call.dtype}"
         if call.head_dim > _MAX_HEAD_DIM:
             return f"takes head dimensions up to {_MAX_HEAD_DIM}"
-        missing = [meaning for meaning in ("scale", *call.asked) if meaning not in self.arguments]
+        taken = {*self.arguments, "row on several ranks"}
+        missing = [meaning for meaning in ("scale", *call.asked) if meaning not in taken]
         return f"takes no {' and no '.join(missing)}" if missing else ""
 
     def attend(
@@ -140,9 +145,9 @@ class VarlenKernel:
             "dropout": dropout or None,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         }
-        if not row.has_branches:
+        if not row.has_prefixes:
             return self._call(query, key, value, row, row, options)
-        places, queries, keys = keys_along_paths(row, window, query.device)
+        places, queries, keys = keys_along_paths(row, is_causal, window, query.device)
 
         def attend() -> Tensor:
             return self._call(query, gather_tokens(key, places), gather_tokens(value, places), queries, keys, options)
@@ -181,10 +186,17 @@ class VarlenKernel:
 
 
 @once_for_all_layers
-def keys_along_paths(row: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Layout, Layout]:
-    """Return the keys of the runs of a row of trees: for each key, the index of its token in the row, int64 [keys]; the
-    layout of the runs' queries; and that of their keys."""
-    lengths, keys, places = runs_of(row.trees, window, None)
+def keys_along_paths(
+    row: Layout, is_causal: bool, window: int | None, device: torch.device
+) -> tuple[Tensor, Layout, Layout]:
+    """Return the keys of the runs of a row of trees, or of a row on several ranks: for each key, the index of its token
+    in the row, or among the tokens that the rank sees, int64 [keys]; the layout of the runs' queries; and that of their
+    keys."""
+    if isinstance(row, SplitLayout):
+        lengths, keys, _, begins = runs_of_pieces(row, is_causal, window, None)
+        places = indices_in_ranges(np.array(begins), np.array(keys))
+    else:
+        lengths, keys, places = runs_of(row.trees, window, None)
     return on_device(places, device), Layout.of(lengths, device), Layout.of(keys, device)
 
 
@@ -197,7 +209,8 @@ class FlexKernel:
         """Return why FlexAttention does not take a call; an empty string if it does."""
         if call.dtype not in HALF_PRECISION:  # in float32, it rounds to TF32, or is slow
             return f"takes no {call.dtype}"
-        return "takes no dropout" if "dropout" in call.asked else ""
+        missing = [name for name in ("dropout", "row on several ranks") if name in call.asked]
+        return f"takes no {' and no '.join(missing)}" if missing else ""
 
     attend = staticmethod(attend_with_flex)
 
@@ -284,22 +297,25 @@ def switched_off() -> AbstractContextManager[None]:
     return within(_is_off, True)
 
 
-def choose(layer: nn.Module, query: Tensor, value: Tensor, in_trees: bool, options: Arguments) -> Kernel | None:
+def choose(
+    layer: nn.Module, query: Tensor, value: Tensor, row: Layout | TracedRow, options: Arguments
+) -> Kernel | None:
     """Return the kernel on which an attention call of a layer runs, or None for exact attention.
 
     Args:
         layer: the module that computes attention.
-        in_trees: whether documents in the row share prefixes.
+        row: the row, whose documents may share prefixes, or be on several ranks.
         options: arguments of `attend_exactly` that a kernel may not take.
     """
     is_traced = torch.compiler.is_compiling()
     kernel, hub = None, getattr(layer, HUB_KERNEL, None)
     if query.device.type in DEVICES and (is_traced or not _is_off.get()):
         asked = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, in_trees)
+        asked += ["row on several ranks"] if isinstance(row, SplitLayout) else []
+        name = _choose(query.dtype, max(query.shape[-1], value.shape[-1]), tuple(asked), hub, row.has_branches)
         kernel = next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
     if not is_traced:
-        _latest[layer] = EXACT[in_trees] if kernel is None else kernel.name
+        _latest[layer] = EXACT[row.has_branches] if kernel is None else kernel.name
     return kernel
 
 

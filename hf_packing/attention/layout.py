@@ -94,6 +94,11 @@ class Layout:
         """True if a segment has a parent, so that documents share a prefix."""
         return self.trees.has_branches
 
+    @property
+    def has_prefixes(self) -> bool:
+        """True if a segment may have keys that are not its own."""
+        return self.has_branches
+
     @cached_property
     def path_lengths(self) -> list[int]:
         """The number of tokens in each path, from a root to a segment that has nothing below it."""

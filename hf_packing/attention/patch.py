@@ -22,6 +22,7 @@ from hf_packing.attention.cases import RowCase, examine_in_training, sees_labels
 from hf_packing.attention.forward import install, refuse_weights, remove, unpatched_on_error
 from hf_packing.attention.function import NAME
 from hf_packing.attention.kernels import HUB_KERNEL, kernel_of, switched_off
+from hf_packing.attention.layout import within
 from hf_packing.attention.model import (
     Signature,
     configurations,
@@ -37,6 +38,7 @@ from hf_packing.attention.route import (
     Facts,
     Method,
     Route,
+    borders_left_out,
     is_patched,
     known_routes,
     methods_for,
@@ -212,7 +214,9 @@ _FEW_PARAMETERS = 5_000_000
 
 
 @torch.inference_mode(False)  # gradients are compared
-def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveInTraining) -> None:
+def patch_for_training(
+    model: nn.Module, accelerator: Accelerator, prove: ProveInTraining, ranks_per_row: int = 1
+) -> None:
     """Patch a model that a trainer or a training loop will train.
 
     Args:
@@ -221,6 +225,7 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
         prove: "first batch" to find the route on a small copy of a large model. The caller then has to prove isolation
             on the first batch, with `prove_on_batch`. Otherwise, as described in `patch_model`. If `prove` is "model",
             isolation is also proven in the accelerator's mixed precision.
+        ranks_per_row: number of ranks that run a row together. If it is not 1, the model gets no borders.
 
     Raises:
         ModelNotSupportedError: isolation cannot be verified. If the model was not patched before the call, it is left
@@ -229,7 +234,9 @@ def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveI
     """
     check_choice("prove", prove, ProveInTraining)
     inner = inner_model(model)
-    with unpatched_on_error(model):
+    with unpatched_on_error(model), within(borders_left_out, ranks_per_row > 1):
+        if is_patched(inner) and ranks_per_row > 1 and getattr(inner, PATCH).route.method.borders:
+            remove(inner)
         if not is_patched(inner):
             _patch(model, prove)
         if prove != "model" or accelerator.mixed_precision == "no":

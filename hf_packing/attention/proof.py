@@ -65,10 +65,11 @@ class Proof:
     def __str__(self) -> str:
         if self.problem:
             return f"not isolated on {self.where}: {self.problem}"
+        alone = f"; alone they are the same ({self.alone} compared)" if self.alone else ""
         kernel = f"; kernel: {self.kernel}" if self.kernel else ""
         return (
             f"{self.where}; no document changes the logits{' or gradients' if self.gradients else ''} of another "
-            f"(largest change {self.max_leak:.2g}); alone they are the same ({self.alone} compared){kernel}"
+            f"(largest change {self.max_leak:.2g}){alone}{kernel}"
         )
 
 

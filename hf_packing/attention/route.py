@@ -4,6 +4,7 @@ A route consists of an attention function, a format for the model's inputs, and 
 """
 
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +69,8 @@ class Method:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed.
-            row: where the segments of a single row are. A row of trees is given to the model without borders, since
-                its segments are not documents.
+            row: where the segments of a single row are. A row of trees, or on several ranks, is given to the model
+                without borders, since its segments are not documents.
 
         Raises:
             PackingError: the method does not support the caller's position_ids.
@@ -89,7 +90,7 @@ class Method:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
             inputs["attention_mask"] = torch.ones_like(row.position_ids)
-        if self.borders and not row.has_branches:
+        if self.borders and not row.has_prefixes:
             inputs |= dict.fromkeys(CU_SEQ_LENS, row.cu_seq_lens) | dict.fromkeys(MAX_LENGTHS, row.max_length)
             inputs[SEQ_IDX] = row.seq_idx
         return signature.without_unknown(inputs, READ_ARGUMENTS)
@@ -104,6 +105,11 @@ def mark_changing_sizes(inputs: Arguments, tokens: int) -> None:
             torch._dynamo.maybe_mark_dynamic(value, changing)
 
 
+borders_left_out: ContextVar[bool] = ContextVar("borders_left_out", default=False)
+"""Whether routes are searched in which the model gets no borders, as in rows on several ranks: a kernel that takes
+borders would begin anew where the part of a rank begins."""
+
+
 def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
     """Return the methods that can be tried on this model, from the fastest to the most general.
 
@@ -116,7 +122,7 @@ def methods_for(model: PreTrainedModel, module: nn.Module) -> list[Method]:
         model: the model.
         module: the model itself or its backbone, which gets the packed rows.
     """
-    borders = Signature(module).takes("cu_seq_lens_q")
+    borders = not borders_left_out.get() and Signature(module).takes("cu_seq_lens_q")
     positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
     varlen = [Method(NAME, positions, borders), Method(NAME, positions, False), Method(NAME, False, False)]
     own = [Method(None, positions, False, mask_of_ones=positions), Method(None, False, False, mask_of_ones=True)]
@@ -141,6 +147,10 @@ class Facts:
     """The way in which the model runs padded batches; None as long as this is not proven."""
     takes_trees: bool = False
     """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
+    ranks_per_row: int = 1
+    """The number of ranks on which it is proven that the model runs rows together."""
+    is_causal: bool = False
+    """True if it is known that no module lets a token see later ones."""
     fewest_shared: int | None = None
     """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
 
@@ -191,6 +201,8 @@ class Route:
         if facts.takes_trees:
             by_path = f", {len(self.by_segment)} modules on each path" if self.by_segment else ""
             lines.append(f"trees: shared prefixes are computed once{by_path}")
+        if facts.ranks_per_row > 1:
+            lines.append(f"rows on several ranks: proven on {facts.ranks_per_row}")
         if facts.unproven:
             lines.append(f"training mode not proven: {facts.unproven}")
         return "\n".join(lines)
@@ -243,4 +255,5 @@ def route_key(model: PreTrainedModel) -> Any:
     other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
     repeat all checks of the search, the key contains the names and classes of all modules."""
     config, classes = model.config, tuple((name, type(module)) for name, module in model.named_modules())
-    return classes, config.to_json_string(), config._attn_implementation, model.dtype, model.device.type
+    facts = config._attn_implementation, model.dtype, model.device.type, borders_left_out.get()
+    return classes, config.to_json_string(), *facts

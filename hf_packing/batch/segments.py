@@ -30,6 +30,7 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.rank_layout import RowPart
 
 
 class LongestSegment(DynamicInt):
@@ -43,18 +44,22 @@ class LongestSegment(DynamicInt):
         longest: the length of the longest segment, or a constant above it in batches of fixed shapes.
         lengths: number of tokens in each segment that is not empty.
         padding: number of tokens in the last segment, if that only fills a batch of fixed shapes.
+        part: which part of its row the batch has, if several ranks run the row together; its segments are then pieces.
     """
 
     lengths: tuple[int, ...]
     padding: int
+    part: RowPart | None
 
-    def __new__(cls, longest: int, lengths: Sequence[int], padding: int = 0) -> "LongestSegment":
+    def __new__(
+        cls, longest: int, lengths: Sequence[int], padding: int = 0, part: RowPart | None = None
+    ) -> "LongestSegment":
         self = super().__new__(cls, longest)
-        self.lengths, self.padding = tuple(lengths), padding
+        self.lengths, self.padding, self.part = tuple(lengths), padding, part
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LongestSegment, (int(self), self.lengths, self.padding)
+        return LongestSegment, (int(self), self.lengths, self.padding, self.part)
 
     __repr__ = int.__repr__
 
@@ -208,6 +213,28 @@ def with_segments_cut(batch: Mapping[str, Any], longest: int | None) -> dict[str
     }
 
 
+def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
+    """Return the part of a batch that one rank of a block runs, whose segments are the rank's pieces of documents.
+
+    Args:
+        batch: a batch with one row, as PackingCollator makes it, on the CPU.
+        part: the layout of the row, and the rank.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> from hf_packing.planning.rank_layout import lay_out
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8, 9]}, {"input_ids": [1, 2]}])
+        >>> own = part_of(batch, RowPart(lay_out([5, 2], ranks=2, max_tokens=4), rank=0))
+        >>> own["input_ids"].tolist(), own["position_ids"].tolist(), own["cu_seq_lens_q"].tolist()
+        ([[5, 9, 1, 2]], [[0, 4, 0, 1]], [0, 1, 2, 4])
+    """
+    places, lengths = torch.from_numpy(part.layout.places(part.rank)), part.pieces.length.tolist()
+    own = {name: values[:, places] for name, values in batch.items() if name not in _OF_SEGMENTS}
+    borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(batch[CU_SEQ_LENS[0]].dtype)
+    known = LongestSegment(max(lengths), lengths, part=part)
+    return {**own, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+
+
 def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
     """Return `tokens` and `max_segments`, the sizes of every batch of fixed shapes, which are only given together."""
     return check_whole_number("tokens", tokens), check_whole_number("max_segments", max_segments, minimum=2)
@@ -250,6 +277,19 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
     borders = F.pad(borders, (0, max_segments - segments), value=tokens)
     known = LongestSegment(tokens, [*batch[MAX_LENGTHS[0]].lengths, *([missing] if missing else [])], missing)
     return {**batch, **filled, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
+
+
+def with_fillers(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a batch with so many segments of a single token and without labels at its end, which are no documents."""
+    known = batch[MAX_LENGTHS[0]]
+    filled = {name: F.pad(values, (0, number)) for name, values in batch.items() if name not in _OF_SEGMENTS}
+    filled[INPUT_IDS][:, -number:] = filled[INPUT_IDS][0, 0]
+    filled[LABELS][:, -number:] = IGNORED_LABEL
+    filled[SEQ_IDX][:, -number:] = PADDING_SEGMENT
+    borders = batch[CU_SEQ_LENS[0]]
+    more = borders[-1] + torch.arange(1, number + 1, dtype=borders.dtype)
+    longest = LongestSegment(int(known), [*known.lengths, *[1] * number])
+    return {**filled, **dict.fromkeys(CU_SEQ_LENS, torch.cat([borders, more])), **dict.fromkeys(MAX_LENGTHS, longest)}
 
 
 _OF_SEGMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS)

@@ -10,6 +10,7 @@ The modules, with the input and the output of each module:
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
     plan.py            arrays -> PackingPlan               check, edit, describe, save and load a plan
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
+    rank_layout.py     lengths -> RankLayout -> Exchange   put documents on several ranks; what these send each other
     length_schedule.py step -> length                      the largest length of a segment, which grows during training
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
+from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.report.figures import Figures, LengthSummary, PaddedRow, Recommendation, ReportRow, summary_of_lengths
 from hf_packing.report.render import as_text, fill_template, save_page
 from hf_packing.report.work import Setup, packed_work, padded_work
-from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import compare_plans

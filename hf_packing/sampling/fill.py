@@ -34,10 +34,6 @@ Limits = list[tuple[IntArray, int]]
 """What is limited: tokens first, then others, such as documents or patches of pictures. Each is a pair of what each row
 has of it, integers [rows], and the most that a micro-batch may have. No row has more, and no row is without tokens."""
 
-LINEAR_COST = 6 * 2048
-"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
-model of width 2048."""
-
 _LENGTH_JITTERS = (0.2, 0.03, 0.0)
 """Before rows are sorted by length, lengths are reduced at random by up to the first of these shares. If the rows then
 do not fit, the next share is tried."""

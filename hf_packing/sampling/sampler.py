@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_packing.checks import check_whole_number
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
+from hf_packing.planning.lengths import offsets_of
+from hf_packing.planning.rank_layout import LayoutCounts, join_layouts, plan_exchange
 from hf_packing.rows.changes import LabelCounts
-from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow
+from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, SampledRow, mean_over_max
 from hf_packing.sampling.sizes import RowSizes, TreeCounts
 from hf_packing.sampling.token_budget import TokenBudget
 
@@ -68,6 +71,8 @@ class EpochSummary:
     """Counts of the documents that share prefixes; None if rows are not trees."""
     length_schedule: LengthSchedule | None = None
     """The schedule that cuts documents in training; the counts above are without its borders."""
+    layout: LayoutCounts | None = None
+    """Counts of the documents on several ranks; None without max_ranks_per_document."""
     isolation: object = field(default=None, compare=False, repr=False)
     """An object whose text says what was proven about isolation so far; None if this is not known."""
 
@@ -99,6 +104,8 @@ class EpochSummary:
             lines.insert(0, f"{self.documents:,} documents{rows}{split}")
         else:
             lines.append(str(self.trees))
+        if self.layout is not None:
+            lines.append(str(self.layout))
         if self.length_schedule is not None:
             lines.append(f"length of segments: {self.length_schedule}")
         return "\n".join(lines if self.isolation is None else [*lines, str(self.isolation)])
@@ -192,9 +199,6 @@ class RankBatchSampler:
             tokens=tokens,
             documents_per_step=documents / steps,
             tokens_per_step=tokens / steps,
-            largest_micro_batch=int(plan.per_micro_batch(fitted.sizes.tokens).max()),
-            token_utilization=plan.utilization(fitted.sizes.tokens),
-            attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
             copies=plan.num_copies,
             left_out=len(plan.left_out) + trees.left_out,
             lost_tokens=fitted.lost_tokens + trees.lost_tokens,
@@ -205,7 +209,41 @@ class RankBatchSampler:
             trees=self.sizes.trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
+            **self._on_ranks(),
         )
+
+    def _on_ranks(self) -> dict[str, Any]:
+        """Return what EpochSummary says about the micro-batches of each rank."""
+        plan, sizes = self.plan, self.rows.sizes
+        if plan.ranks_per_block == 1:
+            return {
+                "largest_micro_batch": int(plan.per_micro_batch(sizes.tokens).max()),
+                "token_utilization": plan.utilization(sizes.tokens),
+                "attention_utilization": plan.utilization(sizes.squared_lengths),
+            }
+        assert isinstance(self.batching, TokenBudget)
+        lengths, segments = sizes.segment_lengths(plan.rows)
+        rows = np.split(lengths, offsets_of(segments)[plan.offsets[1:-1]])
+        layout = join_layouts([self.batching.lay_out(row) for row in rows])
+        is_own = np.repeat(~plan.is_copy[plan.offsets[:-1]], plan.ranks_per_block)  # a copy is alone in a micro-batch
+        work = self.batching.cost(layout.tokens, layout.attention_cost)
+        received = int(plan_exchange(layout).received.sum())
+
+        def utilization(of_rank: npt.NDArray[Any]) -> float:
+            by_turn = (-1, plan.world_size)
+            return mean_over_max((of_rank * is_own).reshape(by_turn), of_rank.reshape(by_turn))
+
+        return {
+            "largest_micro_batch": int(layout.tokens.max()),
+            "token_utilization": utilization(layout.tokens),
+            "attention_utilization": utilization(layout.attention_cost),
+            "layout": LayoutCounts(
+                ranks=plan.ranks_per_block,
+                split=layout.num_split,
+                utilization=utilization(work),
+                received_per_token=received / int(layout.tokens[is_own].sum()),
+            ),
+        }
 
     def _can_match(self, documents: int) -> bool:
         """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.

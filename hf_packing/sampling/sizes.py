@@ -108,9 +108,22 @@ class RowSizes:
     """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
     trees: TreeCounts | None = None
     """Counts of the documents in rows of trees; None for other rows."""
+    seq_lengths: IntArray | None = None
+    """integers [segments], tokens: the lengths of all segments, row by row; None for rows of documents."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def segment_lengths(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the lengths of the segments of rows, row after row, and the number of segments of each row.
+
+        Args:
+            rows: integers [chosen rows]: numbers of rows, which are not empty, and no trees.
+        """
+        if self.seq_lengths is None:
+            return self.tokens[rows], self.segments[rows]
+        segments, counts = indices_in_groups(offsets_of(self.segments), rows)
+        return self.seq_lengths[segments], counts
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +159,8 @@ def sizes_of_packs(
     """
     lengths = seq_lengths.astype(np.int64)
     tokens, work = (sums_of(values, offsets) for values in (lengths, attention_costs(lengths, depths)))
-    return RowSizes(tokens, np.diff(offsets), work, None if bucket is None else bucket.astype(np.int64), packed=True)
+    bucket = None if bucket is None else bucket.astype(np.int64)
+    return RowSizes(tokens, np.diff(offsets), work, bucket, packed=True, seq_lengths=seq_lengths)
 
 
 def sizes_of(dataset: Any) -> RowSizes:

@@ -6,13 +6,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.checks import check_choice, check_optional_number, check_real, check_whole_number, set_fields
+from hf_packing.checks import INT32_MAX, check_choice, check_optional_number, check_real, check_whole_number, set_fields
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, cut_to_pieces
+from hf_packing.planning.rank_layout import LINEAR_COST, RankLayout, lay_out
 from hf_packing.sampling.batching import Batching, Epoch, EpochPlan, FittedRows, Shapes, keep_rows
 from hf_packing.sampling.fill import (
-    LINEAR_COST,
     Limits,
     fewest_micro_batches,
     fill,
@@ -56,8 +56,12 @@ class TokenBudget(Batching):
     A packed row of max_tokens tokens is a micro-batch of its own. Such rows run at the same time as rows of about equal
     cost on the other ranks, in combinations that change from epoch to epoch.
 
+    With max_ranks_per_document=k, blocks of k consecutive ranks run rows of up to k * max_tokens tokens together, and a
+    document of so many tokens stays whole. Blocks take the place of ranks in what is said above. Long documents are
+    split over the ranks of a block, so that every rank has at most max_tokens tokens and about equal work.
+
     Args:
-        max_tokens: the most tokens that a micro-batch may have.
+        max_tokens: the most tokens that a micro-batch may have; on each rank, if documents are on several.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row,
             and every piece of a split document, counts as a document.
         max_patches: the most patches of pictures that a micro-batch may have, for models of texts and pictures; None
@@ -72,8 +76,11 @@ class TokenBudget(Batching):
         length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
             optimizer steps; None to keep documents whole. Micro-batches are planned as if documents were whole. Each
             piece counts as a document, also for loss="sequence". Evaluation does not cut.
-        overflow: treatment of a row with more than max_tokens tokens or max_documents documents: "error" or "drop"; for
-            documents also "split" or "truncate".
+        overflow: treatment of a row with more than max_tokens * max_ranks_per_document tokens, or max_documents
+            documents: "error" or "drop"; for documents also "split" or "truncate".
+        max_ranks_per_document: the most ranks that one document may be on, which divides the number of ranks; 1 to keep
+            every document on one rank. Not with max_documents, max_patches or share_prefixes, and not for batches of
+            fixed shapes.
         share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
             shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
             share; True means 16. Documents of a tree are in one micro-batch. In a stream, documents of a window share
@@ -104,10 +111,15 @@ class TokenBudget(Batching):
     length_schedule: LengthSchedule | None = field(default=None, kw_only=True)
     overflow: Overflow = field(default="error", kw_only=True)
     share_prefixes: bool | int = field(default=False, kw_only=True)
+    max_ranks_per_document: int = field(default=1, kw_only=True)
 
     @property
     def most_tokens(self) -> int:
         return self.max_tokens
+
+    @property
+    def ranks_per_block(self) -> int:
+        return self.max_ranks_per_document
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,6 +138,15 @@ class TokenBudget(Batching):
             check_schedule(self.length_schedule)
         if self.fewest_shared is not None and self.length_schedule is not None:
             self._refuse_schedule("with share_prefixes, since extra borders would cut shared prefixes")
+        most = INT32_MAX // self.max_tokens
+        ranks = check_whole_number("max_ranks_per_document", self.max_ranks_per_document, maximum=most)
+        set_fields(self, max_ranks_per_document=ranks)
+        if ranks > 1:
+            limited: dict[str, Any] = {"max_documents": self.max_documents, "max_patches": self.max_patches}
+            limited |= {"share_prefixes": self.fewest_shared, "length_schedule": self.length_schedule}
+            for name, value in limited.items():
+                if value is not None:
+                    raise PackingError(f"max_ranks_per_document: expected 1 with {name}={value}, got {ranks}")
 
     @property
     def fewest_shared(self) -> int | None:
@@ -134,6 +155,11 @@ class TokenBudget(Batching):
     def within(self, shapes: Shapes) -> Self:
         if self.length_schedule is not None:
             self._refuse_schedule("for batches of fixed shapes, since extra borders change the number of segments")
+        if self.max_ranks_per_document > 1:
+            raise PackingError(
+                "max_ranks_per_document: expected 1 for batches of fixed shapes, since ranks have pieces of documents, "
+                f"got {self.max_ranks_per_document}"
+            )
         return super().within(shapes)
 
     def _refuse_schedule(self, why: str) -> None:
@@ -145,6 +171,9 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
+        ranks = self.max_ranks_per_document
+        if ranks > 1 and sizes.trees is not None:
+            raise PackingError(f"max_ranks_per_document: expected 1 for rows of trees, got {ranks}")
         cuts = self.overflow in ("split", "truncate") and not sizes.packed
         fits = sizes.tokens > 0
         for unit, (has, most) in self._limited(sizes).items():
@@ -152,14 +181,30 @@ class TokenBudget(Batching):
             if len(large) and self.overflow != "drop" and not (cuts and unit == "tokens"):
                 is_document = unit == "tokens" and not sizes.packed
                 remedy = "use overflow='split' or 'truncate'" if is_document else _ROWS_WITH_FEWER[unit]
+                holder = "a micro-batch" if ranks == 1 else f"a row on {ranks} ranks"
                 raise PackingError(
-                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but a micro-batch may have at most {most} "
+                    f"max_{unit}: row {large[0]} has {has[large[0]]} {unit}, but {holder} may have at most {most} "
                     f"(rows with too many: {len(large)} in all); {remedy}, or use overflow='drop'"
                 )
             fits[large] = False
-        cut = cuts and bool((sizes.tokens > self.max_tokens).any())
-        fitted = _cut_rows(sizes, self.max_tokens, self.overflow) if cut else keep_rows(sizes, fits)
+        longest = ranks * self.max_tokens
+        cut = cuts and bool((sizes.tokens > longest).any())
+        fitted = _cut_rows(sizes, longest, self.overflow) if cut else keep_rows(sizes, fits)
         return replace(fitted, fewest_micro_batches=fewest_micro_batches(self._limits(fitted)))
+
+    def lay_out(self, lengths: IntArray) -> RankLayout:
+        """Return which tokens of a micro-batch each rank of its block holds.
+
+        Args:
+            lengths: integers [segments], tokens: the lengths of all segments of the micro-batch, row by row.
+
+        Example:
+            >>> budget = TokenBudget(12, max_ranks_per_document=2)
+            >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
+            [12, 12]
+        """
+        linear_cost = _MOST_LINEAR if self.balance == "tokens" else self._linear_cost
+        return lay_out(lengths, self.max_ranks_per_document, self.max_tokens, linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.
@@ -168,6 +213,7 @@ class TokenBudget(Batching):
             PackingError: match_documents_per_step does not fit.
         """
         assert rows.fewest_micro_batches is not None
+        epoch = self._of_blocks(epoch)
         optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
         if self.match_documents_per_step is not None:
             optimizer_steps = self._matching_steps(rows, optimizer_steps, epoch)
@@ -200,20 +246,31 @@ class TokenBudget(Batching):
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
-        limits = self._limits(rows)
-        filled = fill(limits, self.num_filled(rows, epoch), epoch.slots, seed)
+        limits, blocks = self._limits(rows), self._of_blocks(epoch)
+        filled = fill(limits, self.num_filled(rows, epoch), blocks.slots, seed)
 
         jittered = jitter_attention(sum_rows(filled, squared_lengths), seed)
-        steps = group_by_cost(self._cost(sum_rows(filled, tokens), jittered), epoch.slots, seed)
+        steps = group_by_cost(self.cost(sum_rows(filled, tokens), jittered), blocks.slots, seed)
         # copies of the shortest rows become the micro-batches that the last step lacks
         copies = np.resize(np.argsort(tokens, kind="stable"), (steps.size - len(filled), 1)).tolist()
-        cost = self._cost(tokens, squared_lengths)
+        cost = self.cost(tokens, squared_lengths)
         micro_batches = redistribute_rows(filled + copies, steps, cost, limits)
-        order = order_in_steps(steps, sum_rows(micro_batches, cost), len(filled), epoch.world_size, seed)
+        order = order_in_steps(steps, sum_rows(micro_batches, cost), len(filled), blocks.world_size, seed)
 
         planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
         is_copy = np.repeat(order >= len(filled), np.diff(offsets))
-        return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
+        return EpochPlan(
+            epoch.world_size,
+            rows.kept[planned],
+            is_copy,
+            offsets,
+            rows.left_out,
+            ranks_per_block=self.max_ranks_per_document,
+        )
+
+    def _of_blocks(self, epoch: Epoch) -> Epoch:
+        """Return the epoch with blocks of ranks in the place of ranks."""
+        return replace(epoch, world_size=epoch.world_size // self.max_ranks_per_document)
 
     def _limits(self, rows: FittedRows) -> Limits:
         return [(has[rows.kept], most) for has, most in self._limited(rows.sizes).values()]
@@ -221,13 +278,13 @@ class TokenBudget(Batching):
     def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
         """Return what is limited: what each row has of it, integers [rows], and the limit, by unit, tokens first."""
         limited = {
-            "tokens": (sizes.tokens, self.max_tokens),
+            "tokens": (sizes.tokens, self.max_ranks_per_document * self.max_tokens),
             "documents": (sizes.segments, self.max_documents),
             "patches": (sizes.patches, self.max_patches),
         }
         return {unit: (has, most) for unit, (has, most) in limited.items() if most is not None and has is not None}
 
-    def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    def cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Return the cost of each row or micro-batch, float64 [n].
 
         Args:
@@ -236,9 +293,12 @@ class TokenBudget(Batching):
         """
         if self.balance == "tokens":
             return tokens.astype(np.float64)
-        linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
-        cost: npt.NDArray[np.float64] = linear * tokens + squared_lengths
+        cost: npt.NDArray[np.float64] = self._linear_cost * tokens + squared_lengths
         return cost
+
+    @property
+    def _linear_cost(self) -> float:
+        return LINEAR_COST if self.linear_cost is None else self.linear_cost
 
 
 def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:

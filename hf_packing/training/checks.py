@@ -169,7 +169,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
     for size in ("cp_size", "sp_size"):
         if (ranks := getattr(accelerator.parallelism_config, size, 1)) > 1:
             raise PackingError(
-                f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
+                f"{size}: expected 1, got {ranks}; for documents on several processes, pass "
+                f"TokenBudget(max_tokens, max_ranks_per_document={ranks})"
             )
 
 

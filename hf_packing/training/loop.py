@@ -106,6 +106,8 @@ def prepare_dataloader(
 
     def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
+        if model is None and batching.ranks_per_block > 1:
+            raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):
             balanced = balanced.within(shapes)
@@ -128,7 +130,7 @@ def prepare_dataloader(
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:
-            patch_for_training(model, accelerator, prove)
+            patch_for_training(model, accelerator, prove, balanced.ranks_per_block)
             check_takes_rows(model, source, balanced, shapes)
         source.count_labels(collator)
 
@@ -137,7 +139,8 @@ def prepare_dataloader(
         known = None if model is None else own_loss_of(model)
         # the model then can compute the loss itself
         keeps_labels = loss == "token" and (model is None or (known is not None and known.is_divided))
-        steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if prove == "first batch" else None)
+        proves = prove == "first batch" or balanced.ranks_per_block > 1
+        steps = LoopSteps(accelerator, balanced, loss, keeps_labels, model if proves else None)
         loader: PackedLoader | StreamLoader = source.loader(
             accelerator, collator, steps, **{"pin_memory": accelerator.device.type == "cuda", **options}
         )

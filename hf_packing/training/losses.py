@@ -25,7 +25,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packing.batch.collate import is_tree_batch
-from hf_packing.columns import CU_SEQ_LENS, ENDS, IGNORED_LABEL, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
+from hf_packing.columns import (
+    CU_SEQ_LENS,
+    ENDS,
+    IGNORED_LABEL,
+    LABELS,
+    MAX_LENGTHS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    TRAINED,
+    TREE_LABELS,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import indices_in_ranges
 from hf_packing.trees.segments import Places, TreeSegments
@@ -42,8 +52,17 @@ TARGETS, WEIGHTS = "targets", "target_weights"
 """Keys of the entries that replace the labels of a batch, so that the model does not compute the loss itself; weights
 as `weights_of` returns them."""
 
+COUNTS = "counts"
+"""Key of an entry that is added to batches of whole rows, int64 [4]: their counts of rows that are no copies, which are
+the documents; and to parts of rows on several ranks: the counts of the part."""
+
 TREE_KEYS_OF_THE_LOSS = (ENDS, TRAINED, TREE_LABELS)
 """The keys of a batch of trees that say what to train on, which a model does not need."""
+
+
+def is_part(batch: Batch) -> bool:
+    """Return whether a batch is the part that one of several ranks has of a row."""
+    return getattr(batch.get(MAX_LENGTHS[0]), "part", None) is not None
 
 
 def labels_key(batch: Batch) -> str:
@@ -106,6 +125,9 @@ def items_in(batch: Batch, loss: Loss) -> Tensor:
     Returns:
         An int64 scalar: the number of items over which the loss of the batch is averaged.
     """
+    if COUNTS in batch:
+        items: Tensor = batch[COUNTS][-1]
+        return items
     trainable = trainable_per_document(batch)
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 
@@ -187,8 +209,10 @@ def with_share(batch: Batch, loss: Loss, items: Tensor, keep_labels: bool) -> Ba
     Unless `keep_labels`, the labels become targets, so that the model does not compute a loss itself. This is always so
     in a batch with weights: of trees, or for loss="sequence".
     """
-    is_weighted = loss == "sequence" or is_tree_batch(batch)
     shared = {**batch, ITEMS: items}
+    if WEIGHTS in batch:  # a part of a row on several ranks
+        return shared
+    is_weighted = loss == "sequence" or is_tree_batch(batch)
     if is_weighted:
         shared[WEIGHTS] = weights_of(batch, loss)
     if is_weighted or not keep_labels:

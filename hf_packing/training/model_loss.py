@@ -35,6 +35,7 @@ from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.head import Head, Weighting, observed_logits
 from hf_packing.training.losses import (
+    COUNTS,
     ITEMS,
     TARGETS,
     TREE_KEYS_OF_THE_LOSS,
@@ -43,11 +44,12 @@ from hf_packing.training.losses import (
     Loss,
     NextTokens,
     exact_type,
+    is_part,
     labels_key,
     weights_of,
 )
 
-_NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
+_NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS, COUNTS}
 
 
 def inputs_of_model(batch: Batch) -> Batch:
@@ -78,8 +80,12 @@ class WholeStep:
         if is_tree_batch(batch):
             check_predicts_next(model)
         weights = batch[WEIGHTS] if WEIGHTS in batch else weights_of(batch, loss)
-        own = weights.sum().round().long()
-        following = NextTokens.of_batch(batch, labels, predicts_next(model))
+        own, follows = weights.sum(), predicts_next(model)
+        if is_part(batch):
+            follows = False  # the labels are those of the next tokens already
+        else:
+            own = own.round().long()
+        following = NextTokens.of_batch(batch, labels, follows)
         return cls({**inputs, LABELS: labels}, own, Weighting(following, weights, own.clamp(min=1)))
 
     @property
@@ -90,7 +96,8 @@ class WholeStep:
     def share_of(self, items: Tensor | None) -> Tensor:
         """Return the micro-batch's share of a number of items, which may be 0 if it has none itself; 1 for None."""
         own = self.own.to(exact_type(self.own.device))
-        return torch.where(self.own > 0, own / (self.items if items is None else items), 0)
+        whole = self.items.to(own) if is_part(self.inputs) else own  # of a document on several ranks, less than 1
+        return torch.where(self.own > 0, whole / (self.items if items is None else items), 0)
 
     @contextmanager
     def observed(self, model: nn.Module) -> Iterator[Head]:

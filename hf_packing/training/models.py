@@ -30,16 +30,18 @@ from hf_packing.attention import (
     patch_model,
     predicts_tokens,
     prove_on_batch,
+    prove_split_rows,
     prove_unpadding,
     route_of,
     share_prefixes,
     unpatched_on_error,
 )
 from hf_packing.checks import check_choice
+from hf_packing.columns import MAX_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
-from hf_packing.training.losses import Batch, documents_in
+from hf_packing.training.losses import Batch, documents_in, is_part
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.ranks import on_all_ranks
 
@@ -92,12 +94,12 @@ def unpad_models(trainer: Any, prove: ProveInTraining, fewest_shared: int | None
     return UnpaddedModels(described)
 
 
-def patch_models(trainer: Any, prove: ProveInTraining) -> None:
+def patch_models(trainer: Any, prove: ProveInTraining, ranks_per_row: int = 1) -> None:
     """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
     for name, model in models_of(trainer).items():
         with _named(name):
             waits = prove == "first batch" and name != "model"
-            patch_for_training(model, trainer.accelerator, "model" if waits else prove)
+            patch_for_training(model, trainer.accelerator, "model" if waits else prove, ranks_per_row)
 
 
 @contextmanager
@@ -236,9 +238,13 @@ class FirstBatchProof:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
             PackingError: the proof raised an error on another rank, of ranks that do not shard the model.
         """
-        if mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+        if mode in self.proofs:
             return
         prove = partial(prove_on_batch, model, batch, training=mode == "training")
+        if is_part(batch):
+            prove = partial(prove_split_rows, model, batch[MAX_LENGTHS[0]].part.layout.num_ranks)
+        elif not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+            return
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
         has_all_weights = has_local_weights(inner_model(model))
         proofs = gather_object([on_all_ranks(lambda _: prove()) if has_all_weights else prove()])

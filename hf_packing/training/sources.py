@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import inner_model
+from hf_packing.attention import block_of, inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
 from hf_packing.columns import (
     COMPLETION_MASK,
@@ -44,6 +44,7 @@ from hf_packing.training.loader import LoopSteps, PackedLoader, batches_loader, 
 from hf_packing.training.losses import Loss
 from hf_packing.training.masking import EpochSampler, MaskedRows, Masking
 from hf_packing.training.ranks import PlannedFrom, data_rank
+from hf_packing.training.split_rows import PartCollator
 from hf_packing.training.streams import StreamedRows, training_stream
 
 Takes = Callable[[str], bool]
@@ -106,6 +107,7 @@ class PackedRows:
     """How rows are read."""
     more: Sequence[str]
     """Further columns to read."""
+    loss: Loss = "token"
     labels: LabelCounts | None = None
     """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
@@ -153,7 +155,13 @@ class PackedRows:
             rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
         else:
             rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
-        batches: DataLoader[Any] = batches_loader(rows, self.sampler, collate, **options)
+        batching = self.sampler.batching
+        made: Any = collate
+        if (ranks := batching.ranks_per_block) > 1:
+            assert isinstance(batching, TokenBudget)
+            block_of(ranks)  # all ranks make the groups of all blocks here
+            made = PartCollator(collate, batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
+        batches: DataLoader[Any] = batches_loader(rows, self.sampler, made, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
 
@@ -227,7 +235,7 @@ def open_source(
     kind = RankBatchSampler if reading.masking is None else EpochSampler
     sampler = kind(plans, sizes, world_size, rank, accumulation)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, sampler, reading, more)
+    return PackedRows(dataset, sampler, reading, more, loss)
 
 
 def passed_on(data: Any, takes: Takes) -> list[str]:

@@ -225,7 +225,7 @@ class AttachedPacks(Attached):
         return self.loader_of(trainer, on_all_ranks(open_rows) if compares else open_rows(PlannedFrom()))
 
     def settle(self, trainer: Trainer) -> None:
-        patch_models(trainer, self.prove)
+        patch_models(trainer, self.prove, self.batching.ranks_per_block)
         self.first_batch_proof.proofs.clear()  # of another model
         for source in (self.source, *self.evaluated):
             self._check_rows(trainer, source)
@@ -268,6 +268,11 @@ class AttachedRows(Attached):
     ) -> None:
         """Measure the training dataset, and plan the first epoch. The trainer does not change."""
         super().__init__(trainer, batching, prove)
+        if batching.ranks_per_block > 1:
+            raise PackingError(
+                f"max_ranks_per_document: expected 1 for {type(trainer).__name__}, whose rows stay whole, got "
+                f"{batching.ranks_per_block}"
+            )
         self._loss_unit = loss_unit
         accumulation = trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation)

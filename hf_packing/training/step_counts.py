@@ -11,11 +11,7 @@ from torch import Tensor
 
 from hf_packing.batch.collate import is_tree_batch
 from hf_packing.columns import INPUT_IDS, SEQ_IDX
-from hf_packing.training.losses import Batch, Loss, count_per_segment, documents_in, items_in, trees_of
-
-COUNTS = "counts"
-"""Key of an entry that the loader of whole rows adds to every batch, int64 [4]: its counts of rows that are no copies,
-which are the documents."""
+from hf_packing.training.losses import COUNTS, Batch, Loss, count_per_segment, documents_in, items_in, trees_of
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _SOURCES = range(5)
 """Columns of counts. Items are the tokens or documents over which the loss is averaged; the tokens of each source of a

@@ -31,10 +31,10 @@ from hf_packing.columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.rows.packing import Packing
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 from hf_packing.streams import upstream
@@ -96,6 +96,11 @@ def training_stream(
         raise PackingError(
             "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
             f"{batching.match_documents_per_step}"
+        )
+    if batching is not None and batching.ranks_per_block > 1:
+        raise PackingError(
+            f"max_ranks_per_document: expected 1 for a stream, got {batching.ranks_per_block}; only documents of a "
+            "map-style dataset can be on several ranks"
         )
     if getattr(stream, "_distributed", None) is not None:
         raise PackingError(

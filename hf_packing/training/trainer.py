@@ -24,12 +24,12 @@ from hf_packing.batch.segments import with_segments_cut
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, Batch, TokenMean, labels_key
+from hf_packing.training.losses import COUNTS, ITEMS, Batch, TokenMean, is_part, labels_key
 from hf_packing.training.model_loss import WholeStep
 from hf_packing.training.ranks import data_rank, on_all_ranks
 from hf_packing.training.resume import ResumedStream, load_stream, save_stream
 from hf_packing.training.state import TEST_DATASET, Attached, AttachedPacks, AttachedRows
-from hf_packing.training.step_counts import COUNTS, Predictions, StepCounts, micro_batch_counts
+from hf_packing.training.step_counts import Predictions, StepCounts, micro_batch_counts
 from hf_packing.training.streams import StreamLoader
 
 
@@ -112,7 +112,7 @@ class PackedTrainer(AttachedTrainer):
         """Let the trainer compute its own loss of a micro-batch, and weight it by its share of the optimizer step."""
         state, evaluation = self.attached, self.attached.evaluation
         trains = evaluation is None and num_items_in_batch is not None
-        if state.prove == "first batch":
+        if state.prove == "first batch" or is_part(inputs):
             batch = {**inputs, ITEMS: num_items_in_batch} if trains else inputs
             state.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
         if trains:  # after isolation was proven on whole documents
@@ -120,7 +120,7 @@ class PackedTrainer(AttachedTrainer):
         loss = state.loss if trains or model.training else "token"
         step = WholeStep.of(model, inputs, loss)
         # SFTTrainer's own loss may have no logits to weight
-        of_model = is_tree_batch(inputs) or (loss == "sequence" and state.sums_log_probs)
+        of_model = is_tree_batch(inputs) or is_part(inputs) or (loss == "sequence" and state.sums_log_probs)
         own = partial(Trainer.compute_loss, self) if of_model else super().compute_loss
         named |= {"return_outputs": True} if return_outputs else {}  # as Trainer passes it
         with _as_one_micro_batch(self), step.observed(model):

@@ -37,8 +37,7 @@ from hf_packing.sampling.sampler import EpochSummary, RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, rows_to_sample, sizes_of
 from hf_packing.training.checks import classes_of_trl
 from hf_packing.training.loader import batches_loader, on_device
-from hf_packing.training.losses import Batch
-from hf_packing.training.step_counts import COUNTS
+from hf_packing.training.losses import COUNTS, Batch
 
 Collate = Callable[[list[Any]], Any]
 

@@ -14,10 +14,10 @@ from tiers import fast_only, slow
 
 import hf_packing as hfp
 from hf_packing.errors import MissingDependencyError, PackingError
+from hf_packing.planning.rank_layout import LINEAR_COST
 from hf_packing.report.plots import PICTURES, picture
 from hf_packing.report.render import COLUMNS, report_cells
 from hf_packing.report.work import Setup, packed_work, padded_work
-from hf_packing.sampling.fill import LINEAR_COST
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=80).map(np.array).filter(np.any)
 

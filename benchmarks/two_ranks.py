@@ -1,0 +1,120 @@
+"""One document on two ranks: how much faster a training step is than on one, and how much less memory it needs.
+
+python benchmarks/two_ranks.py
+
+Each process uses one thread. A Llama runs the forward and backward pass of a document of 8,192 tokens, on one process
+or on two. Memory is the peak of a process, without that before its first step.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import transformers
+from accelerate import Accelerator
+from datasets import Dataset
+from measure import figure, machine, recorded
+
+import hf_packing as hfp
+
+
+def model_of(args: argparse.Namespace) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 128,
+        max_position_embeddings=args.tokens,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def measure(args: argparse.Namespace, ranks: int) -> None:
+    """Run the steps on this process; the first one prints the seconds of each and the peak memory of a process."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    tokens = torch.randint(1024, (args.tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    documents = Dataset.from_dict({"input_ids": [tokens]})
+    model = model_of(args)
+    budget = hfp.TokenBudget(-(-args.tokens // ranks), max_ranks_per_document=ranks)
+    loader = hfp.prepare_dataloader(accelerator, documents, budget, model=model)
+    model = accelerator.prepare(model)
+    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for _ in range(args.steps + 1):  # the first one also proves, and warms up
+        for batch in loader:
+            begin = time.perf_counter()
+            accelerator.backward(hfp.compute_loss(model, batch))
+            accelerator.wait_for_everyone()
+            seconds.append(time.perf_counter() - begin)
+            model.zero_grad()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    most = accelerator.gather(torch.tensor([float(peak)])).max().item()
+    if accelerator.is_main_process:
+        print(json.dumps({"seconds": seconds[1:], "peak": most / 1024}))
+    accelerator.end_training()
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def run(args: argparse.Namespace, ranks: int) -> dict[str, object]:
+    """Measure in processes of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    known = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        known |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+    command = [sys.executable, __file__, "--ranks", str(ranks)]
+    command += [f"--{name}={getattr(args, name)}" for name in ("tokens", "hidden", "layers", "steps")]
+    processes = []
+    for rank in range(ranks):
+        own = known | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
+    printed = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes)
+    found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="steps in each process")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ranks:
+        measure(args, args.ranks)
+        return
+    print(machine("transformers", "torch"))
+    ratios, memory = [], []
+    for _ in range(args.rounds):
+        one, two = run(args, 1), run(args, 2)
+        ratios.append(min(one["seconds"]) / min(two["seconds"]))
+        memory.append(two["peak"] / one["peak"])
+        figure(one=one, two=two)
+    faster = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast as on one"
+    print(f"a document of {args.tokens:,} tokens on two ranks: {faster}")
+    print(f"memory of a rank: {statistics.median(memory):.2f} of that on one")
+
+
+if __name__ == "__main__":
+    with recorded(__file__):
+        main()

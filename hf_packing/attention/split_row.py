@@ -1,0 +1,203 @@
+"""Run a row on several ranks: each rank holds some of its tokens, and gets those that its own tokens attend to.
+
+Only attention and modules that run by segment look at other tokens. There, the ranks of a block exchange tokens, with
+one call for uneven sizes, whose backward pass is the same call in the other direction. All ranks know from the layout
+of the row what the others send. If no rank needs anything of another one, none makes the call.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
+from hf_packing.attention.token_axes import Path, TokenAxes, map_tensors
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, indices_in_ranges, offsets_of
+from hf_packing.planning.rank_layout import RowPart, plan_exchange
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLayout(Layout):
+    """This rank's tokens of a row on several ranks. The segments are the rank's pieces of documents."""
+
+    part: RowPart | None = None
+    is_causal: bool = False
+    """True if it is known that no module lets a token see later ones, so that modules by segment need only these."""
+
+    @classmethod
+    def of_part(cls, part: RowPart, device: torch.device, is_causal: bool) -> "SplitLayout":
+        layout = cls.of(part.pieces.length.tolist(), device, part=part, is_causal=is_causal)
+        assert isinstance(layout, SplitLayout)
+        return layout
+
+    @property
+    def has_prefixes(self) -> bool:
+        return True
+
+    @property
+    def is_one_path_per_row(self) -> bool:
+        return False
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """The position of each of the rank's tokens in its document, int64 [1, tokens]."""
+        pieces = self.own.pieces
+        return on_device(indices_in_ranges(pieces.start, pieces.length)[None], self.cu_seq_lens.device)
+
+    @property
+    def own(self) -> RowPart:
+        assert self.part is not None
+        return self.part
+
+
+@cache
+def block_of(ranks: int) -> Any:
+    """Return the process group of this rank's block: the consecutive ranks that run a row together. The first call
+    makes the groups of all blocks, so all ranks make it together."""
+    return dist.new_subgroups(group_size=ranks)[0]  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenExchange:
+    """What this rank sends and gets: all places of the row that its pieces attend to, its own ones included."""
+
+    sent: Tensor
+    """int64: the index of each token to send among the rank's own tokens, by the rank that gets it."""
+    sends: list[int]
+    receives: list[int]
+    order: Tensor
+    """int64 [seen]: where each seen token is in what is received. Seen tokens are in the order of the row."""
+    own: Tensor
+    """int64 [own tokens]: where the rank's own tokens are among those seen."""
+    documents: Layout
+    """The seen tokens, of each document that the rank has a piece of."""
+    seen: IntArray
+    """int64 [seen]: the places of the seen tokens in the row, ascending."""
+    is_local: bool
+    """True if no rank of the block needs anything of another one. Then none makes a call."""
+
+    def __call__(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return the seen tokens of a tensor that has the rank's own tokens along an axis; all ranks call this."""
+        if self.is_local:
+            return tensor
+        exact = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+        # gradients of a token that several ranks got are summed in float32
+        given = tensor.movedim(axis, 0).to(exact).index_select(0, self.sent).to(tensor.dtype)
+        got: Tensor = _AllToAll.apply(given, self.sends, self.receives)  # type: ignore[no-untyped-call]
+        return got.index_select(0, self.order).movedim(0, axis)
+
+
+class _AllToAll(torch.autograd.Function):
+    """One all_to_all_single along the first axis. In the backward pass, gradients go back the way that tokens came."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        ctx.way_back = receives, sends
+        received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        dist.all_to_all_single(received, tensor.contiguous(), receives, sends, group=block_of(len(sends)))
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllToAll.apply(gradient, *ctx.way_back), None, None  # type: ignore[no-untyped-call]
+
+
+@once_for_all_layers
+def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> TokenExchange:
+    """Return what this rank sends and gets. The arguments are those of `plan_exchange`."""
+    layout, rank, device = row.own.layout, row.own.rank, row.cu_seq_lens.device
+    plan, begins = plan_exchange(layout, is_causal=is_causal, window=window, chunk=chunk), offsets_of(layout.lengths)
+    spans, own = plan.spans, layout.places(rank)
+
+    def tokens_of(chosen: IntArray, other: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the places of the tokens in some spans, and the other rank of each."""
+        some = spans.take(chosen)
+        places = indices_in_ranges(begins[some.document] + some.start, some.length)
+        return places, np.repeat(other[chosen], some.length)
+
+    sent, receiver = tokens_of(np.flatnonzero(plan.sender == rank), plan.receiver)
+    seen, sender = tokens_of(np.flatnonzero(plan.receiver == rank), plan.sender)
+    received = np.argsort(sender, kind="stable")
+    order = np.empty_like(received)
+    order[received] = np.arange(len(received))
+    documents = np.searchsorted(begins, seen, side="right")
+    return TokenExchange(
+        sent=on_device(np.searchsorted(own, sent), device),
+        sends=np.bincount(receiver, minlength=layout.num_ranks).tolist(),
+        receives=np.bincount(sender, minlength=layout.num_ranks).tolist(),
+        order=on_device(order, device),
+        own=on_device(np.searchsorted(seen, own), device),
+        documents=Layout.of(np.unique(documents, return_counts=True)[1].tolist(), device),
+        seen=seen,
+        is_local=not plan.received.any(),
+    )
+
+
+def runs_of_pieces(
+    row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the runs of a rank's pieces, whose tokens and whose keys are next to each other.
+
+    Args:
+        row: the row.
+        is_causal, window, chunk: arguments of `attend_exactly`.
+        longest: the most tokens of a run; None for no limit.
+
+    Returns:
+        The number of tokens of each run; the number of its keys; the number of keys before its first token; and where
+        its keys begin among the seen tokens of `exchange_of`.
+    """
+    layout, pieces = row.own.layout, row.own.pieces
+    begins, seen = offsets_of(layout.lengths), exchange_of(row, is_causal, window, chunk).seen
+    runs: list[tuple[int, int, int]] = []
+    first_keys: list[int] = []
+    for document, start, length in np.stack([pieces.document, pieces.start, pieces.length], 1).tolist():
+        size, end = int(layout.lengths[document]), start + length
+        step, near = chunk or size, window or size
+        cuts = {*range((start // step + 1) * step, end, step), *range(start, end, longest or length)}
+        for first, last in pairwise([*sorted(cuts | {start}), end]):
+            begin = max(first - near + 1, first // step * step, 0)
+            beyond = last if is_causal else min(last + near - 1, (first // step + 1) * step, size)
+            runs.append((last - first, beyond - begin, first - begin))
+            first_keys.append(begins[document] + begin)
+    lengths, keys, before = map(list, zip(*runs, strict=True))
+    return lengths, keys, before, np.searchsorted(seen, first_keys).tolist()
+
+
+def exchange_keys(
+    key: Tensor, value: Tensor, row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None
+) -> list[Tensor]:
+    """Return the keys and the values of all tokens that this rank's tokens attend to, [1, kv_heads, seen, dim]."""
+    exchange = exchange_of(row, is_causal, window, chunk)
+    both = exchange(torch.cat([key, value], dim=3), axis=2)
+    return [*torch.split(both, [key.shape[3], value.shape[3]], dim=3)]
+
+
+def gather_inputs(value: Any, axes: TokenAxes, exchange: TokenExchange) -> Any:
+    """Return the nested arguments of a module for all seen tokens, given those for the rank's own tokens.
+
+    Raises:
+        PackingError: an argument has a value for each pair of tokens, or a float that counts the tokens of a row.
+    """
+
+    def gather(path: Path, leaf: Tensor) -> Tensor:
+        along = axes.of(path, leaf)
+        counts = path in axes.counting
+        if len(along) > 1 or (counts and leaf.is_floating_point()):
+            raise PackingError(
+                f"max_ranks_per_document: expected 1, since {axes.where} gets a tensor with a value for each pair of "
+                "tokens or each place in a row, so documents cannot be on several ranks"
+            )
+        if along and counts:  # places in the row, of which every segment gets the first ones
+            shape = [-1 if axis == along[0] else 1 for axis in range(leaf.ndim)]
+            counted = torch.arange(len(exchange.seen), device=leaf.device).view(shape)
+            return counted.to(leaf) + leaf.narrow(along[0], 0, 1)
+        return exchange(leaf, along[0]) if along else leaf
+
+    return map_tensors(value, gather)

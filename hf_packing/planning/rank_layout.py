@@ -1,0 +1,359 @@
+"""Lay the documents of a row out on several ranks, and plan which tokens the ranks send each other.
+
+A document that is longer than a rank may hold is split over ranks. k consecutive ranks form a block, which holds a row
+of at most k * max_tokens tokens:
+
+    lengths of the row's documents -> lay_out -> RankLayout -> plan_exchange -> Exchange
+
+All ranks of a block compute the same layout, so each one knows without asking what the others hold, see and send. A
+token of a causal model attends to all earlier tokens of its document, so the end of a document costs more than its
+beginning. Each rank therefore gets two chunks of a split document, one from either end (zigzag): if k equal slices were
+used instead, ranks would be idle for a third of the time. Tokens are sent as spans of documents, whose number does not
+depend on the number of tokens. Laying out a row takes about half a millisecond, and its exchange a tenth of that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_packing.planning.lengths import IntArray, Pieces, indices_in_ranges, offsets_of
+
+LINEAR_COST = 6 * 2048
+"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
+model of width 2048."""
+
+_EVEN = 0.98
+"""A layout is even enough if the mean work of its ranks is at least this share of the largest."""
+
+_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""A document stays whole if its work is at most this share of the mean work of a rank. If the layout is then uneven,
+the next share is tried. The fewer documents are split, the fewer tokens are exchanged."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankLayout:
+    """Which rank of a block holds which tokens of a row. Every token is on exactly one rank."""
+
+    lengths: IntArray
+    """int64 [documents], tokens: the length of each document of the row."""
+    pieces: Pieces
+    """The pieces of documents, by rank; on each rank in the order of the row. A rank has up to two of each document."""
+    rank: IntArray
+    """int64 [pieces]: the rank that holds each piece, from 0 in the block."""
+    num_ranks: int
+    """Number of ranks in the block."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """int64 [ranks]: the number of tokens that each rank holds."""
+        return self._sum_on_ranks(self.pieces.length)
+
+    @property
+    def attention_cost(self) -> IntArray:
+        """int64 [ranks]: the attention cost of each rank. The sum over ranks is the sum of squared document lengths."""
+        start = self.pieces.start
+        return self._sum_on_ranks((start + self.pieces.length) ** 2 - start**2)
+
+    @property
+    def num_split(self) -> int:
+        """Number of documents that are on several ranks."""
+        held = np.unique(self.pieces.document * self.num_ranks + self.rank) // self.num_ranks
+        return int((np.bincount(held) > 1).sum())
+
+    def places(self, rank: int) -> IntArray:
+        """Return where in the row the tokens of a rank stand, in the order in which the rank holds them, int64 [n]."""
+        own = self.pieces.take(np.flatnonzero(self.rank == rank))
+        return indices_in_ranges(offsets_of(self.lengths)[own.document] + own.start, own.length)
+
+    def _sum_on_ranks(self, of_piece: IntArray) -> IntArray:
+        return _sum_by(self.rank, of_piece, self.num_ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """The part of a row that one rank of a block holds."""
+
+    layout: RankLayout
+    rank: int
+    """The rank, from 0 in the block."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of documents that the rank holds, in the order of the row."""
+        return self.layout.pieces.take(np.flatnonzero(self.layout.rank == self.rank))
+
+
+def lay_out(
+    lengths: Sequence[int] | IntArray, ranks: int, max_tokens: int, linear_cost: float = LINEAR_COST
+) -> RankLayout:
+    """Lay the documents of a row out on the ranks of a block, with about equal work on all ranks.
+
+    Documents are placed in turn, costliest first, on the ranks with the least work so far that have room. A document
+    takes as few ranks as its tokens and its work allow. On each of several ranks it has two chunks, one from either
+    end. If it has no room as a whole, or in equal parts, it fills the free space of several ranks. At last, ranks with
+    much work give others the heads of documents.
+
+    Args:
+        lengths: integers [documents], tokens: the length of each document of the row, at least 1. All together have at
+            most ranks * max_tokens tokens.
+        ranks: number of ranks in the block.
+        max_tokens: the most tokens on a rank.
+        linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
+            of tokens.
+
+    Returns:
+        RankLayout. The same arguments give the same layout. A rank is empty only if the row has fewer documents than
+        there are ranks, and none of them has 2 * ranks tokens.
+
+    Source:
+        Two chunks for each rank, one from either end, are those of Llama 3, arXiv 2407.21783, Section 3.3.2.
+
+    Example:
+        >>> layout = lay_out([16, 4, 4], ranks=2, max_tokens=12)
+        >>> [layout.places(rank).tolist() for rank in range(2)]
+        [[0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 19], [4, 5, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]]
+    """
+    row = np.asarray(lengths, dtype=np.int64)
+    assert row.min() > 0
+    assert row.sum() <= ranks * max_tokens
+    if ranks == 1:
+        return RankLayout(row, Pieces.whole(row), np.zeros(len(row), np.int64), 1)
+    best, least = [], (True, math.inf)
+    for share in _SHARES:
+        placed, work = _place(row.tolist(), ranks, max_tokens, linear_cost, share)
+        uneven = min(work) == 0, max(work)
+        if uneven < least:
+            best, least = placed, uneven
+        if min(work) > 0 and sum(work) >= _EVEN * ranks * max(work):
+            break
+    rank, document, start, end = np.array(sorted(best), dtype=np.int64).T
+    return RankLayout(row, Pieces(document, start, end - start), rank, ranks)
+
+
+def _place(
+    lengths: list[int], ranks: int, max_tokens: int, linear_cost: float, share: float
+) -> tuple[list[tuple[int, int, int, int]], list[float]]:
+    """Place the documents of a row, and split those whose work is more than a share of the mean work of a rank.
+
+    Returns:
+        The pieces (rank, document, start, end), in any order, and the work of each rank.
+    """
+    cost = [linear_cost * length + length * length for length in lengths]
+    largest_whole = math.fsum(cost) / ranks * share / _EVEN
+    room, work, pieces = [max_tokens] * ranks, [0.0] * ranks, []
+    for document in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
+        length, parts = lengths[document], range(1, 2)
+        if length >= 2 * ranks:  # else chunks would be empty
+            by_cost = math.ceil(cost[document] / largest_whole) if largest_whole else ranks
+            parts = range(min(max(by_cost, -(-length // max_tokens)), ranks), ranks + 1)
+        for number in parts:
+            with_room = [rank for rank in range(ranks) if room[rank] * number >= length]
+            if len(with_room) >= number:
+                slices = _zigzag(sorted(sorted(with_room, key=work.__getitem__)[:number]), length)
+                break
+        else:
+            slices = _in_free_space(room, length)
+        for rank, start, end in slices:
+            pieces.append((rank, document, start, end))
+            room[rank] -= end - start
+            work[rank] += linear_cost * (end - start) + end * end - start * start
+    assert min(room) >= 0
+    _level(pieces, room, work, lengths, linear_cost)
+    return pieces, work
+
+
+def _level(
+    pieces: list[tuple[int, int, int, int]], room: list[int], work: list[float], lengths: list[int], linear_cost: float
+) -> None:
+    """Level the work of ranks: the one with the most gives the head of a whole document to the one with the least.
+
+    Only the tokens of the head are exchanged for this. But ranks without room get nothing, so in rows that are almost
+    full, more documents have to be split. `pieces`, `room` and `work` are changed.
+    """
+    mean, ranks = math.fsum(work) / len(work), range(len(work))
+    for _ in ranks:
+        most = max(ranks, key=work.__getitem__)
+        least = min((rank for rank in ranks if room[rank]), key=work.__getitem__, default=most)
+        moved = min(work[most] - mean, mean - work[least])
+        if mean >= _EVEN * work[most] or moved <= 0:
+            return
+        half = linear_cost / 2  # and linear_cost * head + head * head = moved
+        head = min(math.ceil(moved / (half + math.sqrt(half * half + moved))), room[least])
+        for index, (rank, document, start, end) in enumerate(pieces):
+            if rank == most and end - start == lengths[document] > max(head, 2 * len(work)):
+                pieces[index] = most, document, head, end
+                pieces.append((least, document, 0, head))
+                break
+        else:
+            return
+        given = linear_cost * head + head * head
+        for rank, sign in ((most, 1), (least, -1)):
+            room[rank] += sign * head
+            work[rank] -= sign * given
+
+
+def _zigzag(ranks: list[int], length: int) -> list[tuple[int, int, int]]:
+    """Cut a document into two chunks for each rank, and return (rank, start, end): first and last for the first rank.
+
+    Both chunks of the last rank are next to each other, so they are one slice. No rank gets more than its equal part of
+    the tokens, rounded up.
+    """
+    chunks = 2 * len(ranks)
+    size, longer = divmod(length, chunks)  # the first chunks have a token more
+    cuts = [chunk * size + min(chunk, longer) for chunk in range(chunks + 1)]
+    *outer, last = range(len(ranks))
+    slices = [(ranks[chunk], cuts[chunk], cuts[chunk + 1]) for chunk in outer]
+    slices += [(ranks[chunk], cuts[-2 - chunk], cuts[-1 - chunk]) for chunk in outer]
+    return [*slices, (ranks[last], cuts[last], cuts[last + 2])]
+
+
+def _in_free_space(room: list[int], length: int) -> list[tuple[int, int, int]]:
+    """Cut a document into slices that fill the ranks with the most room, and return (rank, start, end)."""
+    slices, start = [], 0
+    for rank in sorted(range(len(room)), key=lambda rank: -room[rank]):
+        if start < length:
+            end = min(length, start + room[rank])
+            slices.append((rank, start, end))
+            start = end
+    return slices
+
+
+def join_layouts(layouts: Sequence[RankLayout]) -> RankLayout:
+    """Return the layouts of several rows as one, with their documents and ranks numbered one row after the other."""
+    documents = offsets_of([len(layout.lengths) for layout in layouts])
+    ranks = offsets_of([layout.num_ranks for layout in layouts])
+    pieces = [len(layout.rank) for layout in layouts]
+    return RankLayout(
+        lengths=np.concatenate([layout.lengths for layout in layouts]),
+        pieces=Pieces(
+            np.concatenate([layout.pieces.document for layout in layouts]) + np.repeat(documents[:-1], pieces),
+            np.concatenate([layout.pieces.start for layout in layouts]),
+            np.concatenate([layout.pieces.length for layout in layouts]),
+        ),
+        rank=np.concatenate([layout.rank for layout in layouts]) + np.repeat(ranks[:-1], pieces),
+        num_ranks=int(ranks[-1]),
+    )
+
+
+@dataclass(frozen=True)
+class LayoutCounts:
+    """Counts of one epoch whose rows are laid out on several ranks."""
+
+    ranks: int
+    """Number of ranks in a block."""
+    split: int
+    """Number of documents that are on several ranks."""
+    utilization: float
+    """Mean work over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits. Work is the time of
+    all layers, or the number of tokens with balance="tokens"."""
+    received_per_token: float
+    """Mean number of tokens that ranks get from each other for each token that is trained on, in an attention layer
+    without a window."""
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.ranks} ranks: {self.split:,} documents are on several of them; utilization of the ranks "
+            f"{self.utilization:.1%} by work; {self.received_per_token:.2f} tokens received for each token"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What the ranks of a block send each other, so that each has all tokens that its own tokens attend to."""
+
+    seen: Pieces
+    """For each piece of the layout, the slice of its document that its tokens attend to, which includes the piece."""
+    spans: Pieces
+    """The tokens that each rank needs, its own ones included: by receiver, then in the order of the row. Each span is
+    held by one rank, and no rank needs a token twice."""
+    sender: IntArray
+    """int64 [spans]: the rank that holds each span."""
+    receiver: IntArray
+    """int64 [spans]: the rank that needs each span; the sender itself for its own tokens."""
+    num_ranks: int
+
+    @property
+    def received(self) -> IntArray:
+        """int64 [ranks]: the number of tokens that each rank gets from others."""
+        return _sum_by(self.receiver, self._sent, self.num_ranks)
+
+    @property
+    def sent(self) -> IntArray:
+        """int64 [ranks, ranks]: the number of tokens that each rank (row) sends each other one (column)."""
+        pair = self.sender * self.num_ranks + self.receiver
+        return _sum_by(pair, self._sent, self.num_ranks**2).reshape(self.num_ranks, self.num_ranks)
+
+    @property
+    def _sent(self) -> IntArray:
+        sent: IntArray = self.spans.length * (self.sender != self.receiver)
+        return sent
+
+
+def plan_exchange(
+    layout: RankLayout, *, is_causal: bool = True, window: int | None = None, chunk: int | None = None
+) -> Exchange:
+    """Plan which tokens the ranks of a block send each other, for layers that let a token attend to others.
+
+    Args:
+        layout: the layout of a row, or of several joined ones.
+        is_causal: whether a token attends to no later token.
+        window: a token only attends to tokens that are fewer than `window` places away; None for no limit.
+        chunk: documents are cut into chunks of `chunk` tokens, and a token only attends to its own; None for no chunks.
+
+    Example:
+        >>> exchange = plan_exchange(lay_out([16], ranks=2, max_tokens=8))
+        >>> exchange.sent.tolist()  # the last 4 tokens are on rank 0, and attend to the 8 tokens of rank 1
+        [[0, 4], [8, 0]]
+        >>> plan_exchange(lay_out([16], ranks=2, max_tokens=8), window=3).sent.tolist()
+        [[0, 2], [2, 0]]
+    """
+    pieces, documents = layout.pieces, offsets_of(layout.lengths)
+    seen = _seen_by(pieces, layout.lengths[pieces.document], is_causal, window, chunk)
+    first = documents[pieces.document] + seen.start
+    end = first + seen.length
+
+    # what the pieces of a document see overlaps if their rank has two of them: merge it
+    is_new = np.append(True, (np.diff(layout.rank) > 0) | (np.diff(pieces.document) > 0) | (first[1:] > end[:-1]))
+    begins = np.flatnonzero(is_new)
+    needed_from, needed_to = first[begins], end[np.append(begins[1:], len(first)) - 1]
+
+    # then cut it where another rank's piece begins
+    place = documents[pieces.document] + pieces.start
+    by_place = np.argsort(place, kind="stable")
+    borders = np.append(place[by_place], documents[-1])
+    lowest = np.searchsorted(borders, needed_from, side="right") - 1
+    held = np.searchsorted(borders, needed_to, side="left") - lowest
+    part = indices_in_ranges(lowest, held)
+    start = np.maximum(borders[part], np.repeat(needed_from, held))
+    length = np.minimum(borders[part + 1], np.repeat(needed_to, held)) - start
+    document = pieces.document[by_place][part]
+    return Exchange(
+        seen=seen,
+        spans=Pieces(document, start - documents[document], length),
+        sender=layout.rank[by_place][part],
+        receiver=np.repeat(layout.rank[begins], held),
+        num_ranks=layout.num_ranks,
+    )
+
+
+def _seen_by(pieces: Pieces, lengths: IntArray, is_causal: bool, window: int | None, chunk: int | None) -> Pieces:
+    """Return the slices of documents that the tokens of pieces attend to, given the lengths of the documents."""
+    begin, end = pieces.start, pieces.start + pieces.length
+    first, last = np.zeros_like(begin), end if is_causal else lengths
+    if chunk is not None:
+        first = begin // chunk * chunk
+        last = np.minimum(last, -(-end // chunk) * chunk)
+    if window is not None:
+        first = np.maximum(first, begin - window + 1)
+        last = np.minimum(last, end + window - 1)
+    return Pieces(pieces.document, first, last - first)
+
+
+def _sum_by(group: IntArray, values: IntArray, groups: int) -> npt.NDArray[np.int64]:
+    """Return the sum of the integers of each group, int64 [groups]."""
+    total = np.zeros(groups, dtype=np.int64)
+    np.add.at(total, group, values)
+    return total

@@ -1,0 +1,135 @@
+"""Rows on several ranks: logits and gradients of every token are those of the row on one rank."""
+
+import json
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from processes import on_ranks
+
+import hf_packing as hfp
+from hf_packing.attention import route_of
+from hf_packing.attention.split_row import block_of
+from hf_packing.batch.segments import part_of
+from hf_packing.columns import MAX_LENGTHS
+from hf_packing.planning.lengths import Pieces
+from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_exchange
+from tools.tiny_model import tiny_model
+
+WINDOW = {"sliding_window": 6}
+CASES = {
+    "gpt2": ("gpt2", "causal", {}),
+    "llama": ("llama", "causal", {}),
+    "qwen3": ("qwen3", "causal", {}),
+    "mistral, windows": ("mistral", "causal", WINDOW),
+    "gemma2, soft caps, windows": ("gemma2", "causal", WINDOW),
+    "gpt_oss, sinks": ("gpt_oss", "causal", WINDOW),
+    "llama4, chunks": ("llama4_text", "causal", {"attention_chunk_size": 7}),
+    "deepseek_v3": ("deepseek_v3", "causal", {}),
+    "qwen3_moe": ("qwen3_moe", "causal", {}),
+    "mamba": ("mamba", "causal", {}),
+    "mamba2": ("mamba2", "causal", {}),
+    "jamba": ("jamba", "causal", {}),
+    "qwen3_next": ("qwen3_next", "causal", {}),
+    "lfm2": ("lfm2", "causal", {}),
+    "bert": ("bert", "masked", {}),
+    "modernbert, windows": ("modernbert", "masked", {"local_attention": 8}),
+}
+ROWS = {
+    "odd lengths, one-token documents": ([7, 1, 13, 9, 1, 6], None),
+    "a document over all ranks": ([1, 29, 3], None),
+    "no exchange": ([8, 8, 8, 8], None),
+    "uneven slices": ([7, 1, 13, 9, 1, 6], [3, 4, 20]),
+    "planned": ([23, 2, 1, 4, 3, 2, 6], "planned"),
+}
+
+
+def layout_of(lengths, cuts, ranks):
+    """Equal slices of the row, slices that begin at some places, or as planned."""
+    tokens, begins = sum(lengths), np.cumsum([0, *lengths])
+    if cuts == "planned":
+        return lay_out(lengths, ranks, -(-tokens // ranks) + 1, 8.0)
+    cuts = [tokens * rank // ranks for rank in range(1, ranks)] if cuts is None else cuts[: ranks - 1]
+    borders = np.unique([*begins, *cuts])
+    document = np.searchsorted(begins, borders[:-1], side="right") - 1
+    pieces = Pieces(document, borders[:-1] - begins[document], np.diff(borders))
+    return RankLayout(np.array(lengths), pieces, np.searchsorted(cuts, borders[:-1], side="right"), ranks)
+
+
+@contextmanager
+def all_float64():
+    """Within the block, code of models that computes in float32 computes in float64, so that all differences are those
+    of float64."""
+    before = torch.float32, torch.float, torch.Tensor.float
+    torch.float32, torch.float, torch.Tensor.float = torch.float64, torch.float64, torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = before
+
+
+def run(model, inputs, weights):
+    """The logits, and the gradients of a weighted sum of them."""
+    model.zero_grad()
+    logits = model(**inputs).logits[0]
+    (logits * weights[:, None] * torch.arange(logits.shape[-1]).cos()).sum().backward()
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return logits.detach(), found
+
+
+def needs_others(layout):
+    return bool(plan_exchange(layout).received.any())
+
+
+def alone(part):
+    """The part as a packed row of its own, whose tokens see no others: the exchange is left out."""
+    return {**part, **dict.fromkeys(MAX_LENGTHS, int(part["max_length_q"]))} | {"position_ids": None, "seq_idx": None}
+
+
+def compare(folder, names):
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    rank, ranks = state.process_index, state.num_processes
+    block_of(ranks)
+    found = {}
+    for name in names:
+        architecture, kind, changes = CASES[name]
+        model = tiny_model(architecture, kind, **changes).double().train()
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+        hfp.patch_model(model)
+        facts = route_of(model).facts
+        facts.ranks_per_row, facts.is_causal = ranks, kind == "causal"
+        for row, (lengths, cuts) in ROWS.items():
+            generator = np.random.default_rng(0)
+            batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])
+            del batch["labels"]
+            weights = torch.from_numpy(generator.normal(size=sum(lengths)))
+            layout = layout_of(lengths, cuts, ranks)
+            places = torch.from_numpy(layout.places(rank))
+            part = part_of(batch, RowPart(layout, rank))
+            with all_float64():
+                expected, wanted = run(model, batch, weights)
+                logits, own = run(model, part, weights[places])
+            largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+            apart = 0.0
+            for each, gradient in wanted.items():
+                got = own.get(each, torch.zeros_like(gradient))
+                dist.all_reduce(got)
+                apart = max(apart, float((got - gradient).abs().max()) / largest)
+            without = run(model, alone(part), weights[places])[0] if needs_others(layout) else expected[places] + 1
+            changed = (without - expected[places]).abs().max() > 1e-3
+            dist.all_reduce(seen := changed.int(), op=dist.ReduceOp.MAX)
+            found[f"{name}: {row}"] = float((logits - expected[places]).abs().max()), apart, bool(seen)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_and_gradients_are_those_of_one_rank(ranks, tmp_path):
+    on_ranks(compare, tmp_path, [*CASES], ranks=ranks)
+    for rank in range(ranks):
+        for name, (*apart, seen) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert max(apart) < 1e-12, (name, apart)
+            assert seen, f"{name} would also pass without an exchange"

@@ -1,0 +1,151 @@
+"""Measure, for models of each architecture, how rows on two ranks differ from the same rows on one rank.
+
+Two processes go through all architectures together. The layouts are not those of the proof: equal slices of the row,
+and two chunks of every document on each rank.
+"""
+
+import os
+import pickle
+import tempfile
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_packing import ModelNotSupportedError, PackingCollator, patch_model
+from tools.internals import (
+    Pieces,
+    RankLayout,
+    RowPart,
+    block_of,
+    logits_of,
+    part_of,
+    prove_split_rows,
+)
+from tools.survey.measure import EXACT, VARIANTS, _silence, largest, make_documents
+from tools.tiny_model import tiny_model
+
+RANKS = 2
+
+LENGTHS = (7, 1, 13, 9, 2, 6, 18)
+"""Lengths of the documents in tokens."""
+
+Status = Literal["exact", "refused", "WRONG", "not built"]
+
+
+@dataclass(frozen=True)
+class MeasuredRanks:
+    """The results for one architecture."""
+
+    kind: str
+    name: str
+    status: Status
+    reason: str = ""
+    """Why no model was built, or why it is refused on several ranks."""
+    difference: float = float("nan")
+    """Largest difference of a logit, in float64, over all layouts and ranks."""
+    gradient: float = float("nan")
+    """Largest difference of a gradient, relative to the largest gradient."""
+
+
+def layouts() -> list[RankLayout]:
+    """Return the layouts of the row: equal slices, and two chunks of every document on each rank."""
+    lengths, begins = np.array(LENGTHS), np.cumsum([0, *LENGTHS])
+    middle = int(begins[-1]) // RANKS
+    borders = np.unique([*begins, middle])
+    document = np.searchsorted(begins, borders[:-1], side="right") - 1
+    sliced = Pieces(document, borders[:-1] - begins[document], np.diff(borders))
+    found = [RankLayout(lengths, sliced, (borders[:-1] >= middle).astype(np.int64), RANKS)]
+    held: list[tuple[int, int, int, int]] = []
+    for number, length in enumerate(LENGTHS):
+        cuts = [length * chunk // (2 * RANKS) for chunk in range(2 * RANKS + 1)]
+        middle_ones = [(1, number, cuts[1], cuts[3] - cuts[1])] if length > 1 else []
+        outer = [(0, number, cuts[0], cuts[1]), (0, number, cuts[3], cuts[4] - cuts[3])]
+        held += [each for each in (*middle_ones, *outer) if each[3]]
+    rank, document, start, length = np.array(sorted(held), dtype=np.int64).T
+    return [*found, RankLayout(lengths, Pieces(document, start, length), rank, RANKS)]
+
+
+def measure_all_ranks(jobs: list[tuple[str, str]]) -> list[MeasuredRanks]:
+    """Measure architectures on two processes; return the results in the order of the jobs."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_measure_jobs, (jobs, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
+        found: list[MeasuredRanks] = pickle.loads(Path(folder, "results").read_bytes())
+    return found
+
+
+def _measure_jobs(rank: int, jobs: list[tuple[str, str]], folder: str) -> None:
+    _silence()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
+    )
+    block_of(RANKS)
+    results = [measure_on_ranks(*job) for job in tqdm(jobs, unit=" architectures on two ranks", disable=rank > 0)]
+    if rank == 0:
+        Path(folder, "results").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
+    """Build a tiny model and measure it; both ranks call this together."""
+    model_type, changes = VARIANTS.get(name, (name, {}))
+    try:
+        model = tiny_model(model_type, kind, **changes)
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+    except Exception as error:  # configurations and models may raise anything
+        return MeasuredRanks(kind, name, "not built", f"{type(error).__name__}: {error}")
+    try:
+        patch_model(model.double())
+        proof = prove_split_rows(model, RANKS)
+    except Exception as error:  # both ranks raise the same one
+        expected = isinstance(error, (ModelNotSupportedError, ValueError))
+        return MeasuredRanks(kind, name, "refused", f"{'' if expected else f'{type(error).__name__}: '}{error}")
+    problems: list[str | None] = [None] * RANKS
+    dist.all_gather_object(problems, proof.problem)
+    if any(problems):
+        return MeasuredRanks(kind, name, "refused", next(filter(None, problems)))
+    difference, gradient = (max(each) for each in zip(*(_apart(model, layout) for layout in layouts()), strict=True))
+    status: Status = "exact" if max(difference, gradient) <= EXACT else "WRONG"
+    return MeasuredRanks(kind, name, status, "", difference, gradient)
+
+
+def _apart(model: PreTrainedModel, layout: RankLayout) -> tuple[float, float]:
+    """Return the values of `MeasuredRanks.difference` and `MeasuredRanks.gradient` for one layout."""
+    batch: dict[str, Any] = PackingCollator()([{"input_ids": tokens} for tokens in make_documents(0, LENGTHS)])
+    del batch["labels"]
+    part = RowPart(layout, dist.get_rank())
+    places = torch.from_numpy(layout.places(part.rank))
+    weights = torch.arange(sum(LENGTHS)).cos()
+    whole, expected = _run(model, batch, weights)
+    own, found = _run(model, part_of(batch, part), weights[places])
+    for each in found.values():
+        dist.all_reduce(each)
+    scale = max(float(each.abs().max()) for each in expected.values())
+    gradients = max(largest(found[each], gradient) for each, gradient in expected.items())
+    apart = torch.tensor([largest(own, whole[places]), gradients / scale])
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    difference, gradient = apart.tolist()
+    return difference, gradient
+
+
+def _run(model: PreTrainedModel, batch: dict[str, Any], weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits, and the gradients of a weighted sum of them by parameter."""
+    model.zero_grad()
+    logits = logits_of(model, model(**batch))[0]
+    weighted = logits * weights[:, None] * torch.arange(logits.shape[-1]).cos()
+    torch.autograd.backward(weighted.nan_to_num(0, 0, 0).sum())
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    return logits.detach(), {name: each.clone() for name, each in gradients.items() if each.numel()}
