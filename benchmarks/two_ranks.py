@@ -7,6 +7,7 @@ or on two. Memory is the peak of a process, without that before its first step.
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -39,10 +40,8 @@ def model_of(args: argparse.Namespace) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
-def measure(args: argparse.Namespace, ranks: int) -> None:
-    """Run the steps on this process; the first one prints the seconds of each and the peak memory of a process."""
-    torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
+def measure(args: argparse.Namespace, ranks: int, accelerator: Accelerator) -> dict[str, object]:
+    """Run the steps on this process, and return the seconds of each and the peak memory of a process in MB."""
     tokens = torch.randint(1024, (args.tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     documents = Dataset.from_dict({"input_ids": [tokens]})
     model = model_of(args)
@@ -59,11 +58,7 @@ def measure(args: argparse.Namespace, ranks: int) -> None:
             model.zero_grad()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     most = accelerator.gather(torch.tensor([float(peak)])).max().item()
-    if accelerator.is_main_process:
-        print(json.dumps({"seconds": seconds[1:], "peak": most / 1024}))
-    accelerator.end_training()
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
+    return {"seconds": seconds[1:], "peak": most / 1024}
 
 
 def run(args: argparse.Namespace, ranks: int) -> dict[str, object]:
@@ -101,7 +96,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ranks:
-        measure(args, args.ranks)
+        torch.set_num_threads(1)
+        accelerator = Accelerator(cpu=True)
+        measured = measure(args, args.ranks, accelerator)
+        accelerator.print(json.dumps(measured))
+        gc.collect()  # a DDP model that outlives its group of processes hangs
+        accelerator.end_training()
         return
     print(machine("transformers", "torch"))
     ratios, memory = [], []

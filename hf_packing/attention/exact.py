@@ -5,9 +5,11 @@ consists of segments without prefixes. torch's attention is called once for all 
 different lengths costs n calls. Compiled code calls the same function as one opaque operator.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.layout import Layout, on_device, once_for_all_layers
-from hf_packing.attention.split_row import SplitLayout, runs_of_pieces
+from hf_packing.attention.split_row import Run, SplitLayout, runs_of_pieces
 from hf_packing.attention.token_axes import cat
 from hf_packing.errors import PackingError
 from hf_packing.trees.segments import Places, TreeSegments
@@ -66,12 +68,12 @@ def attend_exactly(
     Returns:
         Attention output, [1, heads, tokens, value_dim].
     """
-    lengths, keys, places, calls = _plan(layout, is_causal, window, chunk, query.device)
-    if places is not None:
-        key, value = gather_tokens(key, places), gather_tokens(value, places)
-    parts = torch.split(query, lengths, dim=2), *([each.narrow(2, *at) for at in keys] for each in (key, value))
-    outputs: list[Tensor] = [query] * len(lengths)
-    for runs, mask in calls:
+    plan = _plan(layout, is_causal, window, chunk, query.device, query.dtype)
+    if plan.places is not None:
+        key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
+    parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
+    outputs: list[Tensor] = [query] * len(plan.lengths)
+    for runs, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
@@ -85,7 +87,7 @@ def attend_exactly(
     return cat(outputs, 2)
 
 
-def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[int], list[int], Places]:
+def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple[list[Run], Places]:
     """Return the runs of a row, whose tokens are next to each other both in the row and in a document. The tokens of a
     run attend to its prefix, the tokens above it, and to each other.
 
@@ -97,59 +99,121 @@ def runs_of(trees: TreeSegments, window: int | None, chunk: int | None) -> tuple
         window, chunk: arguments of `attend_exactly`.
 
     Returns:
-        The number of tokens in each run; the number of its keys, which are those of its prefix and its own; and the
-        places of the keys of all runs in the row, int64 [keys].
+        The runs, and the places of the keys of all runs in the row, int64 [keys].
     """
     window, chunk = window or trees.tokens, chunk or trees.tokens
-    lengths: list[int] = []
+    runs: list[Run] = []
     keys: list[Places] = []
+    gathered = 0
     firsts = [each for each, parent in enumerate(trees.parents) if each == 0 or parent != each - 1]
     for segment, end in pairwise([*firsts, len(trees.parents)]):
         depth, own = int(trees.depths[segment]), np.arange(trees.begins[segment], trees.begins[end])
         path = np.concatenate([trees.path_of(segment)[:depth], own]) if depth else own
         for first, last in pairwise([depth, *range((depth // chunk + 1) * chunk, len(path), chunk), len(path)]):
-            lengths.append(last - first)
-            keys.append(path[max(first - window + 1, first // chunk * chunk) : last])
-    return lengths, [*map(len, keys)], np.concatenate(keys)
+            begin = max(first - window + 1, first // chunk * chunk)
+            runs.append(Run(last - first, last - begin, first - begin, gathered))
+            keys.append(path[begin:last])
+            gathered += last - begin
+    return runs, np.concatenate(keys)
 
 
-_LONGEST_RUN = 512
-"""The most tokens of a document on several ranks in one call, whose mask hides at most as many keys of each."""
+_LONGEST_MASKED = 512
+"""The most tokens of a run in one call with a mask. Longer runs are cut, which keeps masks small, and leaves out keys
+beyond the window."""
 
-_Plan = tuple[list[int], list[tuple[int, int]], Tensor | None, list[tuple[list[int], Tensor | None]]]
-"""The calls of torch's attention that compute a row: the number of tokens of each run; where its keys begin, and their
-number; where the keys of all runs are in the row, int64 [keys], if they have to be gathered; and for each call, its
-runs, which have equal numbers of tokens and of keys, and the mask of `_mask`."""
+
+class _Plan(NamedTuple):
+    """The calls of torch's attention that compute a row."""
+
+    lengths: list[int]
+    """The number of tokens of each run."""
+    keys: list[tuple[int, int]]
+    """Where the keys of each run begin, and their number."""
+    places: Tensor | None
+    """Where the keys of all runs are in the row, int64 [keys], if they have to be gathered."""
+    calls: list[tuple[list[int], Tensor | None]]
+    """The runs of each call, which have equal numbers of tokens and of keys, and its mask [length, keys], which is added
+    to the scores; None if the rule is that of torch's attention."""
 
 
 @once_for_all_layers
-def _plan(layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device) -> _Plan:
-    gathered = None
+def _plan(
+    layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device, dtype: torch.dtype
+) -> _Plan:
+    places = None
     if isinstance(layout, SplitLayout):
-        lengths, keys, before, begins = runs_of_pieces(layout, is_causal, window, chunk, _LONGEST_RUN)
+        runs = runs_of_pieces(layout, is_causal, window, chunk)
     else:
-        lengths, keys, places = runs_of(layout.trees, window, chunk)
-        before = [each - length for each, length in zip(keys, lengths, strict=True)]
-        begins = [0, *accumulate(keys)]
-        if layout.has_branches:
-            gathered = on_device(places, device)
-    calls: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for run, shape in enumerate(zip(lengths, keys, before, strict=True)):
-        calls[shape].append(run)
-    masked = [(runs, _mask(*shape, is_causal, window, device)) for shape, runs in calls.items()]
-    return lengths, [*zip(begins, keys, strict=False)], gathered, masked
+        runs, of_keys = runs_of(layout.trees, window, chunk)
+        places = on_device(of_keys, device) if layout.has_branches else None
+    shapes: list[_Shape] = []
+    keys: list[tuple[int, int]] = []
+    for run in runs:
+        near = window or run.keys
+        step = _LONGEST_MASKED if _needs_mask(*run[:3], is_causal, near) else run.length
+        for first in range(0, run.length, step):
+            last = min(first + step, run.length)
+            low = max(run.before + first - near + 1, 0)
+            high = run.before + last if is_causal else min(run.before + last + near - 1, run.keys)
+            shapes.append((last - first, high - low, run.before + first - low))
+            keys.append((run.begin + low, high - low))
+    calls: dict[_Shape, list[int]] = defaultdict(list)
+    for number, shape in enumerate(shapes):
+        calls[shape].append(number)
+    hides = [shape for shape in calls if _needs_mask(*shape, is_causal, window or shape[1])]
+    masks = _masks(hides, is_causal, window, device, dtype)
+    return _Plan([each[0] for each in shapes], keys, places, [(some, masks.get(each)) for each, some in calls.items()])
 
 
-def _mask(
-    length: int, keys: int, before: int, is_causal: bool, window: int | None, device: torch.device
-) -> Tensor | None:
-    """Return which of its keys each token of a run attends to, bool [length, keys], given the number of keys before its
-    first token; None if the rule is that of torch's attention."""
-    window = window or keys
-    if length == keys <= window:
-        return None
-    near = torch.ones(length, keys, dtype=torch.bool, device=device).triu(before - window + 1)
-    return near.tril(before if is_causal else before + window - 1)
+_Shape = tuple[int, int, int]
+"""The number of tokens of a run, of its keys, and of the keys before its first token."""
+
+
+def _masks(
+    shapes: list[_Shape], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
+) -> dict[_Shape, Tensor]:
+    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one."""
+    if not shapes:
+        return {}
+    longest, before = max(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
+    width = before + max(keys - first for _, keys, first in shapes)
+    far = torch.full((longest, width), -math.inf, device=device, dtype=dtype)
+    window = window or width
+    hidden = far.triu(before + 1 if is_causal else before + window) + far.tril(before - window)
+    return {shape: hidden[: shape[0], before - shape[2] :][:, : shape[1]] for shape in shapes}
+
+
+def _needs_mask(length: int, keys: int, before: int, is_causal: bool, window: int) -> bool:
+    """Return whether a run, whose first token has some keys before it, needs a mask."""
+    if is_causal:
+        return before > 0 or length > window
+    return max(before + length, keys - before) > window
+
+
+def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
+    """Return slices of keys or values [1, heads, keys, dim], given where each begins, and its length."""
+    if sum(length for _, length in slices) == tensor.shape[2]:
+        return torch.split(tensor, [length for _, length in slices], dim=2)
+    return _Overlapping.apply(tensor, slices)  # type: ignore[no-untyped-call]
+
+
+class _Overlapping(torch.autograd.Function):
+    """Overlapping slices of keys or values. The gradients of a token are summed in float32."""
+
+    @staticmethod
+    def forward(tensor: Tensor, slices: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        return tuple(tensor.narrow(2, *at) for at in slices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape, ctx.slices = inputs[0].shape, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
+        for at, gradient in zip(ctx.slices, gradients, strict=True):
+            total.narrow(2, *at).add_(gradient)
+        return total.to(gradients[0].dtype), None
 
 
 def attend_with_scores(
@@ -176,9 +240,9 @@ def attend_with_scores(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and is_causal:
-        mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+        mask = torch.full_like(scores[0, 0], -math.inf).triu(1)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)

@@ -193,11 +193,12 @@ def keys_along_paths(
     in the row, or among the tokens that the rank sees, int64 [keys]; the layout of the runs' queries; and that of their
     keys."""
     if isinstance(row, SplitLayout):
-        lengths, keys, _, begins = runs_of_pieces(row, is_causal, window, None)
-        places = indices_in_ranges(np.array(begins), np.array(keys))
+        runs = runs_of_pieces(row, is_causal, window, None)
+        places = indices_in_ranges(np.array([run.begin for run in runs]), np.array([run.keys for run in runs]))
     else:
-        lengths, keys, places = runs_of(row.trees, window, None)
-    return on_device(places, device), Layout.of(lengths, device), Layout.of(keys, device)
+        runs, places = runs_of(row.trees, window, None)
+    layouts = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
+    return on_device(places, device), *layouts
 
 
 class FlexKernel:

@@ -8,7 +8,7 @@ of the row what the others send. If no rank needs anything of another one, none 
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -139,35 +139,33 @@ def exchange_of(row: SplitLayout, is_causal: bool, window: int | None, chunk: in
     )
 
 
-def runs_of_pieces(
-    row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None, longest: int | None = None
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the runs of a rank's pieces, whose tokens and whose keys are next to each other.
+class Run(NamedTuple):
+    """Tokens of a row that are next to each other, as are their keys."""
 
-    Args:
-        row: the row.
-        is_causal, window, chunk: arguments of `attend_exactly`.
-        longest: the most tokens of a run; None for no limit.
+    length: int
+    """The number of its tokens."""
+    keys: int
+    before: int
+    """The number of keys before the first token."""
+    begin: int
+    """Where its keys begin among all keys."""
 
-    Returns:
-        The number of tokens of each run; the number of its keys; the number of keys before its first token; and where
-        its keys begin among the seen tokens of `exchange_of`.
-    """
+
+def runs_of_pieces(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> list[Run]:
+    """Return the runs of a rank's pieces, whose keys are among the seen tokens of `exchange_of`; the arguments are those
+    of `attend_exactly`."""
     layout, pieces = row.own.layout, row.own.pieces
     begins, seen = offsets_of(layout.lengths), exchange_of(row, is_causal, window, chunk).seen
-    runs: list[tuple[int, int, int]] = []
-    first_keys: list[int] = []
+    runs: list[Run] = []
     for document, start, length in np.stack([pieces.document, pieces.start, pieces.length], 1).tolist():
         size, end = int(layout.lengths[document]), start + length
         step, near = chunk or size, window or size
-        cuts = {*range((start // step + 1) * step, end, step), *range(start, end, longest or length)}
-        for first, last in pairwise([*sorted(cuts | {start}), end]):
+        for first, last in pairwise([start, *range((start // step + 1) * step, end, step), end]):
             begin = max(first - near + 1, first // step * step, 0)
             beyond = last if is_causal else min(last + near - 1, (first // step + 1) * step, size)
-            runs.append((last - first, beyond - begin, first - begin))
-            first_keys.append(begins[document] + begin)
-    lengths, keys, before = map(list, zip(*runs, strict=True))
-    return lengths, keys, before, np.searchsorted(seen, first_keys).tolist()
+            place = int(np.searchsorted(seen, begins[document] + begin))
+            runs.append(Run(last - first, beyond - begin, first - begin, place))
+    return runs
 
 
 def exchange_keys(

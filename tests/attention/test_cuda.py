@@ -1,16 +1,22 @@
 """Kernels on a CUDA device against exact attention; skipped where there is none."""
 
+import json
+
 import pytest
 import torch
+from accelerate import PartialState
 from model_inputs import CHAT, inputs_of
+from processes import on_ranks
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import kernels
+from hf_packing.attention import block_of, kernels, prove_split_rows
 from hf_packing.attention.exact import attend_exactly
 from hf_packing.attention.flex import row_mask
 from hf_packing.attention.kernels import KERNELS, Call, VarlenKernel
 from hf_packing.attention.layout import Layout
+from hf_packing.attention.split_row import SplitLayout, exchange_of
+from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
 
@@ -216,3 +222,45 @@ def test_patched_models_on_trees(name, dtype):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients
         assert all(torch.isfinite(each).all() for each in gradients)
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if isinstance(kernel, VarlenKernel)])
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 32), (False, None)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
+def test_documents_on_several_ranks(name, is_causal, window, dim, value_dim):
+    """Each rank's tokens attend to all that they see, and a kernel gets fewer queries than keys."""
+    torch.manual_seed(0)
+    how = {"is_causal": is_causal, "window": window, "softcap": None}
+    kernel = kernel_named(name, dim=dim, value_dim=value_dim, **how)
+    (q, k, v), _ = exact_and_half(sum(LENGTHS), dim, value_dim, None)
+    layout = lay_out(LENGTHS, 3, 180, linear_cost=0)
+    assert layout.num_split
+    for rank in range(3):
+        row = SplitLayout.of_part(RowPart(layout, rank), q.device, is_causal)
+        seen = torch.from_numpy(exchange_of(row, is_causal, window, None).seen).cuda()
+        own = torch.from_numpy(layout.places(rank)).cuda()
+        part = [q[:, :, own], k[:, :, seen], v[:, :, seen]]
+        exact, half = ([each.detach().to(dtype).requires_grad_() for each in part] for dtype in (q.dtype, torch.bfloat16))
+        whole = attend_exactly(q, k, v, Layout.of(LENGTHS, q.device), scale=0.2, **how)
+        assert (attend_exactly(*exact, row, scale=0.2, **how) - whole[:, :, own]).abs().max() < 1e-4
+        assert_close(kernel, row, how, (exact, half))
+
+
+def prove_on_one_card(folder, names):
+    """Two processes prove models on the one card that there may be."""
+    state = PartialState(cpu=True)  # ranks on one card have no NCCL
+    found = {}
+    for name in names:
+        model = tiny_model(name, "masked" if name == "bert" else "causal", torch.bfloat16).cuda()
+        block_of(2)
+        proof = prove_split_rows(hfp.patch_model(model), 2)
+        found[name] = proof.problem, proof.kernel
+    (folder / f"{state.process_index}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "jamba", "bert"])
+def test_models_run_rows_on_several_ranks(name, tmp_path):
+    on_ranks(prove_on_one_card, tmp_path, [name], ranks=2)
+    problem, kernel = json.loads((tmp_path / "0.json").read_text())[name]
+    assert not problem
+    assert kernel

@@ -290,7 +290,7 @@ def test_keys_are_gathered_along_paths(forest, window, most):
 def test_the_keys_of_a_chat_are_gathered_once():
     """Its first children are in the run of their parent; otherwise n turns would gather n / 2 times their tokens."""
     row = Layout.of(TreeSegments((4, 3, 2, 5, 6), (-1, 0, 1, 2, 1)))
-    places, queries, keys = kernels.keys_along_paths(row, None, torch.device("cpu"))
+    places, queries, keys = kernels.keys_along_paths(row, True, None, torch.device("cpu"))
     assert (queries.cu_seq_lens.tolist(), keys.cu_seq_lens.tolist(), keys.max_length) == ([0, 14, 20], [0, 14, 27], 14)
     assert places.tolist() == [*range(14), *range(7), *range(14, 20)]
 

@@ -14,6 +14,7 @@ from hf_packing.attention import kernels
 from hf_packing.attention.exact import attend_exactly, attend_with_scores
 from hf_packing.attention.kernels import VarlenKernel
 from hf_packing.attention.layout import Layout
+from hf_packing.trees.segments import TreeSegments
 from tools.kernel_signatures import SIGNATURES, function_with
 
 KNOWN = json.loads(SIGNATURES.read_text())
@@ -70,13 +71,13 @@ def exact(query, key, value, given, borders, longest, scale, left, right, **opti
 
 
 def at_last_keys(query, key, value, borders, *, scale, is_causal, window, softcap=None):
-    """Attention of segments whose queries belong to their last keys."""
-    assert is_causal
+    """Attention of segments whose queries belong to their last keys or, if it is not causal, to any."""
+    assert is_causal or window is None
     outputs = []
     for (first, last), (first_key, last_key) in zip(*(pairwise(each.tolist()) for each in borders), strict=True):
         keys = last_key - first_key
         back = torch.arange(keys - last + first, keys)[:, None] - torch.arange(keys)
-        mask = (back >= 0) & (back < (window or keys))
+        mask = torch.where((back >= 0) & (back < (window or keys)) | (not is_causal), 0.0, -torch.inf)
         k, v = key[:, :, first_key:last_key], value[:, :, first_key:last_key]
         outputs.append(attend_with_scores(query[:, :, first:last], k, v, mask, scale, True, softcap, None, 0.0))
     return torch.cat(outputs, dim=2)
@@ -97,8 +98,8 @@ def tensors(dim=16, value_dim=16, dtype=torch.float64, tokens=12):
 def choose(dtype=torch.bfloat16, layer=None, **changes):
     """The name of the kernel that is chosen for a call, or None."""
     query, _, value = tensors(dtype=dtype)
-    in_trees = changes.pop("in_trees", False)
-    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, in_trees, {"dropout": 0.0} | changes)
+    row = Layout.of(TreeSegments((6, 6), (-1, 0)) if changes.pop("in_trees", False) else [12])
+    kernel = kernels.choose(layer or torch.nn.Identity(), query, value, row, {"dropout": 0.0} | changes)
     return None if kernel is None else kernel.name
 
 
