@@ -68,14 +68,19 @@ def attend_exactly(
     Returns:
         Attention output, [1, heads, tokens, value_dim].
     """
-    plan = _plan(layout, is_causal, window, chunk, query.device, query.dtype)
+    is_plain = softcap is None and sinks is None
+    # torch's kernel for CPUs says what attention needs to be joined, so that no mask is needed
+    joins = query.is_cpu and is_plain and is_causal and not (dropout or window) and query.shape[3] == value.shape[3]
+    plan = _plan(layout, is_causal, window, chunk, joins, query.device, query.dtype)
     if plan.places is not None:
         key, value = gather_tokens(key, plan.places), gather_tokens(value, plan.places)
     parts = torch.split(query, plan.lengths, dim=2), _slices(key, plan.keys), _slices(value, plan.keys)
     outputs: list[Tensor] = [query] * len(plan.lengths)
-    for runs, mask in plan.calls:
+    for runs, before, mask in plan.calls:
         q, k, v = (cat([each[run] for run in runs], 0) for each in parts)
-        if softcap is None and sinks is None:
+        if joins and before:
+            attended: Tensor = _AfterPrefix.apply(q, k, v, before, scale)  # type: ignore[no-untyped-call]
+        elif is_plain:
             causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -131,14 +136,20 @@ class _Plan(NamedTuple):
     """Where the keys of each run begin, and their number."""
     places: Tensor | None
     """Where the keys of all runs are in the row, int64 [keys], if they have to be gathered."""
-    calls: list[tuple[list[int], Tensor | None]]
-    """The runs of each call, which have equal numbers of tokens and of keys, and its mask [length, keys], which is added
-    to the scores; None if the rule is that of torch's attention."""
+    calls: list[tuple[list[int], int, Tensor | None]]
+    """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token of
+    each; and the mask [length, keys], which is added to the scores, or None if the rule is that of torch's attention."""
 
 
 @once_for_all_layers
 def _plan(
-    layout: Layout, is_causal: bool, window: int | None, chunk: int | None, device: torch.device, dtype: torch.dtype
+    layout: Layout,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    joins: bool,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> _Plan:
     places = None
     if isinstance(layout, SplitLayout):
@@ -150,7 +161,7 @@ def _plan(
     keys: list[tuple[int, int]] = []
     for run in runs:
         near = window or run.keys
-        step = _LONGEST_MASKED if _needs_mask(*run[:3], is_causal, near) else run.length
+        step = _LONGEST_MASKED if not joins and _needs_mask(*run[:3], is_causal, near) else run.length
         for first in range(0, run.length, step):
             last = min(first + step, run.length)
             low = max(run.before + first - near + 1, 0)
@@ -160,9 +171,10 @@ def _plan(
     calls: dict[_Shape, list[int]] = defaultdict(list)
     for number, shape in enumerate(shapes):
         calls[shape].append(number)
-    hides = [shape for shape in calls if _needs_mask(*shape, is_causal, window or shape[1])]
+    hides = [] if joins else [shape for shape in calls if _needs_mask(*shape, is_causal, window or shape[1])]
     masks = _masks(hides, is_causal, window, device, dtype)
-    return _Plan([each[0] for each in shapes], keys, places, [(some, masks.get(each)) for each, some in calls.items()])
+    given = [(runs, shape[2], masks.get(shape)) for shape, runs in calls.items()]
+    return _Plan([shape[0] for shape in shapes], keys, places, given)
 
 
 _Shape = tuple[int, int, int]
@@ -172,7 +184,8 @@ _Shape = tuple[int, int, int]
 def _masks(
     shapes: list[_Shape], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[_Shape, Tensor]:
-    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one."""
+    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Only kernels
+    for CPUs take these as they are: others read whole words of memory."""
     if not shapes:
         return {}
     longest, before = max(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
@@ -180,7 +193,8 @@ def _masks(
     far = torch.full((longest, width), -math.inf, device=device, dtype=dtype)
     window = window or width
     hidden = far.triu(before + 1 if is_causal else before + window) + far.tril(before - window)
-    return {shape: hidden[: shape[0], before - shape[2] :][:, : shape[1]] for shape in shapes}
+    parts = {shape: hidden[: shape[0], before - shape[2] :][:, : shape[1]] for shape in shapes}
+    return parts if device.type == "cpu" else {shape: part.contiguous() for shape, part in parts.items()}
 
 
 def _needs_mask(length: int, keys: int, before: int, is_causal: bool, window: int) -> bool:
@@ -214,6 +228,42 @@ class _Overlapping(torch.autograd.Function):
         for at, gradient in zip(ctx.slices, gradients, strict=True):
             total.narrow(2, *at).add_(gradient)
         return total.to(gradients[0].dtype), None
+
+
+class _AfterPrefix(torch.autograd.Function):
+    """Attention of runs to all keys before them, and to their own up to each token: two calls of torch's kernel for
+    CPUs, which are joined. A backward pass with the joined sums gives the exact gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, before: int, scale: float) -> Tensor:
+        ctx.options = before, scale
+        calls = [_FLASH(query, *each, 0.0, is_causal, scale=scale) for each, is_causal in _around(key, value, before)]
+        total = torch.logaddexp(*(sums for _, sums in calls))
+        joined = sum(output * (sums - total).exp().unsqueeze(3).to(output) for output, sums in calls)
+        ctx.save_for_backward(query, key, value, joined, total)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, joined, total = ctx.saved_tensors
+        before, scale = ctx.options
+        (q1, k1, v1), (q2, k2, v2) = (
+            _FLASH_BACKWARD(gradient, query, *each, joined, total, 0.0, is_causal, scale=scale)
+            for each, is_causal in _around(key, value, before)
+        )
+        return q1 + q2, torch.cat([k1, k2], dim=2), torch.cat([v1, v2], dim=2), None, None
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""The kernel behind torch's attention on CPUs, which also returns the log of the sum of exponentials of the scores."""
+
+
+def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[list[Tensor], bool]]:
+    """Return the keys and values before a place, and after it, and whether tokens from the place on see only earlier
+    ones of these."""
+    before, after = zip(*(each.split([place, each.shape[2] - place], dim=2) for each in (key, value)), strict=True)
+    return [([*before], False), ([*after], True)]
 
 
 def attend_with_scores(

@@ -1,6 +1,7 @@
 """Kernels on a CUDA device against exact attention; skipped where there is none."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -20,7 +21,14 @@ from hf_packing.planning.rank_layout import RowPart, lay_out
 from hf_packing.trees.segments import TreeSegments
 from tools.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # of torch's own compiler, as are the next two
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 LENGTHS = [130, 1, 64, 300, 17]
 
@@ -96,8 +104,8 @@ def test_flex_attention_in_rows_of_many_sizes(is_causal):
 def test_masks_are_made_without_waiting_for_the_device():
     borders = torch.arange(0, 16385, 512, dtype=torch.int32, device="cuda")
     row_mask(borders, 16384, True, None)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         row_mask(borders, 16384, True, 4096)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -240,15 +248,18 @@ def test_documents_on_several_ranks(name, is_causal, window, dim, value_dim):
         seen = torch.from_numpy(exchange_of(row, is_causal, window, None).seen).cuda()
         own = torch.from_numpy(layout.places(rank)).cuda()
         part = [q[:, :, own], k[:, :, seen], v[:, :, seen]]
-        exact, half = ([each.detach().to(dtype).requires_grad_() for each in part] for dtype in (q.dtype, torch.bfloat16))
+        exact, half = (
+            [each.detach().to(dtype).requires_grad_() for each in part] for dtype in (q.dtype, torch.bfloat16)
+        )
         whole = attend_exactly(q, k, v, Layout.of(LENGTHS, q.device), scale=0.2, **how)
         assert (attend_exactly(*exact, row, scale=0.2, **how) - whole[:, :, own]).abs().max() < 1e-4
         assert_close(kernel, row, how, (exact, half))
 
 
 def prove_on_one_card(folder, names):
-    """Two processes prove models on the one card that there may be."""
-    state = PartialState(cpu=True)  # ranks on one card have no NCCL
+    """Two processes prove models on the one card that there may be, on which they cannot use NCCL."""
+    os.environ["LOCAL_RANK"] = "0"
+    state = PartialState(cpu=True)
     found = {}
     for name in names:
         model = tiny_model(name, "masked" if name == "bert" else "causal", torch.bfloat16).cuda()
