@@ -137,8 +137,8 @@ class _Plan(NamedTuple):
     places: Tensor | None
     """Where the keys of all runs are in the row, int64 [keys], if they have to be gathered."""
     calls: list[tuple[list[int], int, Tensor | None]]
-    """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token of
-    each; and the mask [length, keys], which is added to the scores, or None if the rule is that of torch's attention."""
+    """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token
+    of each; and the mask [length, keys], which is added to the scores; None if the rule is that of torch's attention."""
 
 
 @once_for_all_layers
@@ -184,8 +184,8 @@ _Shape = tuple[int, int, int]
 def _masks(
     shapes: list[_Shape], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[_Shape, Tensor]:
-    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Only kernels
-    for CPUs take these as they are: others read whole words of memory."""
+    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Kernels for
+    other devices than CPUs need memory that is aligned, so they get copies."""
     if not shapes:
         return {}
     longest, before = max(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
@@ -208,7 +208,8 @@ def _slices(tensor: Tensor, slices: list[tuple[int, int]]) -> Sequence[Tensor]:
     """Return slices of keys or values [1, heads, keys, dim], given where each begins, and its length."""
     if sum(length for _, length in slices) == tensor.shape[2]:
         return torch.split(tensor, [length for _, length in slices], dim=2)
-    return _Overlapping.apply(tensor, slices)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Overlapping.apply(tensor, slices)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Overlapping(torch.autograd.Function):
@@ -219,7 +220,7 @@ class _Overlapping(torch.autograd.Function):
         return tuple(tensor.narrow(2, *at) for at in slices)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
         ctx.shape, ctx.slices = inputs[0].shape, inputs[1]
 
     @staticmethod
@@ -239,7 +240,7 @@ class _AfterPrefix(torch.autograd.Function):
         ctx.options = before, scale
         calls = [_FLASH(query, *each, 0.0, is_causal, scale=scale) for each, is_causal in _around(key, value, before)]
         total = torch.logaddexp(*(sums for _, sums in calls))
-        joined = sum(output * (sums - total).exp().unsqueeze(3).to(output) for output, sums in calls)
+        joined = torch.stack([each * (sums - total).exp().unsqueeze(3).to(each) for each, sums in calls]).sum(0)
         ctx.save_for_backward(query, key, value, joined, total)
         return joined
 
@@ -262,7 +263,8 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def _around(key: Tensor, value: Tensor, place: int) -> list[tuple[list[Tensor], bool]]:
     """Return the keys and values before a place, and after it, and whether tokens from the place on see only earlier
     ones of these."""
-    before, after = zip(*(each.split([place, each.shape[2] - place], dim=2) for each in (key, value)), strict=True)
+    sizes = [place, key.shape[2] - place]
+    before, after = zip(*(torch.split(each, sizes, dim=2) for each in (key, value)), strict=True)
     return [([*before], False), ([*after], True)]
 
 

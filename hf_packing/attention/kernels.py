@@ -197,8 +197,8 @@ def keys_along_paths(
         places = indices_in_ranges(np.array([run.begin for run in runs]), np.array([run.keys for run in runs]))
     else:
         runs, places = runs_of(row.trees, window, None)
-    layouts = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
-    return on_device(places, device), *layouts
+    queries, keys = (Layout.of([*lengths], device) for lengths in zip(*(run[:2] for run in runs), strict=True))
+    return on_device(places, device), queries, keys
 
 
 class FlexKernel:

@@ -152,8 +152,8 @@ class Run(NamedTuple):
 
 
 def runs_of_pieces(row: SplitLayout, is_causal: bool, window: int | None, chunk: int | None) -> list[Run]:
-    """Return the runs of a rank's pieces, whose keys are among the seen tokens of `exchange_of`; the arguments are those
-    of `attend_exactly`."""
+    """Return the runs of a rank's pieces, whose keys are among the seen tokens of `exchange_of`, given arguments of
+    `attend_exactly`."""
     layout, pieces = row.own.layout, row.own.pieces
     begins, seen = offsets_of(layout.lengths), exchange_of(row, is_causal, window, chunk).seen
     runs: list[Run] = []
