@@ -138,7 +138,7 @@ class _Plan(NamedTuple):
     """Where the keys of all runs are in the row, int64 [keys], if they have to be gathered."""
     calls: list[tuple[list[int], int, Tensor | None]]
     """The runs of each call, which have equal numbers of tokens and of keys; the number of keys before the first token
-    of each; and the mask [length, keys], which is added to the scores; None if the rule is that of torch's attention."""
+    of each; and the mask [length, keys], which is added to scores; None if the rule is that of torch's attention."""
 
 
 @once_for_all_layers
@@ -184,8 +184,8 @@ _Shape = tuple[int, int, int]
 def _masks(
     shapes: list[_Shape], is_causal: bool, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[_Shape, Tensor]:
-    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Kernels for
-    other devices than CPUs need memory that is aligned, so they get copies."""
+    """Return the masks of runs. What a token sees depends on distances alone, so all masks are parts of one. Other
+    devices than CPUs need masks in aligned memory, so they get copies."""
     if not shapes:
         return {}
     longest, before = max(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
