@@ -8,13 +8,15 @@ import re
 import sys
 import tarfile
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from accelerate import PartialState
+from processes import on_ranks
 from tiers import fast_only
 from tree_faults import break_trees, to_the_whole_row, with_far_gradients
 
@@ -22,6 +24,7 @@ import hf_packing as hfp
 from hf_packing.attention import function
 from hf_packing.attention.batch_kinds import TREES as PROVEN
 from hf_packing.attention.route import known_routes
+from hf_packing.attention.split_row import TokenExchange, block_of
 from hf_packing.trees.segments import TreeSegments
 from tools import compare_revisions, kernel_signatures
 from tools.compare_revisions import ROOT, WORKLOADS, _time_revision, compare
@@ -29,6 +32,7 @@ from tools.kernel_signatures import SIGNATURES, Package, function_with, main, re
 from tools.size import Size, count_nodes, sizes_of
 from tools.survey import measure as measure_module
 from tools.survey import pictures, trees
+from tools.survey import ranks as ranks_module
 from tools.survey.heads import EXACT as EXACT_ROWS
 from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
 from tools.survey.measure import (
@@ -41,8 +45,9 @@ from tools.survey.measure import (
     measure,
     measure_all,
 )
-from tools.survey.page import PICTURES, TITLES, TREES, page, with_pictures, with_trees
+from tools.survey.page import PICTURES, SPLIT, TITLES, TREES, page, with_pictures, with_ranks, with_trees
 from tools.survey.pictures import MeasuredPictures, measure_all_pictures, measure_pictures, picture_jobs
+from tools.survey.ranks import RANKS, MeasuredRanks, measure_all_ranks
 from tools.survey.trees import FOREST, LONGER, MeasuredTrees, measure_all_trees, measure_trees, tree_jobs
 from tools.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
 
@@ -51,33 +56,39 @@ IS_CURRENT = f"transformers {transformers.__version__} " in PAGE
 
 Rows = dict[tuple[str, str], list[str]]
 """The cells of all tables, by the title of the section and the name of the architecture."""
-COLUMN = "trees"
-"""The column of trees in the table of causal models counts as a section of its own."""
+COLUMNS = ("trees", "on 2 ranks")
+"""These columns in the tables of models count as sections of their own."""
 
 
 def rows_of(text: str) -> Rows:
     rows: Rows = {}
-    title, column = "", None
+    title, columns = "", {}
     for line in text.splitlines():
         if line.startswith("## "):
             title = line.removeprefix("## ")
         elif line.startswith("| "):
             name, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
             if name == "architecture":
-                column = cells.index(COLUMN) if COLUMN in cells else None
+                columns = {column: cells.index(column) for column in COLUMNS if column in cells}
             elif name != "---":
-                if column is not None:
-                    rows[COLUMN, name] = [cells.pop(column)]
+                rows |= {(f"{title}: {column}", name): [cells[place]] for column, place in columns.items()}
+                cells = [cell for place, cell in enumerate(cells) if place not in columns.values()]
                 rows.setdefault((title, name), cells)  # the section of heads has a second table
     return rows
 
 
-def rows_of_measured(measured: Measured | MeasuredPictures | MeasuredTrees) -> Rows:
+def column_of(kind: str, number: int) -> str:
+    return f"{TITLES[kind]}: {COLUMNS[number]}"
+
+
+def rows_of_measured(measured: Measured | MeasuredPictures | MeasuredTrees | MeasuredRanks) -> Rows:
     if isinstance(measured, MeasuredPictures):
         return rows_of(page([], "", [], [measured]))
-    if isinstance(measured, MeasuredTrees):
-        in_column = {(COLUMN, measured.name): [measured.status]} if measured.status in ("exact", "WRONG") else {}
-        return rows_of(page([], "", trees=[measured])) | in_column
+    if isinstance(measured, MeasuredTrees | MeasuredRanks):
+        on_ranks = isinstance(measured, MeasuredRanks)
+        column = column_of(measured.kind if on_ranks else "causal", number=on_ranks)
+        in_column = {(column, measured.name): [measured.status]} if measured.status in ("exact", "WRONG") else {}
+        return rows_of(page([], "", **{"ranks" if on_ranks else "trees": [measured]})) | in_column
     return rows_of(page([measured], ""))
 
 
@@ -173,6 +184,7 @@ def test_a_sample_of_the_page(kind, name):
 
 EVERYTHING = [(measure_all, all_jobs), (measure_heads, head_jobs)]
 EVERYTHING += [(measure_all_pictures, picture_jobs), (measure_all_trees, tree_jobs)]
+EVERYTHING += [(lambda jobs, _: measure_all_ranks(jobs), all_jobs)]
 
 
 @pytest.mark.survey
@@ -180,6 +192,43 @@ EVERYTHING += [(measure_all_pictures, picture_jobs), (measure_all_trees, tree_jo
 def test_all_of_the_page(measure_jobs, jobs):
     for measured in measure_jobs(jobs(), os.cpu_count() or 1):
         assert_agrees(measured)
+
+
+def measure_on_two_ranks(folder):
+    """Measure two architectures, then one of them without the gradients of exchanged tokens."""
+    PartialState(cpu=True)
+    block_of(RANKS)
+    found = [ranks_module.measure_on_ranks("causal", name) for name in ("gpt2", "bloom")]
+    prove, exchange = ranks_module.prove_split_rows, TokenExchange.__call__
+
+    def prove_and_break(*given):
+        proof = prove(*given)
+        TokenExchange.__call__ = lambda self, tensor, axis: exchange(self, tensor.detach(), axis)
+        return proof
+
+    ranks_module.prove_split_rows = prove_and_break
+    found.append(ranks_module.measure_on_ranks("causal", "gpt2"))
+    (folder / f"{PartialState().process_index}.json").write_text(json.dumps([asdict(each) for each in found]))
+
+
+def test_rows_on_two_ranks_are_exact_refused_or_wrong(tmp_path):
+    on_ranks(measure_on_two_ranks, tmp_path, ranks=RANKS)
+    for rank in range(RANKS):
+        exact, refused, wrong = (MeasuredRanks(**each) for each in json.loads((tmp_path / f"{rank}.json").read_text()))
+        assert_agrees(exact)
+        assert_agrees(refused)
+        assert (exact.status, refused.status, wrong.status) == ("exact", "refused", "WRONG")
+        assert max(exact.difference, exact.gradient, wrong.difference) < 1e-12
+        assert "BloomAttention gets a tensor with a value for each pair of tokens" in refused.reason
+        assert wrong.gradient > 1e-3
+
+
+@pytest.mark.slow
+def test_processes_that_end_are_started_anew():
+    """No architecture has a list as its name, so it ends the processes."""
+    found = measure_all_ranks([("causal", "gpt2"), ("causal", []), ("causal", "bloom")])
+    assert [each.status for each in found] == ["exact", "WRONG", "refused"]
+    assert "unhashable" in found[1].reason
 
 
 def test_documents_are_long_and_gradients_exact(monkeypatch):
@@ -256,10 +305,21 @@ SEEN = [
     MeasuredPictures("seen", "exact", difference=1e-15, gradient=1e-8),
     MeasuredPictures("unseen", "refused", reason="x wrong"),
 ]
+ON_RANKS = [
+    MeasuredRanks("causal", "llama", "exact", "", 1e-15, 3e-16),
+    MeasuredRanks("causal", "bloom", "refused", "x pairs"),
+    MeasuredRanks("masked", "two", "refused", "x pairs"),
+]
 GROWN = [
     MeasuredTrees("llama", "exact", {"LlamaMixer": 2}, difference=1e-6, change=0.0, gradient=2e-7),
     MeasuredTrees("cut", "refused", reason="x not stable", prefix=0.5),
 ]
+
+
+def column(text, kind, number):
+    """What a column says of those models of a kind of which it says something."""
+    title = column_of(kind, number)
+    return {name: cells[0] for (table, name), cells in rows_of(text).items() if table == title and cells[0]}
 
 
 def read(text, title):
@@ -293,13 +353,15 @@ def read(text, title):
         ("| 1e-06 |", "| 1e-03 |"),
         ("| 2e-07 |", "| 2e-03 |"),
         ("2 LlamaMixer", "3 LlamaMixer"),
-        ("| exact |  |\n", "|  |  |\n"),
+        ("| exact | exact |  |\n", "|  | exact |  |\n"),
+        ("| exact | exact |  |\n", "| exact | WRONG |  |\n"),
+        ("x pairs", "y"),
         ("x not stable", "y"),
         ("| 5e-01 |", "| 5e-05 |"),
     ],
 )
 def test_a_changed_page_is_noticed(was, becomes):
-    text, everything = page(FOUR, "transformers 0", [], SEEN, GROWN), [*FOUR, *SEEN, *GROWN]
+    text, everything = page(FOUR, "transformers 0", [], SEEN, GROWN, ON_RANKS), [*FOUR, *SEEN, *GROWN, *ON_RANKS]
     assert was in text
     assert not any(disagreements(each, text) for each in everything)
     assert any(disagreements(each, text.replace(was, becomes)) for each in everything)
@@ -315,12 +377,12 @@ def test_pages_of_few_and_other_numbers():
 
 
 def test_sections_are_replaced_and_of_the_installed_versions():
-    old = page(FOUR, "transformers 0", [], [replace(SEEN[0], name="old")], [replace(GROWN[0], name="old")])
-    text = with_trees(with_pictures(old, SEEN), GROWN)
-    assert text == page(FOUR, "transformers 0", [], SEEN, GROWN)
-    assert text == with_trees(with_pictures(page(FOUR, "transformers 0"), SEEN), GROWN)
+    others = [[replace(each[0], name="old")] for each in (SEEN, GROWN, ON_RANKS[1:])]
+    text = page(FOUR, "transformers 0", [], SEEN, GROWN, ON_RANKS)
+    for old in (page(FOUR, "transformers 0", [], *others), page(FOUR, "transformers 0")):
+        assert text == with_trees(with_pictures(with_ranks(with_trees(old, GROWN), ON_RANKS), SEEN), GROWN)
     assert "old" not in text
-    assert text.index(PICTURES) < text.index(TREES) < text.index(TITLES["causal"])
+    assert text.index(PICTURES) < text.index(TREES) < text.index(SPLIT) < text.index(TITLES["causal"])
     pinned = dict(re.findall(r"(?m)^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
     assert f"transformers {pinned['transformers']} and torch {pinned['torch']}, on CPU" in PAGE
 
@@ -374,8 +436,26 @@ def test_the_page_has_every_causal_architecture_and_no_tree_is_wrong():
     assert all(float(refused[name][0]) > 0.01 for name in unstable), "measured without the proof"
     assert set(refused) - unstable == set(packed), "whatever takes packed rows takes trees, or says why not"
     assert all(refused[name][1][:200] == packed[name][:200] for name in packed)
-    column = {name: cells[0] for (title, name), cells in rows_of(PAGE).items() if title == COLUMN and cells[0]}
-    assert column == dict.fromkeys(exact, "exact") | dict.fromkeys(unstable, "refused")
+    assert column(PAGE, "causal", 0) == dict.fromkeys(exact, "exact") | dict.fromkeys(unstable, "refused")
+
+
+@current
+def test_the_page_has_every_architecture_on_two_ranks_and_none_is_wrong():
+    statuses = []
+    for kind, title in TITLES.items():
+        refused = {
+            name: cells[0]
+            for (table, name), cells in rows_of(PAGE).items()
+            if table == f"Refused: {SPLIT.lower()}, {title.lower()}"
+        }
+        taken, found = read(PAGE, title), column(PAGE, kind, 1)
+        assert set(found) == {name for name, (table, _) in taken.items() if table == title}
+        packed = {name for name, (table, _) in taken.items() if table.startswith("Refused")}
+        assert set(refused) == {name for name, status in found.items() if status == "refused"} | packed
+        assert not any(re.match(r"\w+(Error|Exception): ", reason) for reason in refused.values())
+        statuses += found.values()
+    assert set(statuses) == {"exact", "refused"}
+    assert statuses.count("exact") >= 190
 
 
 def test_what_is_wrong_is_shown():
@@ -391,12 +471,14 @@ def test_what_is_wrong_is_shown():
     assert read(text, PICTURES) == {"one": (PICTURES, ["WRONG", "3e-01", "1e-01", ""])}
     assert "0 are refused with\nthe reason, and 1 are wrong" in text
     trees = [MeasuredTrees("llama", "WRONG", {}, 0.3, 0.0, 0.1), MeasuredTrees("one", "not built", reason="too large")]
-    text = page([LLAMA], "", trees=trees)
+    ranks = [MeasuredRanks("causal", "llama", "WRONG", "", 0.3, 0.1)]
+    text = page([LLAMA], "", trees=trees, ranks=ranks)
     assert read(text, TREES) == {
         "llama": (TREES, ["WRONG", "3e-01", "1e-01", "", ""]),
         "one": (f"Not measured: {TREES.lower()}", ["too large"]),
     }
-    assert rows_of(text)[COLUMN, "llama"] == ["WRONG"]
+    assert column(text, "causal", 0) == column(text, "causal", 1) == {"llama": "WRONG"}
+    assert rows_of(text)[f"Wrong: {SPLIT.lower()}, {TITLES['causal'].lower()}", "llama"] == ["3e-01"]
     assert text.endswith(" |\n")
     assert "Of 1 causal models, 0 are exact, 0 are refused with\nthe reason, and 1 are wrong. 0 of those" in text
 

@@ -6,5 +6,6 @@ pictures.py        does so for models that see pictures, in documents with and w
 picture_models.py  builds tiny models that see pictures
 picture_inputs.py  makes documents with pictures, and batches of them
 trees.py           compares documents in rows of trees with the same documents run separately
+ranks.py           compares rows on two ranks with the same rows on one rank
 page.py            formats the results as docs/SUPPORTED_MODELS.md
 """

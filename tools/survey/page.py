@@ -9,6 +9,7 @@ from tools.survey.heads import EXACT as EXACT_ROWS
 from tools.survey.heads import HEADS, MeasuredHead
 from tools.survey.measure import EXACT, ISOLATED_WITHOUT_CACHE, Measured
 from tools.survey.pictures import MeasuredPictures
+from tools.survey.ranks import MeasuredRanks
 from tools.survey.trees import MeasuredTrees
 
 COMMAND = "python -m tools.survey"
@@ -17,10 +18,15 @@ PICTURES = "Texts and pictures"
 
 TREES = "Shared prefixes"
 
+SPLIT = "Documents on two ranks"
+
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
 STOCK_IS_WRONG = 1e-3
 """A larger difference between an unpatched model's outputs for a padded row and for the row alone is no rounding."""
+
+ROUNDING = 1e-12
+"""Differences in float64 that are no larger are rounding."""
 
 _HEAD = ("architecture", "unpatched", "route", "run by segment", "packed", "logits", "gradients", "why no faster route")
 
@@ -31,6 +37,7 @@ def page(
     heads: Sequence[MeasuredHead] = (),
     pictures: Sequence[MeasuredPictures] = (),
     trees: Sequence[MeasuredTrees] = (),
+    ranks: Sequence[MeasuredRanks] = (),
 ) -> str:
     """Return the full text of docs/SUPPORTED_MODELS.md."""
     lines = ["# Supported models", "", *_summary(results, versions), *(_other_heads(heads) if heads else [])]
@@ -45,35 +52,48 @@ def page(
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
         lines += _table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
     text = "\n".join(lines) + "\n"
-    return with_trees(text, trees) if trees else text
+    text = with_trees(text, trees) if trees else text
+    return with_ranks(text, ranks) if ranks else text
 
 
 def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
     """Return the text of a page with other measurements of pictures."""
-    return _with_sections(text, PICTURES, _pictures(pictures), before=(TREES, *TITLES.values()))
+    return _with_sections(text, PICTURES, _pictures(pictures), before=(TREES, SPLIT, *TITLES.values()))
 
 
 def with_trees(text: str, trees: Sequence[MeasuredTrees]) -> str:
     """Return the text of a page with other measurements of trees, also in the table of causal models."""
-    text = _with_sections(text, TREES, _trees(trees), before=tuple(TITLES.values()))
-    lines, title = text.split("\n"), f"## {TITLES['causal']}"
-    if title in lines:
-        begin = lines.index(title) + 2
-        end = lines.index("", begin)
-        lines[begin:end] = _with_column(lines[begin:end], "trees", trees)
-    return "\n".join(lines)
+    text = _with_sections(text, TREES, _trees(trees), before=(SPLIT, *TITLES.values()))
+    return _with_column(text, "causal", "trees", trees)
 
 
-def _with_column(table: Sequence[str], column: str, results: Sequence[MeasuredTrees]) -> list[str]:
-    """Return the lines of a table with a column of results before the last column.
+def with_ranks(text: str, ranks: Sequence[MeasuredRanks]) -> str:
+    """Return the text of a page with other measurements of rows on two ranks, also in the tables of models."""
+    text = _with_sections(text, SPLIT, _on_ranks(ranks), before=tuple(TITLES.values()))
+    for kind in TITLES:
+        text = _with_column(text, kind, "on 2 ranks", [each for each in ranks if each.kind == kind])
+    return text
+
+
+def _with_column(text: str, kind: str, column: str, results: Sequence[MeasuredTrees | MeasuredRanks]) -> str:
+    """Return the text of a page with a column of results before the last column of the table of a kind of models.
 
     If the table has a column of this name, it is replaced.
     """
+    lines, title = text.split("\n"), f"## {TITLES[kind]}"
+    if title not in lines:
+        return text
+    begin = lines.index(title) + 2
+    end = lines.index("", begin)
     known = {each.name: each.status for each in results if each.status != "not built"}
-    rows = [line.removeprefix("| ").split(" | ") for line in table]
-    kept = slice(-2 if column in rows[0] else -1)
+    rows = [line.removeprefix("| ").split(" | ") for line in lines[begin:end]]
+    place = rows[0].index(column) if column in rows[0] else len(rows[0]) - 1
+    after = place + (column in rows[0])
     new = [column, "---", *(known.get(name, "") for name, *_ in rows[2:])]
-    return [f"| {' | '.join([*cells[kept], text, cells[-1]])}" for cells, text in zip(rows, new, strict=True)]
+    lines[begin:end] = [
+        f"| {' | '.join([*cells[:place], cell, *cells[after:]])}" for cells, cell in zip(rows, new, strict=True)
+    ]
+    return "\n".join(lines)
 
 
 def _with_sections(text: str, name: str, lines: Sequence[str], before: tuple[str, ...]) -> str:
@@ -236,6 +256,35 @@ def _trees(results: Sequence[MeasuredTrees]) -> list[str]:
     lines += _table(f"Refused: {TREES.lower()}", ("architecture", "logits of a prefix", "reason"), refused)
     absent = [[each.name, _one_line(each.reason, 160)] for each in own if each.status == "not built"]
     return lines + _table(f"Not measured: {TREES.lower()}", ("architecture", "why"), absent)
+
+
+def _on_ranks(results: Sequence[MeasuredRanks]) -> list[str]:
+    """Return the lines about rows on two ranks."""
+    found = {status: [each for each in results if each.status == status] for status in ("exact", "refused", "WRONG")}
+    figures = [max(each.difference, each.gradient) for each in found["exact"]]
+    lines = [
+        "",
+        f"## {SPLIT}",
+        "",
+        f"`{COMMAND} --ranks` measures this section, and the column of ranks below. Two gloo processes run a row of",
+        "documents together, cut into two equal slices, and with two chunks of every document on each process. Exact",
+        f"means that in float64 the logits of all tokens differ by at most {EXACT_ROWS:g} from those of the row on one",
+        "process, and the gradients, summed over the processes, by at most",
+        f"{EXACT_ROWS:g} of the largest gradient.",
+        "",
+        f"Of {sum(map(len, found.values()))} models, {len(found['exact'])} are exact, {len(found['refused'])} are "
+        f"refused with the reason, and {len(found['WRONG'])} are wrong.",
+        f"{sum(figure <= ROUNDING for figure in figures)} of those that are exact differ by at most {ROUNDING:g};",
+        "the others compute in float32 inside.",
+    ]
+    for kind in TITLES:
+        for status, title in (("refused", "Refused"), ("WRONG", "Wrong")):
+            own = sorted((each for each in found[status] if each.kind == kind), key=lambda each: each.name)
+            rows = [
+                [each.name, _one_line(each.reason, 300) or _figure(max(each.difference, each.gradient))] for each in own
+            ]
+            lines += _table(f"{title}: {SPLIT.lower()}, {TITLES[kind].lower()}", ("architecture", "reason"), rows)
+    return lines
 
 
 def _result_of_trees(each: MeasuredTrees) -> str:

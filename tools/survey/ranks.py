@@ -4,11 +4,11 @@ Two processes go through all architectures together. The layouts are not those o
 and two chunks of every document on each rank.
 """
 
+import json
 import os
-import pickle
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_packing import ModelNotSupportedError, PackingCollator, patch_model
+from hf_packing import ModelNotSupportedError, PackingCollator, PackingError, patch_model
 from tools.internals import (
     Pieces,
     RankLayout,
@@ -31,13 +31,17 @@ from tools.internals import (
     part_of,
     prove_split_rows,
 )
-from tools.survey.measure import EXACT, VARIANTS, _silence, largest, make_documents
+from tools.survey.heads import EXACT
+from tools.survey.measure import VARIANTS, _silence, largest, make_documents
 from tools.tiny_model import tiny_model
 
 RANKS = 2
 
 LENGTHS = (7, 1, 13, 9, 2, 6, 18)
 """Lengths of the documents in tokens."""
+
+_TIMEOUT = timedelta(minutes=2)
+"""How long a process waits for the other one in a collective."""
 
 Status = Literal["exact", "refused", "WRONG", "not built"]
 
@@ -76,10 +80,21 @@ def layouts() -> list[RankLayout]:
 
 
 def measure_all_ranks(jobs: list[tuple[str, str]]) -> list[MeasuredRanks]:
-    """Measure architectures on two processes; return the results in the order of the jobs."""
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_measure_jobs, (jobs, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
-        found: list[MeasuredRanks] = pickle.loads(Path(folder, "results").read_bytes())
+    """Measure architectures on two processes; return the results in the order of the jobs.
+
+    After an architecture that ends a process, or raises an unexpected error, new processes measure the rest.
+    """
+    found: list[MeasuredRanks] = []
+    while left := jobs[len(found) :]:
+        with tempfile.TemporaryDirectory() as folder:
+            reason = ""
+            try:
+                start_processes(_measure_jobs, (left, folder), RANKS, start_method="spawn")  # type: ignore[no-untyped-call]
+            except ProcessException as error:
+                reason = f"{type(error).__name__}: {error}"
+            found += [_read(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+        if reason and len(found) < len(jobs):
+            found.append(MeasuredRanks(*jobs[len(found)], "WRONG", reason))
     return found
 
 
@@ -88,15 +103,26 @@ def _measure_jobs(rank: int, jobs: list[tuple[str, str]], folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
-    )
+    store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
+    store.set_timeout(2 * _TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
     block_of(RANKS)
-    results = [measure_on_ranks(*job) for job in tqdm(jobs, unit=" architectures on two ranks", disable=rank > 0)]
-    if rank == 0:
-        Path(folder, "results").write_bytes(pickle.dumps(results))
-    dist.barrier()
+    for number, job in enumerate(tqdm(jobs, unit=" architectures on two ranks", disable=rank > 0)):
+        own = measure_on_ranks(*job)
+        store.set(f"{number} on {rank}", json.dumps(asdict(own)))  # no collective, since ranks may be in different ones
+        found = [_read(store.get(f"{number} on {each}")) for each in range(RANKS)]
+        if len({each.status for each in found}) > 1:
+            reasons = (f"rank {each}: {result.status} {result.reason}" for each, result in enumerate(found))
+            found = [replace(found[0], status="WRONG", reason="; ".join(reasons))]
+        if rank == 0:
+            Path(folder, f"{number:04}.json").write_text(json.dumps(asdict(found[0])))
+        if found[0].status == "WRONG" and found[0].reason:  # ranks may wait in different calls
+            break
     dist.destroy_process_group()
+
+
+def _read(text: str | bytes) -> MeasuredRanks:
+    return MeasuredRanks(**json.loads(text))
 
 
 def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
@@ -110,9 +136,10 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
     try:
         patch_model(model.double())
         proof = prove_split_rows(model, RANKS)
-    except Exception as error:  # both ranks raise the same one
-        expected = isinstance(error, (ModelNotSupportedError, ValueError))
-        return MeasuredRanks(kind, name, "refused", f"{'' if expected else f'{type(error).__name__}: '}{error}")
+    except Exception as error:  # a model may raise anything
+        if isinstance(error, (ModelNotSupportedError, PackingError)):
+            return MeasuredRanks(kind, name, "refused", str(error))
+        return MeasuredRanks(kind, name, "WRONG", f"{type(error).__name__}: {error}")
     problems: list[str | None] = [None] * RANKS
     dist.all_gather_object(problems, proof.problem)
     if any(problems):
