@@ -3,8 +3,8 @@
 FlexAttention takes a `BlockMask`, which says for each block of tokens which other blocks it attends to. torch's
 `create_block_mask` evaluates the mask for all pairs of tokens. Here, a mask takes a fixed number of operations, which
 wait for nothing: for 16,384 tokens, about 1 ms on a CPU. A model that torch.compile compiles makes the masks of packed
-rows in its graph, so these need only arithmetic, and whole tensors: torch 2.11 compiled a search among borders that were cut
-from a larger tensor into a search among the first ones of that tensor, so that an H200 computed other logits.
+rows in its graph, so these need only arithmetic, and whole tensors: torch 2.11 compiled a search among borders that
+were cut from a larger tensor into a search among the first ones of that tensor, so that an H200 computed other logits.
 """
 
 from collections.abc import Callable, Iterable
