@@ -186,11 +186,11 @@ class SegmentedForward(ReplacedForward):
     def run_paths(self, inputs: Given, row: Layout, sharing: Sharing) -> Any:
         """Call the module on the paths of a row, which are the segments of packed rows, and return the joined outputs.
         If `plan.after` is set, run that inner module on the joined output. If segments share prefixes, every token gets
-        the output that it has on the first path. Of a row on several ranks, the module gets all tokens that this rank
-        sees, and its own ones get their outputs."""
+        the output that it has on the first path. Of a row on several ranks, the module gets the whole documents
+        of which this rank has pieces, since some modules, such as rotary scales, depend on their lengths."""
         given, own = (*inputs, self._run_ahead(inputs)), row.first_places if row.has_branches else None
         if isinstance(row, SplitLayout):
-            exchange = exchange_of(row, row.is_causal, None, None)
+            exchange = exchange_of(row, False, None, None)
             given, own, row = gather_inputs(given, self.plan.inputs, exchange), exchange.own, exchange.documents
 
         def finish(path: Path, leaf: Tensor) -> Any:

@@ -337,7 +337,7 @@ class PatchedForward(ReplacedForward):
                     f"max_ranks_per_document: expected 1, since it is not proven that {type(self.model).__name__} runs "
                     f"rows on {part.layout.num_ranks} ranks; pass the model to prepare_dataloader, or use attach"
                 )
-            return SplitLayout.of_part(part, tokens.device, facts.is_causal)
+            return SplitLayout.of_part(part, tokens.device)
         known = None if has_trees(inputs) else layout_of_collator(inputs)
         if known is not None and self.patch.trusts_collator:
             return known

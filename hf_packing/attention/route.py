@@ -149,8 +149,6 @@ class Facts:
     """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
     ranks_per_row: int = 1
     """The number of ranks on which it is proven that the model runs rows together."""
-    is_causal: bool = False
-    """True if it is known that no module lets a token see later ones."""
     fewest_shared: int | None = None
     """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
 

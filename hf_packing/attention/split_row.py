@@ -27,12 +27,10 @@ class SplitLayout(Layout):
     """This rank's tokens of a row on several ranks. The segments are the rank's pieces of documents."""
 
     part: RowPart | None = None
-    is_causal: bool = False
-    """True if it is known that no module lets a token see later ones, so that modules by segment need only these."""
 
     @classmethod
-    def of_part(cls, part: RowPart, device: torch.device, is_causal: bool) -> "SplitLayout":
-        layout = cls.of(part.pieces.length.tolist(), device, part=part, is_causal=is_causal)
+    def of_part(cls, part: RowPart, device: torch.device) -> "SplitLayout":
+        layout = cls.of(part.pieces.length.tolist(), device, part=part)
         assert isinstance(layout, SplitLayout)
         return layout
 

@@ -23,6 +23,14 @@ WINDOW = {"sliding_window": 6}
 CASES = {
     "gpt2": ("gpt2", "causal", {}),
     "llama": ("llama", "causal", {}),
+    "llama, scales by document": (
+        "llama",
+        "causal",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
     "qwen3": ("qwen3", "causal", {}),
     "mistral, windows": ("mistral", "causal", WINDOW),
     "gemma2, soft caps, windows": ("gemma2", "causal", WINDOW),
@@ -101,7 +109,7 @@ def compare(folder, names):
         model.set_experts_implementation("eager")  # the grouped one has no float64
         hfp.patch_model(model)
         facts = route_of(model).facts
-        facts.ranks_per_row, facts.is_causal = ranks, kind == "causal"
+        facts.ranks_per_row = ranks
         for row, (lengths, cuts) in ROWS.items():
             generator = np.random.default_rng(0)
             batch = hfp.PackingCollator()([{"input_ids": generator.integers(8, 100, length)} for length in lengths])

@@ -261,7 +261,8 @@ def _trees(results: Sequence[MeasuredTrees]) -> list[str]:
 def _on_ranks(results: Sequence[MeasuredRanks]) -> list[str]:
     """Return the lines about rows on two ranks."""
     found = {status: [each for each in results if each.status == status] for status in ("exact", "refused", "WRONG")}
-    figures = [max(each.difference, each.gradient) for each in found["exact"]]
+    figures = [max(each.difference, each.gradient) for each in found["exact"] if not each.in_float32]
+    in_float32 = ", ".join(each.name for each in found["exact"] if each.in_float32) or "none"
     lines = [
         "",
         f"## {SPLIT}",
@@ -270,12 +271,13 @@ def _on_ranks(results: Sequence[MeasuredRanks]) -> list[str]:
         "documents together, cut into two equal slices, and with two chunks of every document on each process. Exact",
         f"means that in float64 the logits of all tokens differ by at most {EXACT_ROWS:g} from those of the row on one",
         "process, and the gradients, summed over the processes, by at most",
-        f"{EXACT_ROWS:g} of the largest gradient.",
+        f"{EXACT_ROWS:g} of the largest gradient. Models that do not run in float64 are measured in float32, with",
+        f"{EXACT:g} as the limit: {in_float32}.",
         "",
         f"Of {sum(map(len, found.values()))} models, {len(found['exact'])} are exact, {len(found['refused'])} are "
         f"refused with the reason, and {len(found['WRONG'])} are wrong.",
-        f"{sum(figure <= ROUNDING for figure in figures)} of those that are exact differ by at most {ROUNDING:g};",
-        "the others compute in float32 inside.",
+        f"{sum(figure <= ROUNDING for figure in figures)} of {len(figures)} in float64 differ by at most {ROUNDING:g};",
+        "the others have parts that compute in float32.",
     ]
     for kind in TITLES:
         for status, title in (("refused", "Refused"), ("WRONG", "Wrong")):

@@ -4,10 +4,13 @@ Two processes go through all architectures together. The layouts are not those o
 and two chunks of every document on each rank.
 """
 
+import copy
 import json
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +35,7 @@ from tools.internals import (
     prove_split_rows,
 )
 from tools.survey.heads import EXACT
+from tools.survey.measure import EXACT as EXACT_IN_FLOAT32
 from tools.survey.measure import VARIANTS, _silence, largest, make_documents
 from tools.tiny_model import tiny_model
 
@@ -39,6 +43,9 @@ RANKS = 2
 
 LENGTHS = (7, 1, 13, 9, 2, 6, 18)
 """Lengths of the documents in tokens."""
+
+LONGER = (7, 11, 13, 9, 5, 6, 18)
+"""Lengths for models that cannot be called with very short documents."""
 
 _TIMEOUT = timedelta(minutes=2)
 """How long a process waits for the other one in a collective."""
@@ -56,27 +63,29 @@ class MeasuredRanks:
     reason: str = ""
     """Why no model was built, or why it is refused on several ranks."""
     difference: float = float("nan")
-    """Largest difference of a logit, in float64, over all layouts and ranks."""
+    """Largest difference of a logit over all layouts and ranks."""
     gradient: float = float("nan")
     """Largest difference of a gradient, relative to the largest gradient."""
+    in_float32: bool = False
+    """Whether the model was measured in float32, since it cannot be called, or has no gradients, in float64."""
 
 
-def layouts() -> list[RankLayout]:
+def layouts(lengths: Sequence[int]) -> list[RankLayout]:
     """Return the layouts of the row: equal slices, and two chunks of every document on each rank."""
-    lengths, begins = np.array(LENGTHS), np.cumsum([0, *LENGTHS])
+    begins = np.cumsum([0, *lengths])
     middle = int(begins[-1]) // RANKS
     borders = np.unique([*begins, middle])
     document = np.searchsorted(begins, borders[:-1], side="right") - 1
     sliced = Pieces(document, borders[:-1] - begins[document], np.diff(borders))
-    found = [RankLayout(lengths, sliced, (borders[:-1] >= middle).astype(np.int64), RANKS)]
+    found = [RankLayout(np.array(lengths), sliced, (borders[:-1] >= middle).astype(np.int64), RANKS)]
     held: list[tuple[int, int, int, int]] = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         cuts = [length * chunk // (2 * RANKS) for chunk in range(2 * RANKS + 1)]
         middle_ones = [(1, number, cuts[1], cuts[3] - cuts[1])] if length > 1 else []
         outer = [(0, number, cuts[0], cuts[1]), (0, number, cuts[3], cuts[4] - cuts[3])]
         held += [each for each in (*middle_ones, *outer) if each[3]]
     rank, document, start, length = np.array(sorted(held), dtype=np.int64).T
-    return [*found, RankLayout(lengths, Pieces(document, start, length), rank, RANKS)]
+    return [*found, RankLayout(np.array(lengths), Pieces(document, start, length), rank, RANKS)]
 
 
 def measure_all_ranks(jobs: list[tuple[str, str]]) -> list[MeasuredRanks]:
@@ -134,7 +143,7 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
     except Exception as error:  # configurations and models may raise anything
         return MeasuredRanks(kind, name, "not built", f"{type(error).__name__}: {error}")
     try:
-        patch_model(model.double())
+        model, lengths = _patched(model)
         proof = prove_split_rows(model, RANKS)
     except Exception as error:  # a model may raise anything
         if isinstance(error, (ModelNotSupportedError, PackingError)):
@@ -144,18 +153,46 @@ def measure_on_ranks(kind: str, name: str) -> MeasuredRanks:
     dist.all_gather_object(problems, proof.problem)
     if any(problems):
         return MeasuredRanks(kind, name, "refused", next(filter(None, problems)))
-    difference, gradient = (max(each) for each in zip(*(_apart(model, layout) for layout in layouts()), strict=True))
-    status: Status = "exact" if max(difference, gradient) <= EXACT else "WRONG"
-    return MeasuredRanks(kind, name, status, "", difference, gradient)
+    apart = [_apart(model, layout) for layout in layouts(lengths)]
+    difference, gradient = (max(each) for each in zip(*apart, strict=True))
+    in_float32 = model.dtype == torch.float32
+    status: Status = "exact" if max(difference, gradient) <= (EXACT_IN_FLOAT32 if in_float32 else EXACT) else "WRONG"
+    return MeasuredRanks(kind, name, status, "", difference, gradient, in_float32)
+
+
+def _patched(model: PreTrainedModel) -> tuple[PreTrainedModel, tuple[int, ...]]:
+    """Return a patched copy of a model, in float64 if the model runs in float64, and the lengths of documents for it.
+
+    Raises:
+        ModelNotSupportedError: the model is not supported.
+    """
+    for dtype in (torch.float64, torch.float32):
+        with suppress(ModelNotSupportedError):
+            patched = patch_model(copy.deepcopy(model).to(dtype))
+            for lengths in (LENGTHS, LONGER):
+                with suppress(RuntimeError):
+                    _, gradients = _run(patched, _row(lengths), _weights(lengths))
+                    if all(bool(each.isfinite().all()) for each in gradients.values()):
+                        return patched, lengths
+    return patch_model(model), LENGTHS
+
+
+def _row(lengths: Sequence[int]) -> dict[str, Any]:
+    batch: dict[str, Any] = PackingCollator()([{"input_ids": tokens} for tokens in make_documents(0, lengths)])
+    del batch["labels"]
+    return batch
+
+
+def _weights(lengths: Sequence[int]) -> Tensor:
+    return torch.arange(sum(lengths)).cos()
 
 
 def _apart(model: PreTrainedModel, layout: RankLayout) -> tuple[float, float]:
     """Return the values of `MeasuredRanks.difference` and `MeasuredRanks.gradient` for one layout."""
-    batch: dict[str, Any] = PackingCollator()([{"input_ids": tokens} for tokens in make_documents(0, LENGTHS)])
-    del batch["labels"]
+    lengths = layout.lengths.tolist()
+    batch, weights = _row(lengths), _weights(lengths)
     part = RowPart(layout, dist.get_rank())
     places = torch.from_numpy(layout.places(part.rank))
-    weights = torch.arange(sum(LENGTHS)).cos()
     whole, expected = _run(model, batch, weights)
     own, found = _run(model, part_of(batch, part), weights[places])
     for each in found.values():
