@@ -190,7 +190,8 @@ class SegmentedForward(ReplacedForward):
         sees, and its own ones get their outputs."""
         given, own = (*inputs, self._run_ahead(inputs)), row.first_places if row.has_branches else None
         if isinstance(row, SplitLayout):
-            exchange = exchange_of(row, row.is_causal, None, None)
+            # the scale of a rotary embedding may depend on the last position of a document
+            exchange = exchange_of(row, row.is_causal and not self.plan.is_stateful, None, None)
             given, own, row = gather_inputs(given, self.plan.inputs, exchange), exchange.own, exchange.documents
 
         def finish(path: Path, leaf: Tensor) -> Any:

@@ -20,10 +20,14 @@ from hf_packing.planning.rank_layout import RankLayout, RowPart, lay_out, plan_e
 from tools.tiny_model import tiny_model
 
 WINDOW = {"sliding_window": 6}
+FACTORS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONG_ROPE = {"rope_parameters": FACTORS, "original_max_position_embeddings": 24}
+"""Other positions in documents of more than 24 tokens than in shorter ones."""
 CASES = {
     "gpt2": ("gpt2", "causal", {}),
     "llama": ("llama", "causal", {}),
     "qwen3": ("qwen3", "causal", {}),
+    "phi3, scaled positions": ("phi3", "causal", LONG_ROPE),
     "mistral, windows": ("mistral", "causal", WINDOW),
     "gemma2, soft caps, windows": ("gemma2", "causal", WINDOW),
     "gpt_oss, sinks": ("gpt_oss", "causal", WINDOW),
