@@ -249,14 +249,15 @@ def patch_for_training(
             )
 
 
-def check_patched(model: nn.Module) -> None:
-    """Raise PackingError if a model is not patched by `patch_model`."""
+def check_patched(model: nn.Module) -> Route:
+    """Return the route of a patched model; raise PackingError if it is not patched by `patch_model`."""
     inner = inner_model(model)
-    if not is_patched(inner):
+    if (route := route_of(inner)) is None:
         raise PackingError(
             f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched, so packed "
             "documents may attend to each other; call patch_model(model), or pass model=model to prepare_dataloader"
         )
+    return route
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:

@@ -17,13 +17,14 @@ from hf_packing.sampling.sizes import RowSizes
 class InOrder(Batching):
     """A batching for evaluation: a micro-batch has rows_per_batch successive rows, or as many as fit into its limits.
 
-    Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all
-    ranks, copies of the first row with masked labels are added.
+    Ranks, or blocks of ranks, take micro-batches in turn. The last micro-batch may have fewer rows. If there are too
+    few micro-batches for all of them, copies of the first row with masked labels are added.
 
     Args:
         rows_per_batch: number of rows in a micro-batch; None if tokens or documents are limited.
         max_tokens: the most tokens in a micro-batch; None for no limit.
         max_documents: the most documents in a micro-batch; None for no limit.
+        ranks: number of consecutive ranks that run a micro-batch together.
 
     Raises:
         PackingError: a row alone is above a limit.
@@ -43,6 +44,11 @@ class InOrder(Batching):
 
     rows_per_batch: int | None = None
     max_tokens: int | None = field(default=None, kw_only=True)
+    ranks: int = field(default=1, kw_only=True)
+
+    @property
+    def ranks_per_block(self) -> int:
+        return self.ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,11 +76,12 @@ class InOrder(Batching):
             totals = [(offsets_of(has[rows.kept]).tolist(), most) for has, most in limited if most is not None]
             while (end := min(bisect_right(total, total[begins[-1]] + most) for total, most in totals) - 1) < number:
                 begins.append(end)
-        copies = -len(begins) % epoch.world_size
+        copies = -len(begins) % (epoch.world_size // self.ranks)
         return EpochPlan(
             epoch.world_size,
             rows=np.append(rows.kept, np.repeat(rows.kept[:1], copies)),
             is_copy=np.arange(number + copies) >= number,
             offsets=np.append(begins, number + np.arange(copies + 1)),
             left_out=rows.left_out,
+            ranks_per_block=self.ranks,
         )

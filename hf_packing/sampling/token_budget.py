@@ -203,8 +203,12 @@ class TokenBudget(Batching):
             >>> budget.lay_out(np.array([16, 4, 4])).tokens.tolist()
             [12, 12]
         """
-        linear_cost = _MOST_LINEAR if self.balance == "tokens" else self._linear_cost
-        return lay_out(lengths, self.max_ranks_per_document, self.max_tokens, linear_cost)
+        linear_cost, ranks = (
+            _MOST_LINEAR if self.balance == "tokens" else self._linear_cost,
+            self.max_ranks_per_document,
+        )
+        most = max(self.max_tokens, -(-int(lengths.sum()) // ranks))  # evaluations have micro-batches of any size
+        return lay_out(lengths, ranks, most, linear_cost)
 
     def num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
         """Return the number of micro-batches over all ranks, without those that only have copies of rows.

@@ -23,7 +23,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.evaluation import InOrder
-from hf_packing.sampling.token_budget import with_linear_cost
+from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import LoopSteps, PackedLoader
 from hf_packing.training.losses import ITEMS, Batch, Loss, TokenMean, check_keys, exact_type
@@ -156,7 +156,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
-    this mean, too, plus what the model adds to its cross-entropy, such as the loss of routers.
+    this mean, too, plus what the model adds to its cross-entropy, such as the loss of routers. If the model was trained
+    with max_ranks_per_document, rows are on several ranks here, too.
 
     Args:
         accelerator: the Accelerator of the loop.
@@ -183,10 +184,12 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
 
     def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
-        check_patched(model)
+        ranks = check_patched(model).facts.ranks_per_row
         planned_from.note_settings(rows_per_batch=rows_per_batch)
-        reading, in_order = Reading.of_model(model), InOrder(rows_per_batch)
-        source = open_source("dataset", dataset, None, accelerator, reading, planned_from, in_order=in_order)
+        reading = Reading.of_model(model)
+        budget = TokenBudget(1, max_ranks_per_document=ranks) if ranks > 1 else None  # rows may have any size
+        in_order = InOrder(rows_per_batch, ranks=ranks)
+        source = open_source("dataset", dataset, budget, accelerator, reading, planned_from, in_order=in_order)
         check_labels_are_hidden(source, model)
         return source.loader(accelerator, collator_for(model))
 

@@ -111,6 +111,9 @@ def documents_in(batch: Batch) -> Tensor:
 
     In a packed batch, documents are the segments, without those that only fill fixed shapes.
     """
+    if COUNTS in batch:
+        documents: Tensor = batch[COUNTS][1]
+        return documents
     if is_tree_batch(batch):
         return torch.tensor(len(batch[ENDS]), device=batch[ENDS].device)
     last: Tensor = batch["seq_idx"].max().long()

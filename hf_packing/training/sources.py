@@ -108,6 +108,8 @@ class PackedRows:
     more: Sequence[str]
     """Further columns to read."""
     loss: Loss = "token"
+    batching: Batching | None = None
+    """The batching of the training, which lays documents out on several ranks in evaluations, too."""
     labels: LabelCounts | None = None
     """The labels that are left after documents were cut or dropped; None if they were not counted."""
 
@@ -155,12 +157,11 @@ class PackedRows:
             rows = SampledRows(self.dataset, self.sampler, reading.unread, reading.apply_masks, self.more)
         else:
             rows = MaskedRows(self.dataset, self.sampler, reading.masking, reading.unread, self.more)
-        batching = self.sampler.batching
         made: Any = collate
-        if (ranks := batching.ranks_per_block) > 1:
-            assert isinstance(batching, TokenBudget)
+        if (ranks := self.sampler.batching.ranks_per_block) > 1:
+            assert isinstance(self.batching, TokenBudget)
             block_of(ranks)  # all ranks make the groups of all blocks here
-            made = PartCollator(collate, batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
+            made = PartCollator(collate, self.batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
         batches: DataLoader[Any] = batches_loader(rows, self.sampler, made, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
 
@@ -187,7 +188,7 @@ def open_source(
         name: the name of the dataset in error messages.
         dataset: a map-style dataset, or a stream.
         batching: the batching, which also packs the documents of a stream; None for a packed stream, and for a
-            map-style dataset that is read in order.
+            map-style dataset that is read in order without documents on several ranks.
         accelerator: the accelerator.
         reading: how rows are read.
         planned_from: notes the data.
@@ -235,7 +236,7 @@ def open_source(
     kind = RankBatchSampler if reading.masking is None else EpochSampler
     sampler = kind(plans, sizes, world_size, rank, accumulation)
     sampler.more_inputs["loss"] = loss
-    return PackedRows(dataset, sampler, reading, more, loss)
+    return PackedRows(dataset, sampler, reading, more, loss, batching)
 
 
 def passed_on(data: Any, takes: Takes) -> list[str]:

@@ -184,12 +184,14 @@ class AttachedPacks(Attached):
         how = "on a small copy of the model" if self.prove == "small" else "when the model was patched"
         return f"isolation: proven {how}"
 
-    def open_evaluation(self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom) -> Source:
-        """Return the source of an evaluation: rows in the order of the dataset."""
+    def open_evaluation(
+        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom, ranks: int = 1
+    ) -> Source:
+        """Return the source of an evaluation: rows in the order of the dataset, each on one or more ranks."""
         if name != TEST_DATASET:  # which SFTTrainer does not prepare
             refuse_cut_documents(trainer, name, dataset)
         rows, (tokens, max_segments) = trainer.args.per_device_eval_batch_size, self.shapes
-        in_order = InOrder(rows)
+        in_order = InOrder(rows, ranks=ranks)
         if tokens is not None and max_segments is not None:
             in_order = InOrder(max_tokens=tokens, max_documents=max_segments - 1)
         source = open_source(
@@ -217,10 +219,13 @@ class AttachedPacks(Attached):
         def open_rows(planned_from: PlannedFrom) -> Source:
             if not is_patched(inner_model(trainer.model)):
                 self.settle(trainer)
-            source = self.open_evaluation(trainer, name, dataset, planned_from)
+            source = self.open_evaluation(trainer, name, dataset, planned_from, ranks)
             self._check_rows(trainer, source)
             return source
 
+        only_loss = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+        # predictions have the flat shape of whole rows, and callbacks may run a loader on one rank alone
+        ranks = self.batching.ranks_per_block if self._compares and only_loss and name != TEST_DATASET else 1
         compares, self._compares = self._compares, False
         return self.loader_of(trainer, on_all_ranks(open_rows) if compares else open_rows(PlannedFrom()))
 

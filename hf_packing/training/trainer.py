@@ -139,9 +139,9 @@ class PackedTrainer(AttachedTrainer):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
+        """Give a batch of trees, or a part of a row, labels: Trainer computes a loss only of batches with labels."""
         self.attached.predictions.begin(inputs)
-        if is_tree_batch(inputs):
+        if is_tree_batch(inputs) or is_part(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         with borders_required():
             return super().prediction_step(model, inputs, *args, **kwargs)

@@ -24,9 +24,10 @@ from tools.tiny_model import tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # of torch's own compiler, as are the next two
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # of torch's own compiler, as are the next three
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:\\s+Online softmax is disabled"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
@@ -99,6 +100,16 @@ def test_flex_attention_in_rows_of_many_sizes(is_causal):
                 naive = attend_exactly(q, k, v, layout, **options).float()
                 wanted = attend_exactly(q.float(), k.float(), v.float(), layout, **options)
             assert (found - wanted).abs().max() <= 2 * (naive - wanted).abs().max() + 1e-2
+
+
+def test_compiled_masks_are_those_of_uncompiled_code():
+    def blocks(borders):
+        mask = row_mask(borders, 512, True, None)
+        return mask.kv_num_blocks, mask.kv_indices, mask.q_num_blocks, mask.q_indices
+
+    borders = torch.tensor([0, 130, 131, 195, 495, 512, 512], dtype=torch.int32, device="cuda")
+    for found, wanted in zip(torch.compile(blocks)(borders), blocks(borders), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_masks_are_made_without_waiting_for_the_device():

@@ -11,6 +11,7 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.planning.rank_layout import plan_exchange
 from hf_packing.sampling.batching import Epoch
+from hf_packing.sampling.evaluation import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
 
@@ -57,6 +58,20 @@ def test_blocks_are_planned_like_ranks_with_more_tokens(lengths, max_tokens, wor
     assert blocks.num_micro_batches == alone.num_micro_batches
     for rank in range(3 * world_size):
         assert list(blocks.micro_batches(rank)) == list(alone.micro_batches(rank // 3))
+
+
+@given(lengths=LENGTHS, rows=st.integers(1, 9), blocks=st.integers(1, 4))
+def test_evaluations_have_rows_on_blocks_as_on_ranks(lengths, rows, blocks):
+    """Rows of any length are laid out, since nothing limits them."""
+    sizes = sizes_of_documents(np.array(lengths))
+    assume(np.count_nonzero(lengths))
+    alone, wide = InOrder(rows).plan(sizes, Epoch(0, blocks)), InOrder(rows, ranks=3).plan(sizes, Epoch(0, 3 * blocks))
+    budget = hfp.TokenBudget(1, max_ranks_per_document=3)
+    for rank in range(3 * blocks):
+        assert list(wide.micro_batches(rank)) == list(alone.micro_batches(rank // 3))
+        for micro_batch in wide.micro_batches(rank):
+            row = np.array([lengths[number] for number, _ in micro_batch])
+            assert budget.lay_out(row).tokens.max() <= -(-row.sum() // 3)
 
 
 @pytest.mark.parametrize(("overflow", "kept", "lost"), [("drop", [9, 5], 21), ("truncate", [9, 20, 5], 1)])

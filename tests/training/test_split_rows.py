@@ -107,6 +107,35 @@ def test_steps_are_those_of_one_process(world, ranks, on_one, tmp_path):
         assert max(float((one - other).abs().max()) for one, other in zip(weights, wanted, strict=True)) < close
 
 
+def evaluated(folder, ranks):
+    """The losses of an evaluation by a trainer and in a loop, after training; and the tokens of the largest batch."""
+    model, data = build("Llama", torch.float64, num_hidden_layers=1), documents()
+    trainer = trainer_of(folder, Trainer, model, data, optim="sgd", max_steps=1, per_device_eval_batch_size=3)
+    hfp.attach(trainer, budget(ranks))
+    trainer.train()
+    held_out, tokens = documents(LENGTHS[:11]), []
+    model.register_forward_pre_hook(lambda _, __, given: tokens.append(given["input_ids"].numel()), with_kwargs=True)
+    losses = [trainer.evaluate(held_out)["eval_loss"]]
+    losses.append(hfp.evaluation_loss(trainer.accelerator, trainer.model, held_out, rows_per_batch=2))
+    largest = max(tokens)
+    predicted = [*trainer.predict(held_out).predictions.shape]
+    trainer.compute_metrics = lambda of: {"rows": len(of.predictions)}
+    predicted.append(trainer.evaluate(held_out)["eval_rows"])
+    (folder / f"{PartialState().process_index}.json").write_text(json.dumps([losses, predicted, largest]))
+
+
+def test_evaluation_is_that_of_one_process(tmp_path):
+    """Without predictions, rows are on several ranks; with them, they are whole."""
+    on_ranks(evaluated, tmp_path / "two", 2, ranks=2)
+    on_ranks(evaluated, tmp_path / "one", 1, ranks=1)
+    losses, predicted, whole = json.loads((tmp_path / "one" / "0.json").read_text())
+    for rank in range(2):
+        found, rows, part = json.loads((tmp_path / "two" / f"{rank}.json").read_text())
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert rows == predicted
+        assert part < 0.6 * whole
+
+
 def resume(folder, ranks):
     """Train four steps; then once more from the checkpoint after two, in the middle of an epoch."""
     found = []
