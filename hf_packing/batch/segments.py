@@ -235,6 +235,12 @@ def part_of(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
     return {**own, **dict.fromkeys(CU_SEQ_LENS, borders), **dict.fromkeys(MAX_LENGTHS, known)}
 
 
+def part_in(batch: Mapping[str, Any]) -> RowPart | None:
+    """Return which part of a row a batch is, if several ranks run the row together; else None."""
+    part: RowPart | None = getattr(batch.get(MAX_LENGTHS[0]), "part", None)
+    return part
+
+
 def check_shapes(tokens: Any, max_segments: Any) -> tuple[int, int]:
     """Return `tokens` and `max_segments`, the sizes of every batch of fixed shapes, which are only given together."""
     return check_whole_number("tokens", tokens), check_whole_number("max_segments", max_segments, minimum=2)

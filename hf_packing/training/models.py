@@ -36,12 +36,12 @@ from hf_packing.attention import (
     share_prefixes,
     unpatched_on_error,
 )
+from hf_packing.batch.segments import part_in
 from hf_packing.checks import check_choice
-from hf_packing.columns import MAX_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, Shapes
 from hf_packing.training.checks import WITHOUT_PADDING, check_labels_are_hidden, check_values
-from hf_packing.training.losses import Batch, documents_in, is_part
+from hf_packing.training.losses import Batch, documents_in
 from hf_packing.training.model_loss import check_predicts_next
 from hf_packing.training.ranks import on_all_ranks
 
@@ -241,8 +241,8 @@ class FirstBatchProof:
         if mode in self.proofs:
             return
         prove = partial(prove_on_batch, model, batch, training=mode == "training")
-        if is_part(batch):
-            prove = partial(prove_split_rows, model, batch[MAX_LENGTHS[0]].part.layout.num_ranks)
+        if part := part_in(batch):
+            prove = partial(prove_split_rows, model, part.layout.num_ranks)
         elif not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
