@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention import (
     Proof,
     ProveInTraining,
+    check_patched,
     has_local_weights,
     inner_model,
     input_device,
@@ -238,12 +239,12 @@ class FirstBatchProof:
             ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
             PackingError: the proof raised an error on another rank, of ranks that do not shard the model.
         """
-        if mode in self.proofs:
-            return
         prove = partial(prove_on_batch, model, batch, training=mode == "training")
         if part := part_in(batch):
+            if check_patched(model).facts.ranks_per_row == part.layout.num_ranks:  # proven once for both modes
+                return
             prove = partial(prove_split_rows, model, part.layout.num_ranks)
-        elif not reduce((documents_in(batch) > 1).int(), reduction="sum"):
+        elif mode in self.proofs or not reduce((documents_in(batch) > 1).int(), reduction="sum"):
             return
         # ranks that shard a model wait for each other within the proof, so that a rank that fails there has to end
         has_all_weights = has_local_weights(inner_model(model))
