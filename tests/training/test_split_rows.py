@@ -1,33 +1,40 @@
 """Documents on several ranks: steps, logs and checkpoints are those of one process that has room for all."""
 
 import json
+from itertools import islice
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from chunks import chunks_of
+from peft import LoraConfig, get_peft_model
 from processes import on_ranks
+from tiers import slow
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
-from trainers import logged, trainer_of
+from trainers import trainer_of
 from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.attention import inner_model
 from tools.tiny_model import tiny_model
 
-MICRO_BATCHES = 4
-LENGTHS = [70, 5, 9, 30, 3, 12, 25, 1, 8, 44, 6, 7, 61, 2, 10, 20] * 4
+MICRO_BATCHES, STEPS = 4, 5
+LENGTHS = [70, 5, 9, 30, 3, 12, 25, 1, 8, 44, 6, 7, 61, 2, 10, 20] * 6
 ROW = 96
 
 
-def documents(lengths=LENGTHS):
+def documents(lengths=LENGTHS, labels="some"):
+    """Documents with labels for some of their tokens, or for the last one."""
     generator = np.random.default_rng(0)
     rows = []
     for length in lengths:
         ids = generator.integers(8, 100, length)
-        rows.append({"input_ids": ids, "labels": np.where(generator.random(length) < 0.3, -100, ids)})
+        is_left_out = generator.random(length) < 0.3 if labels == "some" else np.arange(length) < length - 1
+        rows.append({"input_ids": ids, "labels": np.where(is_left_out, -100, ids)})
     return datasets.Dataset.from_list(rows)
 
 
@@ -35,76 +42,117 @@ def budget(ranks):
     return hfp.TokenBudget(ROW // ranks, max_ranks_per_document=ranks)
 
 
-def trained(folder, through, ranks, loss, lengths=LENGTHS, architecture="Llama", **more):
-    """Train, and return the losses of the steps and the weights."""
-    world = PartialState(cpu=True).num_processes
-    accumulation = MICRO_BATCHES * ranks // world
-    model, data = build(architecture, torch.float64, num_hidden_layers=2), documents(lengths)
-    if through != "loop":
-        kind = SFTTrainer if through == "sft" else Trainer
-        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "gradient_accumulation_steps": accumulation}
-        trainer = trainer_of(folder, kind, model, data, **settings | more)
-        hfp.attach(trainer, budget(ranks), loss=loss)
-        return logged(trainer), [each.detach() for each in trainer.model.parameters()]
+def shard(model):
+    for each in (*model.model.layers, model):
+        fully_shard(each)
+
+
+def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, **more):
+    settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
+    trainer = trainer_of(folder, kind, model, data, **settings, **more)
+    hfp.attach(trainer, budget(ranks), loss=loss)
+    if fsdp:
+        shard(trainer.model)
+        trainer.accelerator.prepare_model = lambda model, **_: model  # accelerate has FSDP for GPUs only
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [[entry[name] for name in ("loss", "tokens_per_step", "documents_per_step")] for entry in logs]
+
+
+def losses_of_loop(model, data, ranks, loss, accumulation, fsdp):
+    """The losses of the steps, and how many parts had no labels."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     loader = hfp.prepare_dataloader(accelerator, data, budget(ranks), model=model, loss=loss)
-    if more:  # FSDP
-        for each in (*model.model.layers, model):
-            fully_shard(each)
+    if fsdp:
+        shard(model)
         optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     else:
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for number, batch in enumerate(loader):
-        if number == 4 * accumulation:
-            break
+    losses, unlabeled = [], 0
+    for batch in islice(loader, STEPS * accumulation):
         with accelerator.accumulate(model):
             computed = hfp.compute_loss(model, batch)
             accelerator.backward(computed)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.reduce(computed.detach(), reduction="mean").item())
-    weights = [each.full_tensor() if more else each for each in (weight.detach() for weight in model.parameters())]
-    return np.reshape(losses, (-1, accumulation)).mean(1).tolist(), weights
+        unlabeled += int((batch.get("targets", batch.get("labels")) == -100).all())
+    return np.reshape(losses, (-1, accumulation)).mean(1).tolist(), accelerator.reduce(torch.tensor(unlabeled)).item()
 
 
 RUNS = {
-    "loop": ("loop", "token", {}),
-    "loop, sequence": ("loop", "sequence", {}),
-    "FSDP": ("loop", "token", {"fsdp": True}),
-    "Trainer": ("trainer", "token", {}),
-    "Trainer, sequence": ("trainer", "sequence", {}),
-    "checkpointing": ("trainer", "token", {"gradient_checkpointing": True}),
-    "SFTTrainer": ("sft", "token", {}),
-    "few tokens": ("loop", "token", {}),
+    "loop": {"through": "loop"},
+    "loop, sequence": {"through": "loop", "loss": "sequence"},
+    "loop, FSDP2": {"through": "loop", "fsdp": True},
+    "loop, in chunks": {"through": "loop", "in_chunks": True},
+    "loop, ranks without labels": {"through": "loop", "labels": "last"},
+    "loop, few tokens": {"through": "loop", "lengths": [1, 2, 1, 3, 2, 1]},
+    "Trainer": {},
+    "Trainer, sequence": {"loss": "sequence"},
+    "Trainer, FSDP2": {"fsdp": True},
+    "Trainer, in chunks": {"in_chunks": True},
+    "Trainer, LoRA": {"lora": True},
+    "Trainer, masked": {"architecture": "BertForMaskedLM"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "SFTTrainer": {"through": "sft"},
+    "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
 }
+FAST = ["loop, sequence", "loop, ranks without labels", "Trainer, FSDP2", "SFTTrainer"]
+
+
+def train(
+    folder,
+    ranks,
+    *,
+    through="trainer",
+    loss="token",
+    architecture="Llama",
+    lengths=LENGTHS,
+    labels="some",
+    lora=False,
+    in_chunks=False,
+    fsdp=False,
+    **more,
+):
+    """Train, and return the losses or the logs of the steps, the weights, and how many parts had no labels."""
+    world = PartialState(cpu=True).num_processes
+    model, data, unlabeled = build(architecture, torch.float64, num_hidden_layers=2), documents(lengths, labels), 0
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    how = {"ranks": ranks, "loss": loss, "accumulation": MICRO_BATCHES * ranks // world, "fsdp": fsdp and ranks > 1}
+    with chunks_of(10 if in_chunks and ranks > 1 else 10_000, inner_model(model)) as chunks:
+        if through == "loop":
+            losses, unlabeled = losses_of_loop(model, data, **how)
+        else:
+            kind = SFTTrainer if through == "sft" else Trainer
+            losses = logs_of_trainer(folder, kind, model, data, **how, **more)
+    assert not in_chunks or ranks == 1 or len(chunks) > STEPS
+    weights = [weight.full_tensor() if how["fsdp"] else weight for weight in model.parameters()]
+    return losses, [each.detach() for each in weights], unlabeled
 
 
 def train_all(folder, ranks, names):
     for name in names:
-        through, loss, more = RUNS[name]
-        lengths = [1, 2, 1, 3, 2, 1] if name == "few tokens" else LENGTHS
-        losses, weights = trained(folder / name, through, ranks, loss, lengths, **more)
+        found = train(folder / name, ranks, **RUNS[name])
         if PartialState().is_main_process:
-            torch.save((losses, weights), folder / f"{name}.pt")
+            torch.save(found, folder / f"{name}.pt")
 
 
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    train_all(folder, 1, [name for name in RUNS if name != "FSDP"])
-    return folder
-
-
-@pytest.mark.parametrize(("world", "ranks"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_steps_are_those_of_one_process(world, ranks, on_one, tmp_path):
-    on_ranks(train_all, tmp_path, ranks, [*RUNS], ranks=world)
-    for name in RUNS:
-        losses, weights = torch.load(tmp_path / f"{name}.pt")
-        expected, wanted = torch.load(on_one / f"{'loop' if name == 'FSDP' else name}.pt")
-        close = 1e-6 if name == "SFTTrainer" else 1e-12  # it computes in float32
-        assert losses == pytest.approx(expected, rel=close if RUNS[name][0] == "loop" else 1e-6)  # logs are float32
-        assert max(float((one - other).abs().max()) for one, other in zip(weights, wanted, strict=True)) < close
+@pytest.mark.parametrize(
+    ("world", "ranks", "names"), [(2, 2, FAST), slow(4, 2, [*RUNS]), slow(4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
+)
+def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
+    train_all(tmp_path, 1, names)
+    expected = {name: torch.load(tmp_path / f"{name}.pt") for name in names}
+    on_ranks(train_all, tmp_path, ranks, names, ranks=world)
+    for name in names:
+        (losses, weights, unlabeled), (wanted, exact, _) = torch.load(tmp_path / f"{name}.pt"), expected[name]
+        # logs are rounded to float32, in which SFTTrainer computes
+        assert np.shape(losses)[0] == (1 if "few" in name else STEPS)
+        assert np.allclose(losses, wanted, rtol=1e-12 if "loop" in name else 1e-6, atol=0), (name, losses, wanted)
+        close = 1e-6 if "SFT" in name else 1e-12
+        assert max(float((one - other).abs().max()) for one, other in zip(weights, exact, strict=True)) < close, name
+        assert unlabeled > 0 or "without labels" not in name
 
 
 def resume(folder, ranks):
