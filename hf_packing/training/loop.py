@@ -106,7 +106,7 @@ def prepare_dataloader(
 
     def plan(planned_from: PlannedFrom) -> tuple[Batching, Source, PackingCollator]:
         check_accelerator(accelerator)
-        if model is None and batching.ranks_per_block > 1:
+        if model is None and check_batching(batching).ranks_per_block > 1:
             raise PackingError("model: expected the model that is trained, for documents on several ranks, got None")
         balanced = with_linear_cost(check_batching(batching), None if model is None else inner_model(model).config)
         if shapes != (None, None):

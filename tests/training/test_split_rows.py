@@ -1,21 +1,27 @@
 """Documents on several ranks: steps, logs and checkpoints are those of one process that has room for all."""
 
 import json
+import os
+import time
+from datetime import timedelta
 from itertools import islice
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from chunks import chunks_of
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from tiers import slow
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
-from trainers import trainer_of
-from transformers import Trainer
+from trainers import Plain, tokenizer, trainer_of
+from transformers import DataCollatorForLanguageModeling, Trainer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from tree_rows import tree_row
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -47,9 +53,11 @@ def shard(model):
         fully_shard(each)
 
 
-def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, **more):
+def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, masks=False, **more):
     settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
     trainer = trainer_of(folder, kind, model, data, **settings, **more)
+    if masks:
+        trainer.data_collator = DataCollatorForLanguageModeling(tokenizer(mask_token="w3"))
     hfp.attach(trainer, budget(ranks), loss=loss)
     if fsdp:
         shard(trainer.model)
@@ -92,7 +100,7 @@ RUNS = {
     "Trainer, FSDP2": {"fsdp": True},
     "Trainer, in chunks": {"in_chunks": True},
     "Trainer, LoRA": {"lora": True},
-    "Trainer, masked": {"architecture": "BertForMaskedLM"},
+    "Trainer, masked": {"architecture": "BertForMaskedLM", "masks": True},
     "checkpointing": {"gradient_checkpointing": True},
     "SFTTrainer": {"through": "sft"},
     "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
@@ -139,7 +147,9 @@ def train_all(folder, ranks, names):
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks", "names"), [(2, 2, FAST), slow(4, 2, [*RUNS]), slow(4, 4, [*RUNS])], ids=["2", "4 in 2 blocks", "4"]
+    ("world", "ranks", "names"),
+    [(2, 2, FAST), slow(4, 2, [*RUNS]), slow(4, 4, [*RUNS])],
+    ids=["2", "4 in 2 blocks", "4"],
 )
 def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
     train_all(tmp_path, 1, names)
@@ -155,49 +165,115 @@ def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
         assert unlabeled > 0 or "without labels" not in name
 
 
-def resume(folder, ranks):
-    """Train four steps; then once more from the checkpoint after two, in the middle of an epoch."""
-    found = []
-    for number in (0, 1):
-        model = build("Llama", torch.float64, num_hidden_layers=1)
-        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "gradient_accumulation_steps": 2}
-        trainer = trainer_of(folder, Trainer, model, documents(), save_strategy="steps", save_steps=2, **settings)
-        hfp.attach(trainer, budget(ranks))
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if number else None)
-        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    (folder / f"{PartialState().process_index}.json").write_text(json.dumps(found))
+def route(folder):
+    """The loss of routers on two ranks, and the mean over the parts of the row, by their labels."""
+    accelerator = Accelerator(cpu=True)
+    model, data = (
+        build("Mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=1.0),
+        documents([70, 5, 9]),
+    )
+    loader = hfp.prepare_dataloader(accelerator, data, budget(2), model=model)
+    (batch,), losses = loader, []
+    for model.router_aux_loss_coef in (1.0, 0.0):
+        losses.append(accelerator.reduce(hfp.compute_loss(model, batch).detach(), reduction="mean").item())
+    row = hfp.PackingCollator()([data[number] for number, _ in loader.plan.micro_batch(0, 0)])
+    logits, part = model(**row).router_logits, batch["max_length_q"].part
+    places = torch.from_numpy(part.layout.places(part.rank))
+    of_part = load_balancing_loss_func(tuple(layer[places] for layer in logits), 4, 2).detach()
+    items = (batch["targets"] != -100).sum()
+    share = items / accelerator.reduce(items)
+    expected = accelerator.reduce(of_part * share).item()
+    assert abs(expected - load_balancing_loss_func(logits, 4, 2).item()) > 1e-3, "that of the whole row"
+    (folder / f"{accelerator.process_index}.json").write_text(json.dumps([losses[0] - losses[1], expected]))
 
 
 @pytest.mark.slow
-def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path):
-    on_ranks(resume, tmp_path, 2, ranks=4)
-    for rank in range(4):
-        whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert len(whole) == 4
-        assert resumed == whole
+def test_the_loss_of_routers_is_a_mean_over_parts(tmp_path):
+    on_ranks(route, tmp_path, ranks=2)
+    for rank in range(2):
+        found, expected = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
-def stream():
-    return documents().to_iterable_dataset(num_shards=4)
+SECONDS = 15
+
+
+def leave(folder, how):
+    """Train; in the second step, rank 1 does not come to an exchange."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=SECONDS))])
+    model, rank = build("Llama", num_hidden_layers=1), accelerator.process_index
+    layer = model.model.layers[0]
+    loader = hfp.prepare_dataloader(accelerator, documents(), budget(2), model=model)
+    model = accelerator.prepare(model)
+
+    def end(*_):
+        if how == "dies":
+            os._exit(0)
+        while how == "hangs" and not (folder / "0.txt").exists():
+            time.sleep(0.1)
+        raise SystemExit
+
+    for number, batch in enumerate(loader):
+        if (rank, number) == (1, 1):
+            layer.register_forward_pre_hook(end)
+        try:
+            accelerator.backward(hfp.compute_loss(model, batch))
+        except RuntimeError as error:
+            (folder / f"{rank}.txt").write_text(f"{number}: {error}")
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [("dies", ""), ("raises", ""), ("hangs", f"imed out waiting {SECONDS}000ms")])
+def test_a_rank_does_not_wait_forever_for_one_that_does_not_come(how, said, tmp_path):
+    """The time-out is that of the process group that the user has configured."""
+    on_ranks(leave, tmp_path, how, ranks=2, fails=True)
+    told = (tmp_path / "0.txt").read_text()
+    assert told.startswith("1: ")
+    assert said in told
+    assert not (tmp_path / "1.txt").exists()
 
 
 def refused(folder):
     """What each rank says of what cannot have documents on several ranks."""
-    accelerator = Accelerator(cpu=True)
-    bloom = tiny_model("bloom", "causal")
-    wide, three = budget(2), hfp.TokenBudget(48, max_ranks_per_document=3)
+    accelerator, wide = Accelerator(cpu=True), budget(2)
+    few, stream = documents([9, 5]), documents().to_iterable_dataset(num_shards=4)
+    classes = few.remove_columns("labels").add_column("label", [0, 1])
+    trees = Plain([tree_row([[5, 6, 7], [5, 6, 8, 9], [3]])[0]] * 4)
+
+    def prepare(data=few, batching=wide, **more):
+        return hfp.prepare_dataloader(accelerator, data, batching, **{"model": build("Llama"), **more})
+
+    def parallel(**sizes):
+        with pytest.MonkeyPatch.context() as patch:
+            config = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, **sizes})
+            patch.setattr(accelerator.state, "parallelism_config", config)
+            prepare()
+
+    def attach(kind=Trainer, model=None, data=few, **settings):
+        hfp.attach(trainer_of(folder, kind, model or build("Llama"), data, **settings), wide)
+
+    def by_another_model():
+        (batch,) = prepare()
+        hfp.compute_loss(hfp.patch_model(build("Llama", num_hidden_layers=1)), batch)
+
     calls = {
-        "ranks": lambda: hfp.prepare_dataloader(accelerator, documents(), three, model=build("Llama")),
-        "long": lambda: hfp.prepare_dataloader(accelerator, documents([97, 5]), wide, model=build("Llama")),
-        "shapes": lambda: hfp.prepare_dataloader(
-            accelerator, documents(), wide, model=build("Llama"), tokens=96, max_segments=9
-        ),
-        "stream": lambda: hfp.prepare_dataloader(accelerator, stream(), wide, model=build("Llama")),
-        "model": lambda: hfp.prepare_dataloader(accelerator, documents(), wide),
-        "biases": lambda: next(iter(hfp.prepare_dataloader(accelerator, documents(), wide, model=bloom))),
-        "ranks disagree": lambda: hfp.prepare_dataloader(
-            accelerator, documents([70, 5 + accelerator.process_index]), wide, model=build("Llama")
-        ),
+        "three ranks": lambda: prepare(batching=hfp.TokenBudget(48, max_ranks_per_document=3)),
+        "more ranks than there are": lambda: prepare(batching=budget(4)),
+        "a long document": lambda: prepare(documents([97, 5])),
+        "fixed shapes": lambda: prepare(tokens=96, max_segments=9),
+        "a stream": lambda: prepare(stream),
+        "trees": lambda: prepare(trees),
+        "no model": lambda: prepare(model=None),
+        "biases": lambda: next(iter(prepare(model=tiny_model("bloom", "causal")))),
+        "ranks disagree": lambda: prepare(documents([70, 5 + accelerator.process_index])),
+        "tensor parallelism": lambda: parallel(tp_size=2),
+        "context parallelism": lambda: parallel(cp_size=2),
+        "sequence parallelism": lambda: parallel(sp_size=2),
+        "another model": by_another_model,
+        "rows that stay whole": lambda: attach(model=build("LlamaForSequenceClassification"), data=classes),
+        "a loss of its own": lambda: attach(Distilled),
+        "label smoothing": lambda: attach(label_smoothing_factor=0.1),
     }
     found = {}
     for name, call in calls.items():
@@ -207,16 +283,39 @@ def refused(folder):
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))
 
 
+class Distilled(Trainer):
+    def compute_loss(self, model, inputs, **named):
+        return super().compute_loss(model, inputs, **named)
+
+
+ONE = "max_ranks_per_document: expected 1"
+DIVIDING = "max_ranks_per_document: expected a number that divides the 2 ranks of this run"
+REFUSED = {
+    "three ranks": f"{DIVIDING}, got 3",
+    "more ranks than there are": f"{DIVIDING}, got 4",
+    "a long document": "max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96",
+    "fixed shapes": f"{ONE} for batches of fixed shapes",
+    "a stream": f"{ONE} for a stream, got 2",
+    "trees": f"{ONE} for rows of trees, got 2",
+    "no model": "model: expected the model that is trained, for documents on several ranks",
+    "biases": "BloomAttention gets a tensor with a value for each pair of",
+    "ranks disagree": "dataset: expected the same on all ranks",
+    "tensor parallelism": f"{ONE} with tensor parallelism, got 2",
+    "context parallelism": "cp_size: expected 1, got 2; for documents on several processes, pass "
+    "TokenBudget(max_tokens, max_ranks_per_document=2)",
+    "sequence parallelism": "sp_size: expected 1, got 2; for documents on several processes, pass "
+    "TokenBudget(max_tokens, max_ranks_per_document=2)",
+    "another model": f"{ONE}, since it is not proven that LlamaForCausalLM runs rows on 2 ranks",
+    "rows that stay whole": f"{ONE} for Trainer, whose rows stay whole, got 2",
+    "a loss of its own": "but Distilled has a compute_loss, compute_loss_func, label_smoothing_factor",
+    "label smoothing": "but Trainer has a compute_loss, compute_loss_func, label_smoothing_factor",
+}
+
+
 def test_refusals_are_the_same_on_all_ranks(tmp_path):
     on_ranks(refused, tmp_path, ranks=2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for one, other in zip(*(each.items() for each in found), strict=True):
-        assert one == other
-    said = found[0]
-    assert said["ranks"] == "max_ranks_per_document: expected a number that divides the 2 ranks of this run, got 3"
-    assert said["long"].startswith("max_tokens: row 0 has 97 tokens, but a row on 2 ranks may have at most 96")
-    assert said["shapes"].startswith("max_ranks_per_document: expected 1 for batches of fixed shapes")
-    assert said["stream"].startswith("max_ranks_per_document: expected 1 for a stream, got 2")
-    assert said["model"].startswith("model: expected the model that is trained, for documents on several ranks")
-    assert "BloomAttention gets a tensor with a value for each pair of" in said["biases"]
-    assert said["ranks disagree"].startswith("dataset: expected the same data")
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert one.keys() == REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert words in one[name], name
