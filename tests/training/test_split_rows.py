@@ -30,17 +30,18 @@ from tools.tiny_model import tiny_model
 
 MICRO_BATCHES, STEPS = 4, 5
 LENGTHS = [70, 5, 9, 30, 3, 12, 25, 1, 8, 44, 6, 7, 61, 2, 10, 20] * 6
+EVALUATED = [9, 70, 30, 12, 5]
 ROW = 96
 
 
 def documents(lengths=LENGTHS, labels="some"):
-    """Documents with labels for some of their tokens, or for the last one."""
+    """Documents with labels for "some" of their tokens, for the "last" one, or with "no" labels."""
     generator = np.random.default_rng(0)
     rows = []
     for length in lengths:
         ids = generator.integers(8, 100, length)
         is_left_out = generator.random(length) < 0.3 if labels == "some" else np.arange(length) < length - 1
-        rows.append({"input_ids": ids, "labels": np.where(is_left_out, -100, ids)})
+        rows.append({"input_ids": ids} | ({"labels": np.where(is_left_out, -100, ids)} if labels != "no" else {}))
     return datasets.Dataset.from_list(rows)
 
 
@@ -53,10 +54,10 @@ def shard(model):
         fully_shard(each)
 
 
-def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, masks=False, **more):
+def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, labels, **more):
     settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
     trainer = trainer_of(folder, kind, model, data, **settings, **more)
-    if masks:
+    if labels == "no":
         trainer.data_collator = DataCollatorForLanguageModeling(tokenizer(mask_token="w3"))
     hfp.attach(trainer, budget(ranks), loss=loss)
     if fsdp:
@@ -64,11 +65,12 @@ def logs_of_trainer(folder, kind, model, data, ranks, loss, accumulation, fsdp, 
         trainer.accelerator.prepare_model = lambda model, **_: model  # accelerate has FSDP for GPUs only
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [[entry[name] for name in ("loss", "tokens_per_step", "documents_per_step")] for entry in logs]
+    found = [[entry[name] for name in ("loss", "tokens_per_step", "documents_per_step")] for entry in logs]
+    return [*found, [trainer.evaluate(documents(EVALUATED, labels))["eval_loss"]] * 3]
 
 
 def losses_of_loop(model, data, ranks, loss, accumulation, fsdp):
-    """The losses of the steps, and how many parts had no labels."""
+    """The losses of the steps and of an evaluation, and how many parts had no labels."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     loader = hfp.prepare_dataloader(accelerator, data, budget(ranks), model=model, loss=loss)
     if fsdp:
@@ -85,7 +87,9 @@ def losses_of_loop(model, data, ranks, loss, accumulation, fsdp):
             optimizer.zero_grad()
         losses.append(accelerator.reduce(computed.detach(), reduction="mean").item())
         unlabeled += int((batch.get("targets", batch.get("labels")) == -100).all())
-    return np.reshape(losses, (-1, accumulation)).mean(1).tolist(), accelerator.reduce(torch.tensor(unlabeled)).item()
+    evaluated = hfp.evaluation_loss(accelerator, model, documents(EVALUATED))
+    losses = [*np.reshape(losses, (-1, accumulation)).mean(1).tolist(), evaluated]
+    return losses, accelerator.reduce(torch.tensor(unlabeled)).item()
 
 
 RUNS = {
@@ -100,7 +104,7 @@ RUNS = {
     "Trainer, FSDP2": {"fsdp": True},
     "Trainer, in chunks": {"in_chunks": True},
     "Trainer, LoRA": {"lora": True},
-    "Trainer, masked": {"architecture": "BertForMaskedLM", "masks": True},
+    "Trainer, masked": {"architecture": "BertForMaskedLM", "labels": "no"},
     "checkpointing": {"gradient_checkpointing": True},
     "SFTTrainer": {"through": "sft"},
     "SFTTrainer, FSDP2": {"through": "sft", "fsdp": True},
@@ -122,7 +126,7 @@ def train(
     fsdp=False,
     **more,
 ):
-    """Train, and return the losses or the logs of the steps, the weights, and how many parts had no labels."""
+    """Train and evaluate, and return the losses or logs, the weights, and how many parts had no labels."""
     world = PartialState(cpu=True).num_processes
     model, data, unlabeled = build(architecture, torch.float64, num_hidden_layers=2), documents(lengths, labels), 0
     if lora:
@@ -133,8 +137,10 @@ def train(
             losses, unlabeled = losses_of_loop(model, data, **how)
         else:
             kind = SFTTrainer if through == "sft" else Trainer
-            losses = logs_of_trainer(folder, kind, model, data, **how, **more)
+            losses = logs_of_trainer(folder, kind, model, data, **how, labels=labels, **more)
     assert not in_chunks or ranks == 1 or len(chunks) > STEPS
+    if how["fsdp"]:
+        model.reshard()  # after evaluation
     weights = [weight.full_tensor() if how["fsdp"] else weight for weight in model.parameters()]
     return losses, [each.detach() for each in weights], unlabeled
 
@@ -158,7 +164,7 @@ def test_steps_are_those_of_one_process(world, ranks, names, tmp_path):
     for name in names:
         (losses, weights, unlabeled), (wanted, exact, _) = torch.load(tmp_path / f"{name}.pt"), expected[name]
         # logs are rounded to float32, in which SFTTrainer computes
-        assert np.shape(losses)[0] == (1 if "few" in name else STEPS)
+        assert np.shape(losses)[0] == (2 if "few" in name else STEPS + 1)
         assert np.allclose(losses, wanted, rtol=1e-12 if "loop" in name else 1e-6, atol=0), (name, losses, wanted)
         close = 1e-6 if "SFT" in name else 1e-12
         assert max(float((one - other).abs().max()) for one, other in zip(weights, exact, strict=True)) < close, name
