@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_packing.attention import (
     ProveInTraining,
+    block_of,
     check_patched,
     in_mode,
     inner_model,
@@ -127,6 +128,8 @@ def prepare_dataloader(
         return balanced, source, collator_for(model, *shapes)
 
     balanced, source, collator = on_all_ranks(plan)
+    if balanced.ranks_per_block > 1:
+        block_of(balanced.ranks_per_block)
 
     def isolate_and_check(_: PlannedFrom) -> None:
         if model is not None:

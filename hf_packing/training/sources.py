@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import block_of, inner_model
+from hf_packing.attention import inner_model
 from hf_packing.batch.collate import PackingCollator, numbers_in
 from hf_packing.columns import (
     COMPLETION_MASK,
@@ -160,7 +160,6 @@ class PackedRows:
         made: Any = collate
         if (ranks := batching.ranks_per_block) > 1:
             assert isinstance(batching, TokenBudget)
-            block_of(ranks)  # all ranks make the groups of all blocks here
             made = PartCollator(collate, batching.lay_out, data_rank(accelerator).rank % ranks, self.loss)
         batches: DataLoader[Any] = batches_loader(rows, self.sampler, made, **options)
         return on_device(batches, accelerator) if loop is None else PackedLoader(batches, loop, self.labels)
