@@ -111,8 +111,8 @@ class WholeStep:
         if self.weighting is not None and (found := len(observed.sums)) != 1:
             raise PackingError(
                 "loss: expected a model whose own loss is computed from one F.cross_entropy of its logits for "
-                f"loss='sequence' and for documents that share prefixes, but {type(inner_model(model)).__name__} "
-                f"computes {found}, or is compiled as a whole"
+                f"loss='sequence' and for documents that share prefixes or are on several ranks, but "
+                f"{type(inner_model(model)).__name__} computes {found}, or is compiled as a whole"
             )
 
     def run(self, model: nn.Module) -> tuple[Tensor, Head]:
